@@ -1,4 +1,4 @@
-"""What every test may ask for: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
+"""Shared by all tests: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
 
 import functools
 import gc
@@ -68,7 +68,6 @@ def _installed(package: str) -> bool:
 
 
 def _values(item: Any) -> dict[str, Hashable]:
-    """What a case stands for, by parameter: the string or number, or which object it is."""
     given = item.callspec.params
     return {name: value if isinstance(value, str | int) else id(value) for name, value in given.items()}
 
@@ -88,7 +87,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: the garbage collector need not look at it again in every test."""
+    """Leave what was imported and collected out of garbage collection: it would be searched in every test."""
     gc.collect()
     gc.freeze()
 
@@ -122,7 +121,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def full(pytestconfig: pytest.Config) -> bool:
-    """Whether every fault is tried, not a sample of them."""
     return bool(pytestconfig.getoption("--full"))
 
 
@@ -138,7 +136,6 @@ def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Iterator[list[int]]:
-    """By how many bytes each attack made memory grow, for the tally."""
     grown: list[int] = []
     yield grown
     most = max(grown, default=0) / 2**20

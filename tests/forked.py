@@ -57,7 +57,6 @@ def finish(pid: int) -> int:
 
 
 def kill_group(group: int) -> None:
-    """End whoever is left of a group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -65,5 +64,4 @@ def kill_group(group: int) -> None:
 
 
 def said(folder: Path) -> str:
-    """What the last process in a folder printed."""
     return (folder / "output.txt").read_text(encoding="utf-8")

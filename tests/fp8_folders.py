@@ -16,18 +16,9 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BASE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+BASE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4}
+BASE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96}
+BASE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 RANKS = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 DEPTHS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "num_key_value_heads": 4}
@@ -82,7 +73,6 @@ def float_model(kind: str) -> Any:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder's files, by name."""
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
@@ -114,7 +104,7 @@ def rewritten(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], 
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """Whether recipes quantise the tensor: a layer's matrix, neither the embedding nor the head nor a router."""
+    """True where recipes quantise the tensor: a layer's matrix, neither the embedding nor the head nor a router."""
     kept = ("embed_tokens", "lm_head", "mlp.gate.weight", "block_sparse_moe.gate.weight", "router")
     return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in kept)
 
@@ -301,7 +291,7 @@ def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
 
 
 def autofp8(folder: Path, model: Any, shards: str) -> None:
-    """What AutoFP8 wrote, by its formula: one scale a tensor, and one of its input, without dimensions."""
+    """AutoFP8's files by its formula: one scale a tensor, and one of its input, without dimensions."""
     modelopt(folder, model, shards)
     (folder / "hf_quant_config.json").unlink()
     said = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -309,7 +299,7 @@ def autofp8(folder: Path, model: Any, shards: str) -> None:
 
 
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
-    """What ``export_hf_checkpoint`` of Model-Optimizer writes for FP8, by its formula: ``amax / 448``, one a tensor."""
+    """Files of Model-Optimizer's ``export_hf_checkpoint`` for FP8, by its formula: ``amax / 448``, one a tensor."""
     transformers()
     model.save_pretrained(folder, max_shard_size=shards)
     drawn = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""What the libraries that publish FP8 folders make of one: values of its weights, and a model to run."""
+"""An FP8 folder as its publisher reads it: values of its weights, and a model to run."""
 
 import json
 import shutil
@@ -39,7 +39,6 @@ def served_by_values(folder: Path, dtype: torch.dtype, place: Path) -> Any:
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:
-    """What the folder's ``config.json`` says of its quantisation; empty where it says nothing."""
     said: dict[str, Any] = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     return said
 

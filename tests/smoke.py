@@ -1,4 +1,4 @@
-"""What an installed wheel has to pass: `python tests/smoke.py [--native]`, with torch, geoopt and numpy alone.
+"""A check of an installed wheel: `python tests/smoke.py [--native]`, with torch, geoopt and numpy alone.
 
 A layer on one byte a weight is trained, saved, read back and stepped again; rounding is that of the definition.
 """
@@ -23,7 +23,6 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """One step towards zero on the same inputs; the loss before it."""
     inputs = torch.linspace(-1, 1, 64).reshape(4, 16)
     loss = model(inputs).square().mean()
     optimizer.zero_grad()

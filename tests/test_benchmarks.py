@@ -38,7 +38,7 @@ SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.b
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
-    """What a benchmark prints in a process without the compiler; fail unless it ends with ``code`` (None: 0 or 1)."""
+    """The output of a benchmark in a process without the compiler; fail unless it ends with ``code`` (None: 0 or 1)."""
     settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | environment
     done = forked_run([sys.executable, str(FOLDER / script), *arguments], env=settings)
     assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout
@@ -46,7 +46,7 @@ def run(script: str, *arguments: str, code: int | None = 0, **environment: str) 
 
 
 def forked_run(command: list[str], env: dict[str, str], **_: Any) -> Any:
-    """What ``subprocess.run`` is to a benchmark, in processes that are forked from here and need not import torch."""
+    """``subprocess.run`` for a benchmark, in processes that are forked from here and need not import torch."""
 
     def benchmark() -> int:
         os.environ.update(env)
@@ -69,7 +69,6 @@ def forked_run(command: list[str], env: dict[str, str], **_: Any) -> Any:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules of the benchmarks, imported as the scripts do."""
     monkeypatch.syspath_prepend(str(FOLDER))
     threads = torch.get_num_threads()
     yield {name: importlib.import_module(name) for name in NAMES}
@@ -80,7 +79,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few kilobytes in the tokens of bytes; its text lies beside it."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("The quick brown fox. " * 400, encoding="utf-8")
     prepare_text(folder / "text.txt", folder / "data", "byte")
@@ -89,7 +87,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(modules: dict[str, ModuleType]) -> Any:
-    """A thousandth of the workload."""
     return modules["_contenders"].Workload.sized("10M", 0.001, torch.device("cpu"))
 
 
@@ -132,8 +129,6 @@ def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], sm
 
 
 class Hoarder(torch.optim.SGD):
-    """Keeps every gradient of the last step."""
-
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
@@ -314,10 +309,8 @@ def test_fake_quantized_linear_from_end_to_end() -> None:
     options = ("--sizes", "32x48", "--tokens", "16", "--pairs", "2", "--json")
     printed = run("fake_quantized_linear.py", *options, code=None)  # at this size the goal means nothing
     rows = json.loads(printed[printed.index("{") :])["rows"]
-    assert [(row["layer"], row["tokens"], row["recipe"]) for row in rows] == [
-        ("32x48", 16, "tensor"),
-        ("32x48", 16, "channel"),
-    ]
+    found = [(row["layer"], row["tokens"], row["recipe"]) for row in rows]
+    assert found == [("32x48", 16, "tensor"), ("32x48", 16, "channel")]
     assert rows[0]["difference"] < 1e-3
     assert all(row["met"] is (row["ratio"] <= 1) for row in rows)
 
@@ -347,7 +340,7 @@ def test_loading_from_end_to_end() -> None:
 
 
 def test_train_is_serve_from_end_to_end() -> None:
-    """What is trained in place or rounded alike on both sides is served to the bit; nothing else is."""
+    """Training in place, and rounding alike on both sides, is served to the bit; nothing else is."""
     printed = run("train_is_serve.py", "--reading", "2", "--prompts", "1", "--written", "4", "--updates", "1", "--json")
     found = json.loads(printed[printed.index("{") :])
     alike = {"codes in place, squares", "codes in place, rows", "codes in place, squares, products in bfloat16"}
@@ -408,7 +401,7 @@ def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfl
 
 @pytest.mark.slow
 def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> None:
-    """Of 277M bfloat16 weights in shards, beyond the largest tensor, as processes of their own have it."""
+    """277M bfloat16 weights in shards, beyond the largest tensor, in processes of their own."""
     done = subprocess.run(
         [sys.executable, str(FOLDER / "loading.py"), "--json"], check=True, capture_output=True, text=True
     )
@@ -527,14 +520,12 @@ def test_write_back_noise_from_end_to_end(corpus: Path) -> None:
         assert float(former[1]) > float(rows["E2M5, rows, room 1, the library's step"][1]) > 0
         assert former[5] == former[6].removesuffix(" |")
         assert float(former[1]) < float(rows["E4M3, rows, room 16, every 100 steps"][1])
-    assert (
-        len(re.findall(r"^E2M5, .* over the former rule's: [\d.]+ .*bar <= 0.5: (NOT )?met$", printed, re.MULTILINE))
-        == 2
-    )
+    goals = r"^E2M5, .* over the former rule's: [\d.]+ .*bar <= 0.5: (NOT )?met$"
+    assert len(re.findall(goals, printed, re.MULTILINE)) == 2
 
 
 def test_moment_formats_from_end_to_end(corpus: Path) -> None:
-    """Of two steps; an even grid that is fitted loses less than E4M3 under Muon, and more bits less than fewer."""
+    """Two steps; a fitted even grid loses less than E4M3 under Muon, and more bits less than fewer."""
     printed = run("moment_formats.py", "--data-dir", str(corpus), "--max-steps", "2", "--layers", "3")
     for optimizer, own in (("Muon (muon-stochastic)", "E2M5"), ("AdamW (stochastic)", "E4M3")):
         part = printed.partition(f"{optimizer}:")[2]

@@ -42,19 +42,16 @@ NAMESPACES = ("distributed", "huggingface", "ops", "optim", "reference")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced code blocks of a page in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def bench_commands() -> list[str]:
-    """Every nanogpt-bench command line of the pages and the README."""
     text = "\n".join("\n".join(blocks(page, "(?:console|sh)")) for page in PAGES if page.suffix == ".md")
     text = text.replace("\\\n", " ")  # a command may go on in the next line
     return sorted(set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", text, re.MULTILINE)))
 
 
 def load(path: Path) -> ModuleType:
-    """Import a module of the documentation from its file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -82,7 +79,6 @@ def sphinx(folder: Path, builder: str, target: str) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built pages, from a copy of the sources, so that a build changes nothing in the checkout."""
     folder = tmp_path_factory.mktemp("docs")
     ignored = shutil.ignore_patterns("_build", "generated", "examples", "__pycache__")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored)
@@ -94,7 +90,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documented(site: Path) -> set[str]:
-    """Names of the objects the site describes, from its inventory."""
     content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     lines = zlib.decompress(content).decode().splitlines()
     return {line.split()[0] for line in lines if " py:" in line}
@@ -119,7 +114,6 @@ def test_figures_are_each_on_one_page_and_examples_have_their_own(site: Path) ->
 
 
 def run_python(example: Example) -> None:
-    """Run a block of Python, and leave what it printed for the block that follows."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         PythonEvaluator()(example)
     example.namespace["printed"] = printed.getvalue()

@@ -1,4 +1,4 @@
-"""What every public docstring says: parameters, examples, errors, equations, and what becomes of NaN, Inf and -0."""
+"""Every public docstring has parameters, examples, errors, equations, and what becomes of NaN, Inf and -0."""
 
 import ast
 import doctest
@@ -23,7 +23,6 @@ EDGES = (r"NaN", r"Inf|infinite", r"-0", r"empty")
 
 
 def definition(thing: Any) -> Any:
-    """The syntax tree of a class or function."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
     return node
 
@@ -54,7 +53,7 @@ def described(text: str) -> set[str]:
 
 
 def takes_tensors(thing: Any) -> bool:
-    """Whether an argument of it, or of a method, is a tensor; optimizers take parameters, which is another thing."""
+    """True where it, or a method, takes a tensor; optimizers take parameters, which is another thing."""
     functions = [thing]
     if isinstance(thing, type):
         if issubclass(thing, torch.optim.Optimizer):
@@ -66,13 +65,11 @@ def takes_tensors(thing: Any) -> bool:
 
 
 def raises(function: Any) -> bool:
-    """Whether its own source raises something, beyond saying that a subclass must do it."""
     nodes = [node for node in ast.walk(definition(function)) if isinstance(node, ast.Raise)]
     return any("NotImplementedError" not in ast.dump(node) for node in nodes)
 
 
 def missing(name: str) -> Iterator[str]:
-    """What the docstring of a public function or class lacks, and those of its methods."""
     thing = PUBLIC[name]
     text = inspect.getdoc(thing) or ""
     methods = own_methods(thing) if isinstance(thing, type) else {}

@@ -45,14 +45,12 @@ EXTRA = {
 
 
 def expected(path: Path) -> str:
-    """The output that an example's docstring promises."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert docstring is not None
     return docstring.split("xpected output::\n\n")[1]
 
 
 def words(text: str) -> list[str]:
-    """The text without its decimal figures and its spacing."""
     return NUMBER.sub("#", text).split()
 
 

@@ -22,13 +22,11 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def docs(generated: ModuleType) -> Any:
-    """The site's pages."""
     return generated.DOCS
 
 
 @pytest.fixture
 def study(generated: ModuleType) -> Any:
-    """The study's pages."""
     return import_module("make").STUDY
 
 

@@ -165,16 +165,10 @@ def test_llama_is_that_of_transformers(gpu: Any) -> None:
     torch.manual_seed(0)
     shape = llama.SHAPES["tiny"]
     ours = llama.Llama(shape)
-    config = transformers.LlamaConfig(
-        hidden_size=shape.width,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        rms_norm_eps=1e-5,
-        rope_theta=shape.base,
-    )
+    sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner, "num_hidden_layers": shape.layers}
+    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    more: Any = {"vocab_size": shape.vocabulary, "rms_norm_eps": 1e-5, "rope_theta": shape.base}
+    config = transformers.LlamaConfig(**sizes, **more)
     theirs = transformers.LlamaForCausalLM(config)
     state = zip(
         ours.state_dict().values(), [theirs.state_dict()[renamed(name)] for name in ours.state_dict()], strict=True
@@ -187,7 +181,6 @@ def test_llama_is_that_of_transformers(gpu: Any) -> None:
 
 
 def renamed(name: str) -> str:
-    """A parameter's name in transformers."""
     own = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
     own |= {"norm2": "post_attention_layernorm"} | {part: f"self_attn.{part}_proj" for part in "qkvo"}
     own |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}

@@ -13,48 +13,22 @@ ROOT = Path(__file__).parent.parent
 MOST_ROOMS = 26
 
 #: from the ground up; what stands on one floor may import from its own and from those below
-LIBRARY = (
-    ("formats", "_geoopt_import"),
-    ("_base", "_ranks"),
-    ("random_bits", "scaling"),
-    ("_numerics",),
-    ("_triton",),
-    ("_native",),
-    ("grid", "reference"),
-    ("_encoded", "manifolds"),
-    ("tensor", "fake_quant"),
-    ("parameter",),
-    ("_shards", "_published"),
-    ("nn",),
-    ("ops", "averages", "distributed", "exchange"),
-    ("optim",),
-    ("huggingface",),
-    ("checkpoints",),
-)
-BENCH = (
-    ("system",),
-    ("model", "checkpoint"),
-    ("config",),
-    ("data", "monitors"),
-    ("runs",),
-    ("setup", "failures"),
-    ("report",),
-    ("loop",),
-    ("evaluation",),
-    ("sweep",),
-    ("commands",),
-)
+LIBRARY = """formats _geoopt_import | _base _ranks | random_bits scaling | _numerics | _triton | _native
+| grid reference | _encoded manifolds | tensor fake_quant | parameter | _shards _published | nn
+| ops averages distributed exchange | optim | huggingface | checkpoints"""
+BENCH = """system | model checkpoint | config | data monitors | runs | setup failures | report | loop
+| evaluation | sweep | commands"""
+ABOVE = LIBRARY.count("|") + 1
 FLOORS = {
     f"{package}.{name}": floor
-    for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, len(LIBRARY) + 1))
-    for floor, names in enumerate(floors, first)
-    for name in names
-} | {"fp8manifold": len(LIBRARY), "nanogpt_bench.cli": 90, "nanogpt_bench": 90, "nanogpt_bench.__main__": 91}
+    for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, ABOVE + 1))
+    for floor, names in enumerate(floors.split("|"), first)
+    for name in names.split()
+} | {"fp8manifold": ABOVE, "nanogpt_bench.cli": 90, "nanogpt_bench": 90, "nanogpt_bench.__main__": 91}
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of both packages by its name."""
     found = {}
     for package in ("fp8manifold", "nanogpt_bench"):
         for path in (ROOT / package).rglob("*.py"):
@@ -65,7 +39,6 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imported(module: str) -> frozenset[str]:
-    """The modules of ours that a module imports, for its annotations too."""
     names = set()
     for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -77,7 +50,6 @@ def imported(module: str) -> frozenset[str]:
 
 
 def room_of(module: str) -> str:
-    """The longest name among the rooms that the module's begins with."""
     parts = module.split(".")
     return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in FLOORS)
 
@@ -117,7 +89,7 @@ LEADS = {"How", "It", "Of", "That", "They", "Those", "What", "Where", "Whether",
 
 
 def test_docstrings_open_with_the_thing() -> None:
-    folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study")
+    folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study", "tests/library", "tests/reliability")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
@@ -203,7 +175,7 @@ def imports(source: ast.AST) -> Iterator[tuple[str, str | None]]:
 
 
 def private_uses(source: ast.Module) -> list[str]:
-    """What a file takes from fp8manifold beyond the public namespaces, which are imported whole or by name."""
+    """Names that a file uses of fp8manifold beyond the public namespaces, which are imported whole or by name."""
     of_ours = [(module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"]
     known = {f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__} | {*NAMESPACES}
     found = [module if name is None else f"{module}.{name}" for module, name in of_ours]

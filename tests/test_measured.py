@@ -31,7 +31,6 @@ ELSEWHERE = {
 
 
 def load(path: Path) -> ModuleType:
-    """Import a file that is in no package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What pip makes of the project: a wheel and an sdist that install without extras, and a quick import."""
+"""The project as pip builds it: a wheel and an sdist that install without extras, and a quick import."""
 
 import os
 import statistics
@@ -21,7 +21,6 @@ WITHOUT_WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script`")
 
 
 def run(command: Sequence[str | Path], cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, with nothing but `path` on Python's path beside what is installed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
@@ -36,7 +35,6 @@ def checked(command: Sequence[str | Path], cwd: Path, path: Path | None = None) 
 
 
 def modules_after(statement: str) -> set[str]:
-    """Names of all modules loaded by a statement in a fresh Python."""
     code = f"{statement}\nimport sys\nprint(*sorted(sys.modules))"
     return set(checked([sys.executable, *WITHOUT_WARNINGS, "-c", code], ROOT, ROOT).split())
 
@@ -131,7 +129,7 @@ def empty_environment(folder: Path, lent: Path) -> Path:
 
 
 def needed_by_core(name: str) -> bool:
-    """Whether an entry of site-packages belongs to torch, geoopt, numpy or what those need."""
+    """True for entries of site-packages that torch, geoopt or numpy need."""
     core = ("torch", "geoopt", "numpy", "scipy", "sympy", "mpmath", "jinja2", "markupsafe", "networkx", "fsspec")
     more = ("filelock", "typing_extensions", "nvidia", "triton", "setuptools", "functorch", "torchgen", "cuda")
     stem = name.lower().replace("-", "_").partition(".")[0]

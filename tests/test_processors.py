@@ -1,4 +1,4 @@
-"""What the processor decides: that the tests name it, and that they can be run as on another."""
+"""The processor: the tests name it, and can be run as on another."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""What a repository needs to be depended on: a wheel's own test, URLs that are true, one version, no workflow amiss."""
+"""A repository that can be depended on: a wheel's own test, URLs that are true, one version, no workflow amiss."""
 
 import re
 from importlib import import_module
@@ -50,7 +50,7 @@ def test_urls_are_those_of_the_repository_or_none(
 
 
 def test_an_sdist_keeps_its_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies around a copy of the sources says nothing of them."""
+    """Files around a copy of the sources don't change them."""
     monkeypatch.syspath_prepend(ROOT)
     text = "Name: fp8manifold\nProject-URL: Source, https://example.org/own/fp8\n\nProject-URL: not, metadata\n"
     (tmp_path / "PKG-INFO").write_text(text, encoding="utf-8")
@@ -100,7 +100,7 @@ def test_a_missing_package_is_the_markers_business() -> None:
 
 
 def test_a_package_in_the_way_of_the_default_tests_is_marked() -> None:
-    """Of a package that only `test-all` brings, every import at a test module's top level would stop collecting."""
+    """An import of a `test-all` package at a test module's top level would stop collecting."""
     only = {"datasets", "diffusers", "lightning", "matplotlib", "nngeometry", "optimi", "peft", "PIL", "ray", "sklearn"}
     only |= {"sphinx", "tensorboard", "trl", "wandb"}
     marked = r"mark\.extra\(([^*)]*)\)"

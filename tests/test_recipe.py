@@ -34,14 +34,12 @@ SHAPE = (2, 64, 96, 128, 64, 32)
 
 
 def recipe(page: str, after: str = "") -> str:
-    """The first Python of a page, or the first after some words of it."""
     found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(page, page.index(after))
     assert found is not None
     return found[1]
 
 
 def table(page: str, first: str) -> str:
-    """The table of a page whose header begins so."""
     return page[page.index(f"| {first} |") :].partition("\n\n")[0] + "\n"
 
 
@@ -93,12 +91,8 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
     """The page's lines, the model's name replaced: what is saved has the layout that was read, and learnt."""
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
-    code = (
-        recipe(PAGE, "## Fine-tune an FP8 checkpoint")
-        .replace("Qwen/Qwen3-8B-FP8", published.as_posix())
-        .replace('"trained"', repr(str(trained)))
-    )
-    code = code.replace("lr=2e-4", "lr=5e-3")
+    code = recipe(PAGE, "## Fine-tune an FP8 checkpoint").replace("Qwen/Qwen3-8B-FP8", published.as_posix())
+    code = code.replace('"trained"', repr(str(trained))).replace("lr=2e-4", "lr=5e-3")
     exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
     decoded: Any = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
     read = transformers.AutoModelForCausalLM.from_pretrained
@@ -133,15 +127,11 @@ def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(
 
 
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_path: Path) -> None:
-    """Those of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
+    """The lines of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
-    code = (
-        recipe(PAGE, "### Does 7B fit")
-        .replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
-        .replace("lr=2e-4", "lr=5e-3")
-    )
-    code = code.replace('"trained"', repr((tmp_path / "trained").as_posix()))
+    code = recipe(PAGE, "### Does 7B fit").replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
+    code = code.replace("lr=2e-4", "lr=5e-3").replace('"trained"', repr((tmp_path / "trained").as_posix()))
     assert code.count(llama.as_posix()) == 1
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
     exec(compile(code, "finetune.md", "exec"), names)
@@ -170,10 +160,7 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], t
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
-    """That of the sweep over fine-tuning rules: the optimizer's options, every rate, the clipping, the weights.
-
-    The embedding in codes and steps in the backward pass are the bench's options for it; bfloat16 is not.
-    """
+    """The sweep's rule: options, every rate, clipping and weights; the embedding in codes is the bench's option."""
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     given = {key: value for key, value in base.items() if value is not None}
     given |= {"rule": RULE, "model.pretrained": llama, "model.embeddings": "E4M3", "model.tied": "leave"}
@@ -194,7 +181,6 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Format, shape of the scales and rounding of every parameter; None for a float one."""
     return {
         name: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None
         for name, p in model.named_parameters()

@@ -20,13 +20,12 @@ STUDY = sorted((ROOT / "study" / "results").glob("*.json"))
 
 @pytest.fixture(autouse=True)
 def _on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What draws the study's pages can be imported."""
+    """Import the modules that draw the study's pages."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     monkeypatch.syspath_prepend(ROOT / "study")
 
 
 def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The runs of a results file by the label of their row."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for run in (entry for entry in json.loads(path.read_text(encoding="utf-8")) if entry["kind"] == "run"):
         rows.setdefault(run["label"], []).append(run)

@@ -19,7 +19,7 @@ DRIVER = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
 
 @dataclass
 class Watched:
-    """What a call returned, or the traceback that it ended with; `grown` in bytes."""
+    """The value or the traceback of a call; `grown` in bytes."""
 
     returned: Any
     raised: str
@@ -68,7 +68,7 @@ def _called(call: Callable[[], Any], forbidden: Collection[str]) -> tuple[Any, s
 
 
 def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
-    """Whether code is made or run that does not come from a module's own file."""
+    """True where code is made or run that does not come from a module's own file."""
     if event not in ("exec", "compile"):
         return False
     name = getattr(details[0], "co_filename", "") if event == "exec" else str(details[1])

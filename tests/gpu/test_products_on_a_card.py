@@ -29,7 +29,7 @@ def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
 def test_products_are_the_emulations(
     fmt: str, gradient: str, size: tuple[int, int, int], dtype: torch.dtype, compiled: bool
 ) -> None:
-    """Of FP8 within what their units leave out of a sum, of INT8 to the bit."""
+    """FP8 within what its units leave out of a sum, INT8 to the bit."""
     if not torch.cuda.is_available() or (why := why_no_units(UNITS[fmt], CARD)):  # type: ignore[arg-type]
         pytest.skip("there is no GPU" if not torch.cuda.is_available() else why)
     rows, length, width = size

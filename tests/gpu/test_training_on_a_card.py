@@ -218,7 +218,7 @@ def test_tensors_round_print_and_travel(fmt: str) -> None:
 
 
 def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
-    """Of a small model, under a schedule, over a refresh of S_ref."""
+    """A small model, under a schedule, over a refresh of S_ref."""
     found = []
     for graphed in (False, True):
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""What the library's tests share: the oracle on the import path, bitwise comparison, and a count of it."""
+"""Shared by the library's tests: the oracle on the import path, bitwise comparison, and a count of it."""
 
 import importlib
 import shutil
@@ -24,7 +24,6 @@ CompareBits = Callable[..., None]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bit pattern, with one pattern for every NaN."""
     canonical = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
     return canonical.view(INTEGER_OF_SIZE[x.element_size()])
 
@@ -87,13 +86,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two of them, whose sums and halves are exact."""
     yield from ranks(2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    """Groups of one, two and three processes, by their size."""
     with ExitStack() as stack:
         one_each = {size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
         yield {size: stack.enter_context(each) for size, each in one_each.items()}
+
+
+@pytest.fixture(params=["native", "eager"])
+def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by each of the paths of ``paths.PATHS``."""
+    if request.param == "eager":
+        for module in ("_backends", "_steady"):
+            monkeypatch.setattr(f"fp8manifold.optim.{module}.is_native", lambda slot: False)

@@ -22,7 +22,7 @@ NAMES = tuple(
 
 
 def is_valid(optimizer: str, writeback: str, moments: str) -> bool:
-    """Whether an optimizer has a combination: errors go into averages that take one and do not have 8 bits."""
+    """True for combinations that exist: errors go into averages, and not into those of 8 bits."""
     takes = DIRECTIONS[getattr(fm.optim, optimizer).direction].takes_no_error is None
     return not WRITEBACKS[writeback].injects or (takes and moments != "8bit")
 
@@ -34,12 +34,11 @@ RIEMANNIAN_NAMES = ("RiemannianAdam", "RiemannianSGD")
 
 #: Options with which weights of size 0.1 move by a fraction of an ULP a step.
 OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"lr": 0.01} for name in ("StiffnessAdamW", "StiffnessLion")},
     "RiemannianAdam": {"lr": 0.6, "float_lr": 0.01},
     "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
-    "StiffnessAdamW": {"lr": 0.01},
     "StiffnessSGD": {"lr": 0.1, "momentum": 0.5, "stiffness": 1.0},
     "StiffnessMuon": {"lr": 0.02, "weight_decay": 0.0},
-    "StiffnessLion": {"lr": 0.01},
     "Madam": {"lr": 0.05, "float_lr": 0.01},
     "FisherNaturalGradient": {"lr": 0.01, "refresh": 4},
 }
@@ -65,7 +64,6 @@ class Parallel(nn.Module):
 
 
 def is_layer(p: Tensor) -> bool:
-    """Whether it can be the weight of a linear layer of the network that Fisher's metric is taken of."""
     return p.dim() == 2 and p.dtype == torch.float32 and p.numel() > 0 and p.requires_grad
 
 
@@ -84,7 +82,6 @@ def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
 
 
 def zoo() -> dict[str, nn.Parameter]:
-    """One parameter of every kind that may share a list."""
     scattered = fm.FP8Manifold("E4M3", 2.0**-5)
     return {
         "fp8 tensor": stored_weight("E4M3", (3, 7), seed=1, granularity="tensor", keep_remainder=True),

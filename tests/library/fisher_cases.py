@@ -1,4 +1,4 @@
-"""What the tests of FisherNaturalGradient share: a small tagger with every kind of parameter, and its training."""
+"""Cases of FisherNaturalGradient: a small tagger with every kind of parameter, and its training."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -58,12 +58,10 @@ def put_gradients(model: nn.Module, seed: int = 0) -> float:
 
 
 def values(parameters: Iterable[Any]) -> list[Tensor]:
-    """What is stored: codes, or floats."""
     return [(p.codes if isinstance(p, fm.FP8Tensor) else p.detach().as_subclass(Tensor)).clone() for p in parameters]
 
 
 def snapshot(optimizer: Any) -> dict[str, Any]:
-    """Everything a step may change, as bytes."""
     parameters = values(p for group in optimizer.param_groups for p in group["params"])
     return {"parameters": frozen(parameters), "state": frozen(optimizer.state_dict())}
 

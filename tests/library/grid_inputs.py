@@ -82,7 +82,6 @@ def critical(fmt: Fields) -> Float64:
 
 @cache
 def critical64(fmt: Fields) -> Float64:
-    """The same with float64 neighbours, and what only float64 holds."""
     only64 = [5e-324, 2.0**-1022, 2.0**-150, 1e300, float(np.finfo(np.float64).max), 1.0625 + 2.0**-40]
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float64), only64])
     return np.concatenate([critical(fmt), positive, -positive])
@@ -90,7 +89,6 @@ def critical64(fmt: Fields) -> Float64:
 
 @cache
 def every_16_bit(dtype: torch.dtype) -> torch.Tensor:
-    """All 2^16 bit patterns."""
     patterns = np.arange(-(2**15), 2**15, dtype=np.int32).astype(np.int16)
     return torch.from_numpy(patterns).view(dtype)
 

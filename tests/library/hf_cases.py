@@ -9,14 +9,8 @@ from torch import Tensor
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 48,
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 48}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def seeded(kind: str, config: Any) -> Any:

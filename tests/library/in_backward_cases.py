@@ -1,4 +1,4 @@
-"""What the tests of steps in the backward pass share: a network, optimizers by name, a loop, everything as lists."""
+"""Cases of steps in the backward pass: a network, optimizers by name, a loop, everything as lists."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +62,6 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def flat(value: Any) -> list[Any]:
-    """Everything in a state, by name, tensors as lists of numbers."""
     if isinstance(value, dict):
         return [part for name in sorted(value, key=str) for part in [name, *flat(value[name])]]
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What the tests of the manifolds share: formats, scales, metrics, and an oracle made of nothing but a list of values.
+"""Cases of the manifolds: formats, scales, metrics, and an oracle made of nothing but a list of values.
 
 The oracle reads the geometry off the representable numbers by linear interpolation, with no exponent, bias or bit in
 sight: the chart interpolates codes over values, its inverse values over codes, and the stiffness is the gap above.
@@ -90,7 +90,6 @@ def ruler(fmt: fm.FloatFormat) -> Ruler:
 
 
 def grid(fmt: fm.FloatFormat, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Every value of the format in ascending order, and -0 at the end."""
     return torch.tensor([*ruler(fmt).values, -0.0], dtype=torch.float64).to(dtype)
 
 
@@ -106,7 +105,6 @@ def spread(x: torch.Tensor, scale: Scale) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal, signs of zeros included, with every NaN alike."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     nan = a.isnan() & b.isnan()
@@ -114,7 +112,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def lands_on_grid(y: torch.Tensor, fmt: fm.FloatFormat, scale: Scale) -> bool:
-    """Every element is a product value * scale, as rounded in its own dtype."""
     points = spread(grid(fmt, y.dtype), scale)
     if points.ndim == 1:
         return bool(torch.isin(y, points).all())
@@ -135,5 +132,5 @@ def interior_and_grid(fmt: fm.FloatFormat, scale: Scale) -> tuple[torch.Tensor, 
 
 
 def chart_error(manifold: fm.StiffnessManifold, *points: torch.Tensor) -> torch.Tensor:
-    """What float64 may lose in steps: a few EPS of the coordinates that were added and subtracted."""
+    """The error in steps that float64 may make: a few EPS of the coordinates that were added and subtracted."""
     return 64 * EPS * (1 + sum(manifold.to_chart(point).abs() for point in points))

@@ -31,7 +31,6 @@ def same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 def matrix(width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Rows of all sizes, zeros of both signs, subnormals, the ends of the formats, and what is not finite."""
     x = normal(23, width, seed=seed) * torch.exp2(normal(23, 1, seed=seed + 1).mul(6).round())
     ends = (448.0, 449.0, -480.0, 464.0, 127.0, -127.5, 2.0**15, 1e-38, 1e-41, 6e-8, 0.0, -0.0)
     for row, end in enumerate(ends):

@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share: parameters of every kind, optimizers by name, and a step to compare."""
+"""Cases of the optimizers: parameters of every kind, optimizers by name, and a step to compare."""
 
 import copy
 import io
@@ -45,7 +45,6 @@ def grid_weight(
     dtype: torch.dtype = torch.float32,
     std: float = 0.1,
 ) -> geoopt.ManifoldParameter:
-    """A weight on an FP8Manifold."""
     return on(fm.FP8Manifold(fmt, scale, rounding, seed), normal(*shape, seed=seed, dtype=dtype, std=std))
 
 
@@ -74,7 +73,6 @@ def with_factors(x: Any, factors: bool = True) -> Any:
 
 
 def same_parameters(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-    """Copies with manifolds of their own."""
     copies: list[nn.Parameter] = []
     for p in parameters:
         if isinstance(p, fm.FP8Parameter):
@@ -119,7 +117,6 @@ def pull_to(parameters: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 
 def value_of(p: Tensor) -> Tensor:
-    """A plain tensor of the values."""
     return p.dequantize() if isinstance(p, fm.FP8Tensor) else p.detach().as_subclass(Tensor)
 
 
@@ -128,7 +125,6 @@ def values(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def bits_of(x: Tensor) -> bytes:
-    """Everything that is stored of a tensor."""
     if isinstance(x, fm.FP8Tensor):
         return b"".join(bits_of(part) for part in (x.codes, x.scale, x.counter))
     return x.detach().as_subclass(Tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -162,7 +158,6 @@ def through_disk(state: Any) -> Any:
 
 
 def record(optimizer: Any) -> list[StepView]:
-    """The views of all steps to come."""
     views: list[StepView] = []
     optimizer.observer = views.append
     return views
@@ -192,3 +187,11 @@ CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
 
 
 every_class = pytest.mark.parametrize("kind", CLASSES)
+
+
+def everyone(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
+    return bool((x - y).norm() <= tolerance * y.norm())

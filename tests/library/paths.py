@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
-from fp8manifold.optim import _backends
+from fp8manifold._base import reading
+from fp8manifold.optim import _backends, _steady
 
 PATHS = ("native", "eager")
+
+
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go the way that they go on a GPU."""
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
+    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
 def by(path: str, optimizer: Any) -> Any:

@@ -1,8 +1,9 @@
-"""What the tests over several processes share: a small model, its batches, and steps to compare."""
+"""Cases for several processes: a small model, its batches, and steps to compare."""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from optimizer_cases import bits_of, normal, with_factors
 from torch import Tensor, nn
@@ -47,7 +48,6 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def synced(net: nn.Module) -> Any:
-    """A model that every rank has as the first one had it."""
     fm.distributed.sync(net)
     return net
 
@@ -59,7 +59,6 @@ def train_on(net: nn.Module, optimizer: Any, x: Tensor) -> None:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The error of a call, or nothing where there is none."""
     try:
         call()
     except (RuntimeError, ValueError, TypeError) as error:
@@ -74,3 +73,9 @@ def stored(net: nn.Module) -> dict[str, bytes]:
 
 def seeds(net: nn.Module) -> list[int]:
     return [p.seed for p in net.parameters() if isinstance(p, fm.FP8Tensor)]
+
+
+def combined(names: str) -> Any:
+    """Mark a test of combinations that are written as optimizer-writeback-moments."""
+    cases = names.split()
+    return pytest.mark.parametrize("combination", [tuple(name.split("-")) for name in cases], ids=cases)

@@ -55,7 +55,6 @@ class Pool:
         return [results[rank] for rank in range(self.size)]
 
     def end(self) -> None:
-        """Kill the ranks."""
         for end in self.ends:
             end.close()
         for child in self.children:

@@ -24,8 +24,12 @@ NAMES = {
 }
 
 
+def named(error: str, given: str, more: str = "") -> dict[str, str]:
+    """Options, apart by ``;``, each of which is refused with its own words, and more."""
+    return {each: f"{error}: {each}{more}" for each in given.split("; ")}
+
+
 def held(x: Any) -> Any:
-    """Everything of a thing that a refused call must leave: which modules and tensors it has, and their bits."""
     if isinstance(x, Tensor):
         return x.shape if x.is_meta else frozen(x)
     if isinstance(x, nn.Module):

@@ -14,7 +14,6 @@ F32 = np.float32
 
 
 def exponent_of(a: float) -> int:
-    """floor(log2 a) of a positive number."""
     return math.frexp(a)[1] - 1
 
 

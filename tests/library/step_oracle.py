@@ -65,25 +65,10 @@ class Slow:
     unit: float = 1.0  # of the gradient with respect to codes
 
     def __post_init__(self) -> None:
-        defaults = {
-            "betas": (0.9, 0.95),
-            "momentum": 0.0,
-            "dampening": 0.0,
-            "nesterov": False,
-            "weight_decay": 0.0,
-            "eps": 1e-8,
-            "stiffness": 0.0,
-            "writeback": "stochastic",
-            "moments": "float32",
-            "seed": 0,
-            "damping": 2.0**-8,
-            "clip": 16.0,
-            "refresh_every": 100,
-            "maximize": False,
-            "amsgrad": False,
-            "max_direction": 10.0,
-            "escape": 2.0**-4,
-        }
+        defaults = {"betas": (0.9, 0.95), "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+        defaults |= {"eps": 1e-8, "stiffness": 0.0, "damping": 2.0**-8, "clip": 16.0, "refresh_every": 100, "seed": 0}
+        defaults |= {"writeback": "stochastic", "moments": "float32", "maximize": False, "amsgrad": False}
+        defaults |= {"max_direction": 10.0, "escape": 2.0**-4}
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
@@ -203,7 +188,6 @@ class Slow:
         return largest
 
     def _fresh_scale(self, largest: float, headroom: float, scale: float) -> float:
-        """The scale times a power of two that leaves a headroom: 16, or 8 times the smallest normal for the largest."""
         room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
         top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
         factor = math.frexp(scale)[0] * 2
@@ -258,7 +242,7 @@ class Slow:
         return True
 
     def _mean_stiffness(self) -> float:
-        """Of the codes, without what is kept beside them."""
+        """The mean over the codes, without their residuals."""
         extra, self.extra = self.extra, 0
         weights = [self.weight(i) for i in range(len(self.stored))]
         self.extra = extra

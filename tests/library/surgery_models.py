@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from optimizer_cases import normal
 from torch import Tensor, nn
 
-from fp8manifold import QuantizedLinear
+from fp8manifold import QuantizedLinear, quantize_model
 
 
 class Attention(nn.Module):
@@ -58,10 +58,17 @@ LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "att
 
 
 def bits(model: nn.Module) -> dict[str, Any]:
-    """Everything that a model holds, as bytes, and what each parameter and layer of it was made as."""
     state = copy.deepcopy(model).state_dict()
     held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
     kinds = {name: (type(p).__name__, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     made = [(repr(layer), layer.spec, layer.storage) for layer in layers]
     return {"held": held, "kinds": kinds, "made": made}
+
+
+def stored(name: str = "E4M3", **options: Any) -> nn.Module:
+    return quantize_model(Model(), name, "fp8", **options)
+
+
+def layers(model: nn.Module) -> list[QuantizedLinear]:
+    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]

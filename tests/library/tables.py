@@ -64,7 +64,6 @@ def threshold(low: float, high: float, fmt: Fields, rounding: str, overflow: str
 
 @cache
 def steps(fmt: Fields, rounding: str, overflow: str) -> Steps:
-    """The rounding of every float64 as a table (deterministic modes)."""
     top = reference.max_code(fmt)
     magnitudes = [float(reference.magnitude(m, fmt)) for m in range(top + 2)]
     ends = [*magnitudes, math.inf]

@@ -18,7 +18,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class Tape(TorchDispatchMode):
-    """What a function launches, in its order; nothing of it has happened when it ends."""
+    """The launches of a function, in their order; nothing of it has happened when it ends."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of one-byte weights share: formats, granularities, the definition to compare with, a small network."""
+"""Cases of one-byte weights: formats, granularities, the definition to compare with, a small network."""
 
 from typing import Any
 
@@ -30,7 +30,6 @@ def decoded(p: fm.FP8Tensor) -> Tensor:
 
 
 def same_store(a: fm.FP8Tensor, b: fm.FP8Tensor) -> bool:
-    """Whether two are the same to the bit: codes, scale, counter, format."""
     parts = ((a.codes, b.codes), (a.scale, b.scale), (a.counter, b.counter))
     return a.format == b.format and a.block_size == b.block_size and all(torch.equal(x, y) for x, y in parts)
 
@@ -66,8 +65,6 @@ def loss_of(net: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 40, *, dtype: Any = torch.float32) -> float:
-    """The mean loss of the last five steps."""
-
     def closure() -> float:
         optimizer.zero_grad()
         loss = loss_of(net, dtype)

@@ -1,4 +1,4 @@
-"""What kernels do that no other test has: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
+"""Tests of kernels alone: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
 
 import contextlib
 import math
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot, with_factors
+from paths import as_on_a_card
 from scalar_grid import Codes
 from tapes import Tapes
 from test_native import FORMATS, any_floats
@@ -18,7 +19,6 @@ from triton_twins import CARD, different, twin
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._base import reading
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import array_on_gpu
@@ -32,7 +32,6 @@ WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("f
 
 
 def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
-    """Ordinary, over all binades whose squares are finite, half of them zero, subnormal, and of tiny squares."""
     x = normal(*shape, seed=seed)
     if kind == 1:
         return x * torch.exp2(normal(*shape, seed=seed + 1).mul(40).clamp(-140, 30).round())
@@ -42,10 +41,7 @@ def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
 
 
 def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
-    """Of every shape, over many binades, with zeros of both signs, both ends and a NaN where there are any.
-
-    Every other one has scales that are no powers of two.
-    """
+    """Weights of every shape, over many binades, with both zeros, both ends and a NaN; half have scales of any kind."""
     fmt, made = as_format(name), []
     for i, (shape, granularity) in enumerate(SHAPES):
         w = normal(*shape, seed=seed) * torch.exp2(normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round())
@@ -168,7 +164,6 @@ def test_arrays_against_native_code(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_against_their_definition(name: str) -> None:
-    """Every code's value, and the code of values between all codes, one at a time."""
     fmt, own = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     values = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32)
@@ -192,13 +187,10 @@ def test_codes_against_their_definition(name: str) -> None:
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
-    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
+    as_on_a_card(monkeypatch)
 
 
 def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Two optimizers over equal weights, some of which soon reach the end of their range: on the card, on the CPU."""
     made = []
     for device in (CARD, torch.device("cpu")):
         how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
@@ -412,7 +404,6 @@ def training_step(optimizer: Any, *, clears_last: bool = False) -> Any:
 
 
 def schedule(optimizer: Any, step: int) -> None:
-    """Another rate in every step, another decay at last."""
     for group in optimizer.param_groups:
         group["lr"] = 0.3 / (1 + step % 5)
         group["weight_decay"] = 0.1 * (step >= 13)

@@ -25,7 +25,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
-    """How many elements differ in a bit; NaN is NaN."""
     ours, expected = ours.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
     integer = _INTEGERS[ours.element_size()]
     other = ours.view(integer) != expected.view(integer)
@@ -35,7 +34,6 @@ def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
 
 
 def twin(slot: Slot) -> Slot:
-    """The same step of copies, on the card."""
     tensors = {name: tensor.to(CARD, copy=True) for name, tensor in slot.tensors.items()}
     scale = None if slot.kept_scale is None else slot.kept_scale.to(CARD)
     return slot.replaced(tensors=tensors, kept_scale=scale, reached=[], doubled=[])

@@ -1,4 +1,4 @@
-"""What runs inside a child: one command line of the bench, and whoever is told of what it does to files."""
+"""The inside of a child: one command line of the bench, and whoever is told of what it does to files."""
 
 import os
 import signal
@@ -125,7 +125,6 @@ class DieBefore:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line to a file, without a buffer that a killed process would take with it."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, f"{line}\n".encode())
     os.close(file)

@@ -26,7 +26,6 @@ PATIENCE_S = 120.0
 
 
 def start(folder: Path, words: Sequence[str], told: bench_child.Told | None = None) -> Any:
-    """Start a child that runs a command line of the bench in `folder` and return its process."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(list(_PRELOAD))
     child = _FORKSERVER.Process(target=bench_child.command, args=(str(folder), list(words), told), daemon=True)
@@ -42,7 +41,6 @@ def wait_for(child: Any, seconds: float) -> int | None:
 
 
 def exit_code(child: Any) -> int | None:
-    """Return a child's exit code, None while it runs."""
     with _ONE_AT_A_TIME:
         code: int | None = child.exitcode
     return code
@@ -58,6 +56,5 @@ def finish(child: Any, folder: Path) -> int:
 
 
 def output(folder: Path) -> str:
-    """The last lines that the children in a folder wrote."""
     path = folder / "output.txt"
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]) if path.exists() else ""

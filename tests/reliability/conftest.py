@@ -15,7 +15,6 @@ TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy
 
 @pytest.fixture(scope="session")
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of a few kilobytes prepared with the byte tokenizer."""
     from nanogpt_bench.data.text import prepare_text
 
     folder = tmp_path_factory.mktemp("reliability")

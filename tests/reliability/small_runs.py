@@ -21,39 +21,18 @@ MACHINE = frozenset(
         *("overheads", "plain_step", "ages", "bytes"),
     }
 )
-BASE: Mapping[str, object] = {
-    "model.n_layer": 1,
-    "model.n_head": 2,
-    "model.n_embd": 16,
-    "model.block_size": 8,
-    "train.max_steps": STEPS,
-    "train.batch_size": 2,
-    "eval.interval": 6,
-    "eval.batches": 1,
-    "optimizer.warmup_steps": 4,
-    "monitor.interval": 4,
-    "checkpoint.every": 3,
-    "checkpoint.keep": 2,
-}
+BASE: dict[str, object] = {f"model.{name}": n for name, n in (("n_layer", 1), ("n_head", 2), ("n_embd", 16))}
+BASE |= {"model.block_size": 8, "train.max_steps": STEPS, "train.batch_size": 2, "optimizer.warmup_steps": 4}
+BASE |= {"eval.interval": 6, "eval.batches": 1, "monitor.interval": 4, "checkpoint.every": 3, "checkpoint.keep": 2}
 #: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a shadow, float baselines
+RESIDUAL8 = {"model.storage": "fp8", "optimizer.name": "stiffness_adamw", "optimizer.writeback": "residual8"}
+OPERANDS = '"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed"'
+DELAYED = f'{{"*": {{{OPERANDS}, "history": 16, "granularity": "tensor"}}}}'
 KINDS: Mapping[str, Mapping[str, object]] = {
     "fp8 stochastic": {"rule": "stochastic", "model.format": "E4M3", "model.dropout": 0.1},
-    "fp8 residual8": {
-        "model.format": "E5M2",
-        "model.storage": "fp8",
-        "optimizer.name": "stiffness_adamw",
-        "optimizer.writeback": "residual8",
-        "optimizer.moments": "8bit",
-        "optimizer.lr": 2e-3,
-    },
+    "fp8 residual8": {"model.format": "E5M2", "optimizer.moments": "8bit", "optimizer.lr": 2e-3, **RESIDUAL8},
     "fp8 riemannian": {"rule": "riemannian", "model.format": "E3M4"},
-    "master delayed": {
-        "rule": "master",
-        "model.formats": '{"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed", '
-        '"history": 16, "granularity": "tensor"}}',
-        "shadow.enabled": True,
-        "shadow.interval": 4,
-    },
+    "master delayed": {"rule": "master", "model.formats": DELAYED, "shadow.enabled": True, "shadow.interval": 4},
     "bf16": {"rule": "bf16-mixed", "model.dropout": 0.1, "train.accumulation": 2},
 }
 
@@ -84,13 +63,11 @@ def traces(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return the lines of a run's records without what depends on the clock or the machine."""
     lines = (run_dir / name).read_text(encoding="utf-8").splitlines()
     return [without_machine(json.loads(line)) for line in lines]
 
 
 def bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
-    """Return every tensor of a captured or a read state, by its part and name."""
     return {
         f"{part}/{name}": (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes())
         for part, tensors in contents.tensors.items()

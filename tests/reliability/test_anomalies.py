@@ -36,18 +36,9 @@ STEPS = 20
 
 @pytest.fixture
 def make(small_corpus: Path) -> Callable[..., Config]:
-    """Return a function from settings to the configuration of a tiny model."""
-    base: dict[str, object] = {
-        **BASE,
-        "data.dir": small_corpus,
-        "model.bias": True,
-        "train.max_steps": STEPS,
-        "eval.interval": STEPS,
-        "optimizer.warmup_steps": 0,
-        "checkpoint.every": 2,
-        "monitor.interval": 1000,
-        "monitor.watch": "[stall, zones, ranges, bits, gradients, geometry, resources, trend]",
-    }
+    base: dict[str, object] = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
+    base |= {"eval.interval": STEPS, "optimizer.warmup_steps": 0, "checkpoint.every": 2, "monitor.interval": 1000}
+    base["monitor.watch"] = "[stall, zones, ranges, bits, gradients, geometry, resources, trend]"
     del base["checkpoint.keep"]
 
     def config(**overrides: object) -> Config:
@@ -112,7 +103,6 @@ class Injector:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two captured states have the same bits in model and optimizer."""
     own, others = (
         {name: each for name, each in bits(state).items() if name.startswith(("model/", "optimizer/"))}
         for state in (one, other)
@@ -121,7 +111,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def check_checkpoints(run_dir: Path) -> None:
-    """Every checkpoint verifies and holds nothing that is not finite."""
     for number in steps(run_dir):
         verify(step_file(run_dir, number))
         contents = read(step_file(run_dir, number))
@@ -138,7 +127,6 @@ def settings_of(count: int, policy: str) -> dict[str, object]:
 
 
 def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, number: int, count: int) -> None:
-    """Run with one injection and check what became of it."""
     with pytest.MonkeyPatch.context() as patch:
         injector = Injector(patch, kind, {number}, VALUES[count % 3])
         summary = run(make(**settings_of(count, policy)), run_dir)

@@ -34,14 +34,12 @@ def typos(key: str) -> Iterator[str]:
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """A setting as a file holds it, section by section."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return value
 
 
 def refusal(arguments: list[str], content: Any = None, path: Path | None = None) -> str:
-    """What is said of overrides or of a file's content, which must be one line."""
     if path is not None:
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
     with pytest.raises(BenchError) as caught:
@@ -101,7 +99,6 @@ def out_of_range(key: str) -> list[Any]:
 
 
 def as_text(value: Any) -> str:
-    """A value as it is typed on the command line."""
     if isinstance(value, list):
         return ",".join(map(str, value)) if value == ["no-such-word"] else str(value)
     return str(value).lower() if isinstance(value, bool) else "{a: 1}" if isinstance(value, dict) else str(value)

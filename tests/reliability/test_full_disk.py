@@ -28,7 +28,6 @@ EVERY, FAILING = 3, 9
 
 @pytest.fixture(scope="module")
 def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run leaves whose disk never fills."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

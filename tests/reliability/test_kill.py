@@ -50,13 +50,12 @@ class Kill:
 
     @property
     def counts(self) -> bool:
-        """Whether it came after a committed checkpoint or during a save."""
+        """True for a kill after a committed checkpoint or during a save."""
         return not self.first or self.where in (SAVING, RENAMING)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
-    """One run of every kind."""
     return {kind: _undisturbed(words(kind, small_corpus), tmp_path_factory.mktemp("whole")) for kind in KINDS}
 
 
@@ -119,7 +118,6 @@ def _batches(size: int) -> Iterator[range]:
 
 
 def _survive(undisturbed: dict[str, Undisturbed], seed: int, folder: Path) -> list[Kill]:
-    """Run one run to its end, killing it on the way, and compare it with the undisturbed one."""
     chance = random.Random(seed)
     kind = list(undisturbed)[seed % len(undisturbed)]
     whole, run_dir, kills = undisturbed[kind], folder / "runs" / "r", list[Kill]()

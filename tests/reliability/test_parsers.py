@@ -60,7 +60,6 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def is_taken(parse: Callable[[], object], kind: type[ValueError] = BenchError) -> bool:
-    """Whether an input is taken; False where it is refused as it should be, an exception where it is not."""
     try:
         with at_most(MOST_SECONDS):
             parse()
@@ -74,28 +73,24 @@ def is_taken(parse: Callable[[], object], kind: type[ValueError] = BenchError) -
 
 
 def config(path: Path, arguments: list[str]) -> None:
-    """Read a configuration and fill in what it leaves open; one that starts from a checkpoint's weights without it."""
     found = load_config(path, arguments)
     found.model.init_from = None
     resolve(found)
 
 
 def sweep(path: Path, arguments: list[str]) -> None:
-    """Read a sweep file and plan what is planned quickly."""
     found = read_sweep(path, [*arguments, "--model.init_from=null"])
     if count_points(found) <= MOST_PLANNED:
         plan_sweep(found)
 
 
 def format_name(name: str) -> None:
-    """Read a format's name; the name that it has then is read back as the same format."""
     found = fm.FloatFormat.from_string(name)
     assert fm.FloatFormat.from_string(found.name) == found
     assert math.isfinite(found.max)
 
 
 def tree(tensors: dict[str, torch.Tensor], outline: Any) -> None:
-    """Put a tree together."""
     restore_tree(tensors, outline, CLASSES)
 
 
@@ -200,7 +195,6 @@ def edited(text: str, edits: list[tuple[float, int, str]]) -> bytes:
 
 
 def texts(folder: Path) -> st.SearchStrategy[str]:
-    """The files that come with the package."""
     return st.sampled_from([path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.yaml"))])
 
 
@@ -238,7 +232,7 @@ NAMES = (
 
 
 class Tried:
-    """How many inputs of a kind were tried, and how many of them were taken."""
+    """The inputs of a kind that were tried, and those that were taken."""
 
     def __init__(self) -> None:
         self.all = self.taken = 0
@@ -330,7 +324,6 @@ def test_a_format_name_is_read_or_refused_in_one_line(inputs: Any, tried: Tried,
 
 
 def whole_tree() -> Any:
-    """A tree with everything that is ever saved."""
     weight = fm.FP8Tensor(torch.linspace(-1, 1, 64).view(2, 32), "E4M3", granularity="block")
     state = {0: {"step": torch.tensor(3.0), "moment": weight}, (1, "a"): [torch.ones(2), -0.0, float("nan"), 2**70]}
     return {"state": state, "dtype": torch.bfloat16, "text": "a\u2028", "none": None, "pair": (True, [])}
@@ -351,7 +344,6 @@ NODES = st.recursive(
 
 
 def places(outline: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every (container, key) in an outline."""
     for key in list(outline) if isinstance(outline, dict) else range(len(outline)) if isinstance(outline, list) else []:
         found.append((outline, key))
         places(outline[key], found)

@@ -29,7 +29,6 @@ Line = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def finished(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has done its 24 steps, with checkpoints of 21 and 24."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -39,7 +38,6 @@ def finished(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def line(finished: Path, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
-    """Return what makes a command line that goes on with a copy of the run; the folder becomes the current one."""
     shutil.copytree(finished / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return lambda more=None, *options: [*words(KIND, small_corpus, more), *options]

@@ -26,7 +26,7 @@ MOST_DRIFT = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds when it commits a checkpoint; memory in bytes."""
+    """Memory (bytes), threads and descriptors of a process that commits a checkpoint."""
 
     step: int
     memory: int
@@ -62,7 +62,6 @@ def _descriptors() -> int:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return what the processes in a folder wrote down."""
     lines = (folder / "samples").read_text(encoding="utf-8").splitlines()
     return [Sample(*map(int, line.split())) for line in lines]
 

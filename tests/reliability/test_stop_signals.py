@@ -24,14 +24,11 @@ STEPS, EVERY = 8, 2
 
 @pytest.fixture(scope="module")
 def overrides(small_corpus: Path) -> list[str]:
-    """The settings of a tiny run."""
     more = {"train.max_steps": STEPS, "eval.interval": EVERY, "checkpoint.every": EVERY, "runtime.threads": 1}
     return words("fp8 stochastic", small_corpus, more)[5:]
 
 
 def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambda: None, **options: Any) -> int:
-    """Run the command in a forked process and return its exit code."""
-
     def command() -> int:
         before()
         return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])

@@ -59,7 +59,6 @@ def words(settings: dict[str, Any]) -> list[str]:
 
 
 def interrupt_in(pid: int, metrics: Path) -> int:
-    """Send SIGTERM once a run is on its way, and return the exit code."""
     end = time.monotonic() + 100
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 30:
         assert time.monotonic() < end, "nothing happened in time"

@@ -32,7 +32,6 @@ def words(corpus: Path, **more: object) -> list[str]:
 
 
 def command(words: list[str], processes: int) -> list[str]:
-    """A command line of the bench, in so many processes of torchrun; in none of them where it is 1."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [sys.executable, *(ranks if processes > 1 else []), "-m", "nanogpt_bench", *words]
 
@@ -59,7 +58,7 @@ def finished(folder: Path, words: list[str], processes: int) -> int:
 
 
 def said(folder: Path) -> list[str]:
-    """What the command said itself: torchrun's lines about it are others."""
+    """The command's own lines, without torchrun's about it."""
     return [line for line in (folder / "output.txt").read_text().splitlines() if line.startswith("nanogpt-bench")]
 
 
@@ -98,7 +97,6 @@ def losses(run_dir: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run of two processes leaves that nobody has interrupted."""
     folder = tmp_path_factory.mktemp("ddp")
     assert finished(folder, words(small_corpus), 2) == 0, (folder / "output.txt").read_text()
     assert main(["verify", str(folder / "runs" / "r")]) == 0

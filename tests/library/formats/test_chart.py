@@ -24,7 +24,6 @@ def dtypes(fmt: fm.FloatFormat) -> list[torch.dtype]:
 
 
 def grid(fmt: fm.FloatFormat, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """All finite values and their signed integer codes."""
     codes = range(reference.max_code(fmt) + 1)
     values = torch.tensor([float(reference.magnitude(m, fmt)) for m in codes], dtype=torch.float64)
     signed = torch.tensor(codes, dtype=torch.float64)
@@ -52,7 +51,6 @@ def test_ulp_is_the_gap_to_the_next_value(fmt, compare_bits) -> None:
 
 @named
 def test_ulp_everywhere(fmt, compare_bits) -> None:
-    """S(x) = 2^(e(x) - M) at every critical point; constant beyond max; NaN at NaN."""
     for x in (torch.from_numpy(critical(fmt)).float(), torch.from_numpy(critical64(fmt))):
         expected = [reference.ulp(min(abs(v), fmt.max), fmt) if v == v else math.nan for v in x.tolist()]
         compare_bits(fm.ulp(x, fmt), np.array([float(v) for v in expected]), x, fmt.name)

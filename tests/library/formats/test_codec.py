@@ -71,7 +71,6 @@ def turning_draws(x: torch.Tensor, fmt: fm.FloatFormat, extra: int) -> list[torc
 
 @cache
 def inputs(fmt: fm.FloatFormat, extra: int = 0) -> torch.Tensor:
-    """Codes, midpoints and both neighbours of each, Inf, the edges of float32, random bits; no NaN."""
     points = torch.from_numpy(critical(fmt)).float()
     near = random_in_range(fmt.max, 20_000)
     patterns = random_float32(40_000)
@@ -95,7 +94,6 @@ def codes_of(fmt: fm.FloatFormat) -> torch.Tensor:
 
 
 def same_floats(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same bits, or NaN on both sides."""
     assert a.dtype == b.dtype == torch.float32
     nan = a.isnan() & b.isnan()
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | nan).all())

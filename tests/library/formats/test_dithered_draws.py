@@ -82,7 +82,7 @@ STREAMS: dict[str, Updates] = {
 
 
 def errors(updates: Updates, steps: int, draws: str) -> NDArray[np.float64]:
-    """What the rounding of every step has left after some steps: each element's, in ULPs of a uniform grid."""
+    """The errors that rounding in every step leaves of each element, in ULPs of a uniform grid."""
     generator = np.random.default_rng(3)
     codes, exact = np.zeros(N), np.zeros(N)
     for t in range(steps):
@@ -96,7 +96,6 @@ def errors(updates: Updates, steps: int, draws: str) -> NDArray[np.float64]:
 @each("name", STREAMS)
 @each("steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_stream_of_updates_is_worse_or_biased(name: str, steps: int) -> None:
-    """No more error than independent draws leave, and none in the direction of the movement."""
     left, before = (errors(STREAMS[name], steps, draws) for draws in ("dither", "independent"))
     rms, rms_before = (float(np.sqrt((e**2).mean())) for e in (left, before))
     assert rms <= rms_before * (1 + 4 / (2 * N) ** 0.5)
@@ -106,7 +105,6 @@ def test_no_stream_of_updates_is_worse_or_biased(name: str, steps: int) -> None:
 @each("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
 @each("way", [1, -1], ids=["down", "up"])
 def test_a_weight_that_crosses_0_goes_no_further_than_asked(fmt: str, way: int) -> None:
-    """Twenty steps of a tenth of the smallest spacing, from one side of 0 to the other."""
     ulp = fm.FloatFormat.from_string(fmt).ulp_min
     for draws, spread in (("dither", 0.75), ("independent", 2.0)):
         w = torch.full((20_000,), way * ulp)
@@ -161,7 +159,6 @@ def test_native_and_eager_steps_have_the_same_bits(name: str) -> None:
 
 
 def test_operators_write_into_codes_with_independent_draws() -> None:
-    """torch's SGD asks for a tenth of an ULP, forty times."""
     moved = {}
     for draws in ("dither", "independent"):
         weight = fm.FP8Parameter(torch.full((1, 4000), 1.0), "E2M5", scale=1.0, seed=1, draws=draws)  # type: ignore[arg-type]

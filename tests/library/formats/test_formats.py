@@ -36,7 +36,6 @@ def test_equals_gfloat(name: str) -> None:
 
 @every
 def test_derived_facts_follow_from_the_codes(fmt: fm.FloatFormat) -> None:
-    """Every property, found again by looking at every code."""
     values = finite_values(fmt)
     positive = sorted(v for v in values if v > 0)
     gaps = [high - low for low, high in zip([0.0, *positive], positive, strict=False)]

@@ -48,14 +48,12 @@ def as_float64(x: torch.Tensor) -> NDArray[np.float64]:
 
 @cache
 def oracle_rounding(fmt: fm.FloatFormat, rounding: str, overflow: str) -> NDArray:
-    """What the oracle makes of `critical64`, of which `critical` is the beginning."""
     bits, where = np.unique(critical64(fmt).view(np.int64), return_inverse=True)
     values = bits.view(np.float64)
     return np.array([reference.round_to_grid(float(v), fmt, rounding, overflow) for v in values])[where]
 
 
 def critical_draws(x: NDArray[np.float64], table: StochasticSteps) -> list[Int64]:
-    """Draws on either side of where each element turns, the extremes, and random ones."""
     _, excess, gap = table.split(x)
     turn = np.ceil(excess / np.where(gap == 0, 1, gap) * reference.DRAWS)
     last = reference.DRAWS - 1

@@ -36,20 +36,17 @@ def draws(n: int = N, **key: int) -> NDArray[np.int64]:
 
 
 def correlation(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
-    """Of uniform draws, whose mean and variance are known."""
     mean, variance = (RANGE - 1) / 2, (RANGE**2 - 1) / 12
     return float(np.mean((a - mean) * (b - mean)) / variance)
 
 
 def bit_correlations(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of each of the 24 bits with itself: differing bits are counted by byte."""
     octets = (a ^ b).astype("<u4").view(np.uint8).reshape(-1, 4)
     counts = [np.bincount(octets[:, i], minlength=256) @ BITS_OF_BYTES for i in range(BITS // 8)]
     return 1 - 2 * np.concatenate(counts) / len(a)
 
 
 def assert_independent(a: NDArray[np.int64], b: NDArray[np.int64], context: str) -> None:
-    """Values and single bits uncorrelated; equal draws as rare as chance has them."""
     bound = 4 / math.sqrt(len(a))
     assert abs(correlation(a, b)) < bound, context
     assert abs(bit_correlations(a, b)).max() < 1.25 * bound, context  # the largest of 24

@@ -1,4 +1,4 @@
-"""What formats, grids, scales and manifolds don't take: a line each, with all that is said of it."""
+"""Refusals of formats, grids, scales and manifolds, a line each, with the whole message."""
 
 from typing import Any
 

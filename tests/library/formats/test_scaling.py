@@ -88,7 +88,6 @@ def test_tiny_magnitudes_have_a_normal_scale() -> None:
 @settings
 @given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
 def test_storage_leaves_headroom(amax: float, name: str, headroom: float) -> None:
-    """A power of two with which the largest weight may grow by headroom; half of it would not do."""
     fmt = fm.FloatFormat.from_string(name)
     scale = storage_scale(torch.tensor([[amax, -amax / 2]]), fmt, headroom=headroom)
     assert is_power_of_two(scale)
@@ -133,7 +132,6 @@ def test_static_is_frozen_and_warns_when_it_saturates(granularity: Any) -> None:
 @settings
 @given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8), st.sampled_from(FORMATS))
 def test_what_a_scale_was_made_from_does_not_saturate(x: list[float], name: str) -> None:
-    """Whatever the rounding of amax / max."""
     for pow2 in (False, True):
         scale = Scale(name, policy="static", pow2=pow2)
         scale(torch.tensor(x))

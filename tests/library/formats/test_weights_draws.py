@@ -27,7 +27,6 @@ def network(storage: Any = "fp8", draws: Any = "dither", **options: Any) -> Any:
 
 
 def owned(net: nn.Module) -> list[str]:
-    """The kind of draws of each quantised weight, wherever it says so."""
     layers = [layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)]
     return [layer.weight.manifold.draws for layer in layers]  # type: ignore[operator, union-attr]
 

@@ -70,7 +70,6 @@ def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each("folded", [False, True])
 def test_rows_and_columns_are_rounded_as_another_package_does(folded: bool, dtype: torch.dtype) -> None:
-    """And powers of two that are folded into them are those of the float64 product."""
     x = edges().to(dtype)
     x = x.clamp(-1e30, 1e30) if folded and dtype is not torch.float16 else x  # short of the range
     fold = torch.exp2(normal(1, 64, seed=3).mul(6).round().clamp(-20, 20)) if folded else None

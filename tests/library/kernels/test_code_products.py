@@ -30,7 +30,6 @@ UNITS = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
 
 # --------------------------------------------------------------------------------------------- products: a definition
 def layer(fmt: str = "E4M3", size: tuple[int, int] = (768, 1024), dtype: Any = torch.bfloat16, **how: Any) -> Any:
-    """A layer of rows of other sizes, without a bias unless told otherwise."""
     linear, spread = nn.Linear(*size, bias=how.pop("bias", False)), how.pop("spread", 1.0)
     linear.weight.data = normal(*linear.weight.shape, seed=1, std=0.02) * torch.exp2(
         normal(size[1], 1, seed=2, std=spread)
@@ -47,7 +46,6 @@ def batch(size: tuple[int, int] = (768, 1024), rows: int = 512, *, spread: float
 
 
 def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
-    """y, dx and the gradients of the parameters."""
     x = x.detach().clone().requires_grad_()
     for p in net.parameters():
         p.grad = None
@@ -97,7 +95,7 @@ def test_products_are_the_emulations_to_the_bit(fmt: str, gradient: str, dtype: 
 
 
 def test_integer_sums_are_exact_in_any_order() -> None:
-    """Where float32 would not be: whole numbers of 7 bits, 4,096 of them."""
+    """4,096 whole numbers of 7 bits, whose sum float32 rounds."""
     net, (x, g) = layer("E1M6", (4096, 32), torch.float32), batch((4096, 32), 16, spread=0.0)
     x = 1.0 + 0.1 * x.abs()
     net.weight.codes.copy_(torch.randint(64, 128, (32, 4096), generator=torch.Generator().manual_seed(2)))
@@ -135,8 +133,6 @@ def test_each_error_is_within_its_budget() -> None:
 
 # --------------------------------------------------------------------------------------------------- what a card takes
 class Context:
-    """What autograd gives a function."""
-
     needs_input_grad = (True, True, False)
 
     def save_for_backward(self, *kept: Tensor) -> None:
@@ -355,8 +351,6 @@ def test_one_graph_and_the_same_bits(fmt: str, gradient: str) -> None:
 
 
 def test_a_graph_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiler could not look through is a constant of its device."""
-
     def capability(device: torch.device) -> tuple[int, int]:
         torch._dynamo.graph_break()
         return 9, 0
@@ -421,27 +415,15 @@ def test_every_way_to_a_model_takes_it() -> None:
 
 
 def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs: dict[str, Any] = {
-        "0": fm.LayerSpec("E4M3", products="auto"),
-        "1": fm.LayerSpec("E1M6", products="auto"),
-        "2": fm.LayerSpec("E3M4", products="auto"),
-        "3": fm.LayerSpec("E4M3", products="auto", granularity="block"),
-        "4": fm.LayerSpec("E4M3", products="auto", gradient="E5M2"),
-        "5": fm.LayerSpec("E4M3", products="auto", activation="E4M3"),
-        "6": fm.LayerSpec("E4M3", products="auto"),
-        "7": fm.LayerSpec("E4M3"),
-    }
+    automatic: dict[str, dict[str, Any]] = {"3": {"granularity": "block"}, "4": {"gradient": "E5M2"}}
+    automatic |= {"0": {}, "1": {"weight": "E1M6"}, "2": {"weight": "E3M4"}, "5": {"activation": "E4M3"}, "6": {}}
+    specs = {name: fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **given}) for name, given in automatic.items()}
+    specs["7"] = fm.LayerSpec("E4M3")
     net = nn.Sequential(*(nn.Linear(32, 32 if i != 6 else 33) for i in range(8)))
     fm.quantize_model(net, specs, storage="fp8")
-    words = [
-        *("cpu has no fast FP8 units", "cpu has no fast INT8 units", "no units multiply codes of weight=E3M4"),
-        *(
-            "granularity='block'",
-            "activation_gradient=E5M2 is given",
-            "activation=E4M3 is given",
-            "16 does not divide 33",
-        ),
-    ]
+    words = ["cpu has no fast FP8 units", "cpu has no fast INT8 units", "no units multiply codes of weight=E3M4"]
+    words += ["granularity='block'", "activation_gradient=E5M2 is given", "activation=E4M3 is given"]
+    words += ["16 does not divide 33"]
     reported = [each.detail for each in fm.quantization_report(net).layers]
     assert all("products=auto: decoded, as " in said for said in reported[:7])
     assert [word for word, said in zip(words, reported, strict=False) if word not in said] == []

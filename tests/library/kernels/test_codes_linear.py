@@ -23,7 +23,6 @@ def layer(features: int, dtype: torch.dtype, *, bias: bool, granularity: Any = "
 
 
 def passes(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
-    """Output and all gradients."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
         y = model(x)
@@ -33,8 +32,6 @@ def passes(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Do something by torch's dispatcher."""
-
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(_products, "_is_simple", lambda x, weight: False)
@@ -96,7 +93,6 @@ def test_who_looks_on_sees_torchs_operator() -> None:
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode for products as a card does."""
     monkeypatch.setattr(_products, "is_on_card", lambda x: True)
 
 
@@ -131,7 +127,6 @@ def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name: str, monkey
 def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
     name: str, granularity: Any, card: bool, dispatched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, in bfloat16, and in either under autocast."""
     for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         linear = nn.Linear(160, 144, dtype=dtype)
         model = fm.quantize_model(nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1)
@@ -158,7 +153,6 @@ def test_a_bias_of_another_dtype_is_refused_but_under_autocast() -> None:
 
 @each("operand", ["activation", "weight"])
 def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand: str) -> None:
-    """As with storage grid, whose values are the same."""
     found = {}
     for storage, gradient in (("fp8", None), ("fp8", {operand: "E5M2"}), ("grid", {operand: "E5M2"})):
         torch.manual_seed(0)

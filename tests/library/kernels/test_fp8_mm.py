@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import close, normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -17,17 +17,12 @@ granularities = pytest.mark.parametrize("granularity", ["tensor", "channel"])
 
 
 def both_gradients(a: Tensor, b: Tensor, gradient: Tensor, **options: Any) -> list[Tensor]:
-    """The product and the gradients of its operands."""
     a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
     product = fp8_mm(a, b, **options)
     product.backward(gradient)
     assert a.grad is not None
     assert b.grad is not None
     return [product.detach(), a.grad, b.grad]
-
-
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
-    return bool((x - y).norm() <= tolerance * y.norm())
 
 
 @granularities
@@ -50,7 +45,6 @@ def test_products_of_quantised_operands(
 
 
 def test_scales_that_are_given() -> None:
-    """What exceeds their range saturates, and one for the tensor holds in the backward pass too."""
     a, b, g = normal(4, 8, std=300.0), normal(8, 3), normal(4, 3)
     product, for_a, for_b = both_gradients(a, b, g, a_scale=0.5, b_scale=torch.tensor(2.0**-5), gradient_format=None)
     left, right = fake_quantize(a, "E4M3", 0.5), fake_quantize(b, "E4M3", 2.0**-5)
@@ -81,7 +75,6 @@ def test_doubles_are_added_up_in_doubles() -> None:
 
 
 def test_strides_and_large_operands_change_nothing() -> None:
-    """Quantised in the order of memory, and in pieces."""
     a, b = normal(300, 600, seed=1), normal(500, 600, seed=2)
     assert torch.equal(fp8_mm(a, b.t()), fp8_mm(a.t().contiguous().t(), b.t().contiguous()))
     expected = fake_quantize(a, "E4M3", granularity="channel") @ fake_quantize(b, "E4M3", granularity="channel").t()
@@ -186,7 +179,6 @@ def test_the_hardware_is_given_scales_and_dtype(
 
 
 def test_operands_for_the_hardware_are_made_by_one_kernel(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of their memory: no float32 copy of what is bfloat16, and none transposed that need not be."""
     made: list[tuple[torch.dtype, torch.Size]] = []
 
     def encoded_units(x: Tensor, fmt: fm.FloatFormat, scale: Tensor) -> Tensor:
@@ -218,13 +210,10 @@ def float8_linear(weight: Tensor, granularity: str, pow2: bool) -> nn.Module:
     from torchao.float8 import config
 
     rows = config.ScalingGranularity.AXISWISE if granularity == "channel" else config.ScalingGranularity.TENSORWISE
+    dtypes = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
     casts = {
-        name: config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
-        for name, dtype in (
-            ("cast_config_input", torch.float8_e4m3fn),
-            ("cast_config_weight", torch.float8_e4m3fn),
-            ("cast_config_grad_output", torch.float8_e5m2),
-        )
+        f"cast_config_{name}": config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
+        for name, dtype in dtypes.items()
     }
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight.clone()

@@ -61,7 +61,6 @@ def any_floats(n: int, seed: int) -> torch.Tensor:
 
 
 def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """The same bits; NaN is NaN."""
     assert ours.dtype == expected.dtype
     assert ours.shape == expected.shape
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
@@ -209,7 +208,6 @@ def build_hook() -> ModuleType:
 
 
 def sources(tmp_path: Path) -> Path:
-    """A copy of the C files alone."""
     for path in FOLDER.glob("*.[ch]"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
@@ -274,14 +272,9 @@ def run_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], list
 
 
 def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-        timeout=280,
-    )
+    command = [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 280}
+    done = subprocess.run(command, env=os.environ | environment, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()
 

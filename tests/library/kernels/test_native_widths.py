@@ -28,7 +28,6 @@ def flags_of_this_processor() -> set[str]:
 
 @pytest.fixture(params=WIDTHS, scope="module")
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a library of one width alone."""
     if platform.machine() != "x86_64" or shutil.which("gcc") is None:
         pytest.skip("code of several widths is made by gcc for x86-64 alone")
     if not WIDTHS[request.param] <= flags_of_this_processor():
@@ -41,7 +40,6 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def results() -> dict[str, Any]:
-    """Steps of every kind, and whole arrays to the grid, to codes and back, by the library of the moment."""
     assert _native.is_available()
     found: dict[str, Any] = {}
     for name, (kind, make, options) in CASES.items():

@@ -1,4 +1,4 @@
-"""What a step on a GPU asks of the card and of the host, counted without one, and what becomes of failures."""
+"""Launches and waits of a step on a GPU, counted without one, and failures of kernels."""
 
 import contextlib
 import copy
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from optimizer_cases import normal
+from paths import as_on_a_card
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,9 +84,7 @@ class Watch(TorchDispatchMode):
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps go the way that they go on a GPU, to kernels that count."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
-    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
+    as_on_a_card(monkeypatch)
     monkeypatch.setattr(Kernel, "bad", [])
     names = ("step", "verdict", "widen")
     monkeypatch.setattr(launch, "_kernels", lambda: tuple(Kernel(name, counts) for name in names))
@@ -94,24 +93,20 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def was_read(said: reading.Later) -> bool:
-    """Whether the host has waited for what kernels say."""
     return "values" in vars(said)
 
 
 def parameters(count: int, **how: Any) -> list[fm.FP8Parameter]:
-    """Of one kind and three shapes."""
     return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how) for i in range(count)]
 
 
 def one(kind: Any = optim.StiffnessAdamW, granularity: Any = "channel", **options: Any) -> tuple[fm.FP8Parameter, Any]:
-    """A weight with a gradient, and its optimizer."""
     p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1, granularity=granularity)
     p.grad = torch.ones(p.shape)
     return p, kind([p], 1e-3, **options)
 
 
 def host_memory(optimizer: Any) -> set[int]:
-    """Where formats lie, and what kernels have said of the step before."""
     kept = [state["grid"] for state in optimizer.state.values()]
     kept += [said.x for said, *_ in optimizer._unheard]
     return {x.untyped_storage().data_ptr() for x in kept}
@@ -124,7 +119,7 @@ def host_memory(optimizer: Any) -> set[int]:
 def test_a_steady_step_is_a_few_launches_and_no_wait(
     moments: Any, writeback: Any, granularity: Any, on_a_card: Counter[str]
 ) -> None:
-    """Of 290 parameters; what the host reads is what was said of the step before."""
+    """290 parameters; the host reads the flags of the step before."""
     weights = parameters(290, granularity=granularity)
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for p in weights:
@@ -144,7 +139,7 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(
 
 
 def test_a_step_in_backward_waits_for_no_parameter(on_a_card: Counter[str]) -> None:
-    """It reads what was said of the same parameter's last step, a whole pass ago."""
+    """The flag is that of the same parameter's last step, a whole pass ago."""
     weights = parameters(5)
     optimizer = optim.StiffnessAdamW(weights, 1e-3)
     with optim.step_in_backward(optimizer):
@@ -191,7 +186,7 @@ def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how: str, count: s
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_next_step_goes_on_from_the_count_that_there_is(refused: bool, on_a_card: Counter[str]) -> None:
-    """It is looked at again where somebody has written it or put another there."""
+    """A count that somebody has written or replaced is read again."""
     p, optimizer = one()
     for step in range(3):
         Kernel.bad += [(0, 0)] * (refused and step == 2)
@@ -235,7 +230,6 @@ def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card
 
 
 def test_what_would_be_known_too_late_is_waited_for(on_a_card: Counter[str]) -> None:
-    """An error that is asked for, and S_ref under one scale for all."""
     for options, granularity in (({"on_nonfinite": "raise"}, "channel"), ({}, "tensor"), ({}, "channel")):
         _, optimizer = one(granularity=granularity, **options)
         optimizer.step()
@@ -295,7 +289,6 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card: Counter[str
 
 
 def stepped(p: Any, **options: Any) -> list[Slot]:
-    """The slot of a step that is not taken."""
     optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
     p.grad = torch.ones(p.shape)
     slots: list[Slot] = []
@@ -317,7 +310,6 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_counts_stay_on_the_host_wherever_a_state_is_loaded_to() -> None:
-    """Until a step: one on a card has them there."""
     p = torch.nn.Parameter(normal(3))
     p.grad = torch.ones(3)
     optimizer = optim.StiffnessAdamW([p], 1e-3)
@@ -339,7 +331,6 @@ def test_products_longer_than_31_bits_are_taken_in_parts(monkeypatch: pytest.Mon
 
 
 def test_a_first_step_waits_once_for_the_word_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not once a block."""
     counts: Counter[str] = Counter()
     x = normal(5 * BLOCK // 2).double()
     expected = _streams.content_word(x, (1, 2, 3))
@@ -416,14 +407,13 @@ def in_backward(p: Any) -> Any:
     return optimizer
 
 
+OF_TORCH = "optimizer is a SGD: graphed takes those of fp8manifold.optim"
+
+
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
-        (
-            lambda p: torch.optim.SGD([p], 1.0),
-            TypeError,
-            "optimizer is a SGD: graphed takes those of fp8manifold.optim",
-        ),
+        (lambda p: torch.optim.SGD([p], 1.0), TypeError, OF_TORCH),
         (lambda p: optim.StiffnessAdamW([p], 1.0), ValueError, "StiffnessAdamW are on cpu: a CUDA graph takes"),
         (in_backward, ValueError, "this StiffnessSGD steps in the backward pass"),
     ],
@@ -436,8 +426,6 @@ def test_what_no_graph_can_hold_is_refused(made: Any, error: type[Exception], me
 
 # ------------------------------------------------------------------------------------------------------------ failures
 class Failing:
-    """A kernel that cannot be compiled."""
-
     def __init__(self, error: Exception) -> None:
         self.error = error
 

@@ -23,12 +23,9 @@ pytestmark = [
 
 
 #: a file, what of it native code steps, and how many steps or elements are compared at least
+MOST = "native and not (test_options or in_one_loop or residual_of or widened)"
 SESSIONS = {
-    "optim/test_step_oracle.py": (
-        "native and not (test_options or in_one_loop or residual_of or widened)",
-        "slots",
-        400,
-    ),
+    "optim/test_step_oracle.py": (MOST, "slots", 400),
     "optim/test_fitted_momentum.py": ("definition and native", "slots", 60),
     "triton_cases.py": ("", "elements", 100_000),
     "operand_cases.py": ("", "elements", 500_000),
@@ -36,7 +33,6 @@ SESSIONS = {
 
 
 def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> tuple[int, str, dict[str, int]]:
-    """A session of pytest's in a process of its own: its exit code, its output, and what it compared."""
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
     path = [str(package.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)

@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
+"""PTX that Triton compiles for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
 
 Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what makes operands for its units.
 What a weight costs is recorded and held to 5%.
@@ -56,8 +56,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Built:
-    """One kernel's PTX and what the assembler says of it."""
-
     ptx: str
     sass: str
     usage: str
@@ -116,7 +114,7 @@ def spec(writeback: str, moments: str) -> KernelSpec:
 
 
 def faults(built: Built) -> Iterator[str]:
-    """What a kernel with the bits of native code has nothing of."""
+    """The instructions that a kernel with the bits of native code must not have."""
     for name, pattern in {
         "contraction": r"\bfma\.",
         "flushed subnormals": r"\.ftz",
@@ -234,8 +232,6 @@ OPERANDS: dict[str, tuple[str, str, dict[str, Any], int]] = {
 
 @dataclass(frozen=True)
 class Made(Built):
-    """An operand's kernel, and how many values a thread takes."""
-
     values: int
 
     @property
@@ -315,8 +311,6 @@ def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
 
 
 def costs(tmp: Path) -> dict[str, Any]:
-    """What ``triton_costs.json`` records: ``python tests/library/kernels/test_triton_ptx.py`` writes it."""
-
     def recorded(made: Mapping[str, Built]) -> dict[str, dict[str, float]]:
         return {n: {"instructions": round(b.instructions, 1), "registers": b.registers} for n, b in made.items()}
 

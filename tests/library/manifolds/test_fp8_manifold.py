@@ -41,7 +41,6 @@ any_float = st.floats(width=32, allow_nan=False)
     pairs=st.lists(st.tuples(any_float, any_float), min_size=1),
 )
 def test_retraction_lands_on_the_grid(name, scale, rounding, retraction, metric, pairs) -> None:
-    """From any point of the grid along any float32, the tiny, the huge and Inf included."""
     fmt = FORMATS[name]
     manifold = fm.FP8Manifold(fmt, scale, rounding, seed=3, metric=METRICS[metric], retraction=retraction)
     x, u = torch.tensor(pairs, dtype=torch.float32).unbind(1)

@@ -118,7 +118,6 @@ def test_moving_and_transporting_together(case: Any) -> None:
 
 @every_case
 def test_inner_is_an_inner_product(case: Any) -> None:
-    """Symmetric, bilinear, positive definite, the square of the norm, and of each element by itself."""
     case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
     inner = manifold.inner(x, v, w)
@@ -136,7 +135,6 @@ def test_inner_is_an_inner_product(case: Any) -> None:
 
 @every_case
 def test_distance(case: Any) -> None:
-    """Length of log, symmetric, squared by dist2, and multiplied by the factor of geoopt.Scaled."""
     case = case()
     manifold, x, y = case.manifold, case.x, case.y
     dist = manifold.dist(x, y)

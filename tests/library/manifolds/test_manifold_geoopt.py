@@ -30,7 +30,6 @@ ON_GRID = {
 @each("rounding", ["nearest", "stochastic"])
 @each("name", ["E4M3", "E5M2", "E3M4"])
 def test_geoopts_optimizers_stay_on_the_grid(optimizer, rounding, name) -> None:
-    """100 steps, every point checked; under stochastic rounding the loss falls."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([[0.25], [1.0], [2.0]])
     manifold = fm.FP8Manifold(name, scale, rounding, seed=1)

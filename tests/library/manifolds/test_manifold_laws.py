@@ -137,7 +137,6 @@ def test_nan_stays_nan(fmt, metric) -> None:
 @every_scale
 @both_dtypes
 def test_projection_takes_the_nearest_point(fmt, scale, dtype) -> None:
-    """Nearest among all points by brute force, for inputs inside and beyond the range; grid points stay."""
     x = torch.cat([off_grid(fmt, 400), torch.tensor([1.01, -1.01, 3.0, -3.0]) * fmt.max]).to(dtype)
     points, manifold = spread(grid(fmt, dtype), scale), fm.FP8Manifold(fmt, scale)
     y = manifold.projx(spread(x, scale))

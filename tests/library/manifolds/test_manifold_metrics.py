@@ -35,7 +35,6 @@ def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @every_metric
 @every_scale
 def test_gradient_of_dist_and_log_is_one_over_stiffness(fmt, metric, scale) -> None:
-    """Also at zero, at powers of two and at the smallest normal."""
     manifold = fm.StiffnessManifold(fmt, scale, metric)
     x, y = (point.requires_grad_() for point in interior_and_grid(fmt, scale))
     one_over_s = 1 / manifold.stiffness(x).detach()
@@ -65,7 +64,6 @@ def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None
 @every_format
 @every_scale
 def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
-    """Stiffness, chart, distance and logarithm bit for bit; exp to rounding."""
     ours, named = fm.StiffnessManifold(fmt, scale, ulp_as_function), fm.StiffnessManifold(fmt, scale)
     x, y = interior_and_grid(fmt, scale)
     assert same_bits(ours.stiffness(x), named.stiffness(x))

@@ -31,8 +31,6 @@ def walk(manifold: geoopt.Manifold, steps: int = 3) -> torch.Tensor:
 
 
 class Layer(torch.nn.Module):
-    """A weight on a manifold, as a user would write it."""
-
     def __init__(self, manifold: geoopt.Manifold) -> None:
         super().__init__()
         self.manifold = manifold

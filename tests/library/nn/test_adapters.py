@@ -62,7 +62,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def adapted(peft: Any, kind: str, model: Any, target: str = "fc") -> Any:
-    """The model with adapters of values that say something."""
     name, options = KINDS[kind]
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
@@ -132,7 +131,6 @@ def test_adapters_of_an_embedding_in_codes(peft: Any) -> None:
 @each("storage", STORAGES)
 @each("kind", KINDS)
 def test_decoded_merged_and_quantised(kind: str, storage: Any, peft: Any) -> None:
-    """As the page has it: the sum is rounded once, to the nearest, and nothing is said."""
     decoded = dequantize_model(adapted(peft, kind, made(storage)).eval())
     expected = decoded(torch.arange(16))
     merged = decoded.merge_and_unload()
@@ -202,7 +200,6 @@ def test_an_adapter_of_zeros_that_is_asked_for_learns(peft: Any) -> None:
 
 
 def test_what_is_assigned_is_rounded(tmp_path: Path) -> None:
-    """As values assigned to codes are; of a copy of a model, too."""
     torch.save(made("grid"), tmp_path / "model.pt")
     assigned = made("grid")
     assigned.load_state_dict(made("grid").state_dict(), assign=True)

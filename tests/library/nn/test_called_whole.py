@@ -57,7 +57,6 @@ def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, patt
 
 @each("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_rows_are_quantised_as_one_tensor(layout: torch.layout) -> None:
-    """One scale for all of them, as if they had come in one piece; gradients flow."""
     layer = QuantizedLinear(nn.Linear(32, 8), LayerSpec("E4M3", activation="E4M3", gradient="E5M2"), storage="master")
     parts = [normal(n, 32, seed=n, std=n) for n in (2, 5, 1)]
     rows = torch.cat(parts).requires_grad_()

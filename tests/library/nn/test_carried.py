@@ -39,7 +39,6 @@ HOOKS: dict[str, Any] = {
 
 
 def used(net: nn.Module, heard: list[str]) -> set[str]:
-    """The hooks that run when a model is called, goes backward, is saved and loaded."""
     heard.clear()
     net(X.clone().requires_grad_()).sum().backward()
     net.load_state_dict(net.state_dict())
@@ -89,7 +88,6 @@ def test_attributes_and_what_is_registered_go_over_and_come_back(storage: Any) -
 
 
 def orders(net: nn.Module, known: Any) -> tuple[list[str], list[str]]:
-    """Names of the parameters, and those in the state, in their order."""
     names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
     return names, [name for name in net.state_dict() if name in known]
 
@@ -189,7 +187,6 @@ DONE: dict[str, Any] = {
 @each("done", DONE)
 @storages
 def test_layers_that_something_was_done_to(storage: Any, done: str) -> None:
-    """Refused where a pattern names them, left by ``*``, and taken once it is taken back."""
     do, message, undo = DONE[done]
     net = model()
     do(net[1])

@@ -50,7 +50,6 @@ def test_it_computes_what_fake_quantisation_by_hand_does(made: Any, storage: Any
 @storages
 @each("assign", [False, True])
 def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> None:
-    """Its own; that of the float model, in Conv1D's layout, square weights among them; and back into a float model."""
     model, other = quantized(made, storage), quantized(made, storage, seed=1)
     for layer in convs(other).values():
         with torch.no_grad():

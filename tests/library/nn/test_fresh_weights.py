@@ -24,7 +24,6 @@ INITIALISERS: dict[str, Any] = {
 
 
 def near(p: torch.Tensor, values: torch.Tensor) -> bool:
-    """Within one step of E4M3 at a scale of the values' own, for each row."""
     p, top = p.detach(), values.abs().amax(-1, keepdim=True)
     return bool(((p - values).abs() <= values.abs() / 8 + top * 2.0**-12).all())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from laws import each
-from optimizer_cases import normal, through_disk
+from optimizer_cases import close, normal, through_disk
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -26,15 +26,10 @@ def layer_of(spec: LayerSpec, storage: Any = "master", seed: int = 0, **options:
 
 
 def gradients(layer: nn.Module, x: Tensor = X, g: Tensor = G, run: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the weight and the bias, after one backward pass."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     (run or layer)(x).backward(g)
     return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
-
-
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
-    return bool((x - y).norm() <= tolerance * y.norm())
 
 
 @storages
@@ -124,7 +119,6 @@ OPERANDS = ("weight", "activation", *BACKWARD)
 
 
 def multiplied(layer: QuantizedLinear, operand: str) -> Tensor:
-    """The values that one forward pass multiplied by."""
     weight = layer.quantized_weight().detach()
     y = layer(X).detach()
     assert torch.equal(y, F.linear(layer.quantized_input(X), weight, layer.bias))
@@ -251,7 +245,6 @@ def test_a_scale_that_is_given_saturates() -> None:
 
 
 def net(scale: Any) -> nn.Module:
-    """Two layers whose gradients lie a millionth apart."""
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False))
     model[0].weight.data, model[1].weight.data = normal(32, 32, seed=3), normal(64, 32, seed=4) * 1e-6
     return quantize_model(model, LayerSpec(gradient={"format": "E4M3", "scale": scale}), storage="master")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from laws import each
 from optimizer_cases import normal, on_grid
-from surgery_models import LINEARS, TOKENS, Model
+from surgery_models import LINEARS, TOKENS, Model, layers, stored
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -18,14 +18,6 @@ from fp8manifold import LayerSpec, QuantizedLinear, SaturationWarning, dequantiz
 storages = each("storage", ["master", "grid"])
 all_storages = each("storage", ["master", "grid", "fp8"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
-
-
-def stored(name: str = "E4M3", **options: Any) -> nn.Module:
-    return quantize_model(Model(), name, "fp8", **options)
-
-
-def layers(model: nn.Module) -> list[QuantizedLinear]:
-    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
 # ---------------------------------------------------------------------------------------------- what a layer computes
@@ -88,7 +80,6 @@ def test_static_scales_are_frozen_after_the_first_forward() -> None:
 
 @all_storages
 def test_gradients_flow_to_what_they_did_before(storage: Any) -> None:
-    """requires_grad, training mode and dtype are kept."""
     dtype = torch.bfloat16 if storage == "fp8" else torch.float64
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype).eval()
     model[0].weight.requires_grad_(False)
@@ -135,7 +126,6 @@ def test_a_deep_copy_is_independent(storage: Any) -> None:
 
 @all_storages
 def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
-    """With the quantised values as plain parameters: the function stays, bias and all."""
     model = quantize_model(Model(), {"*": "E4M3", "lm_head": "none"}, storage)
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
     expected, biases = model.eval()(TOKENS), model.blocks[0].attn.qkv.bias
@@ -160,7 +150,6 @@ def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
 
 # -------------------------------------------------------------------------------------------------------- training
 def trained_loss(storage: str, make: Any, formats: Any = "E4M3", steps: int = 150) -> tuple[float, float, nn.Module]:
-    """A tiny regression, y = x0 x1 + x2: loss at the start and at the end."""
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
     for i, p in enumerate(model.parameters()):
         p.data = normal(*p.shape, seed=i, std=0.3)

@@ -60,7 +60,6 @@ def test_a_new_pass_within_the_backward_pass_is_one_more() -> None:
 
 
 def test_without_gradients_nothing_changes() -> None:
-    """Training mode under no_grad draws anew in every pass, as it did."""
     layer = QuantizedLinear(nn.Linear(8, 8), SPECS["delayed"], storage="master")
     with torch.no_grad():
         layer(normal(3, 8))

@@ -76,7 +76,7 @@ def test_the_most_literal_pattern_wins_in_any_order() -> None:
 
 
 def test_one_byte_is_the_default() -> None:
-    """Of everything that takes a storage; a spec with formats for the passes has codes too, and trains."""
+    """Everything that takes a storage; a spec with formats for the passes has codes too, and trains."""
     for call in (quantize_model, check_formats, QuantizedLinear):
         assert inspect.signature(call).parameters["storage"].default == "fp8"
     model: Any = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
@@ -129,7 +129,6 @@ def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, ti
 
 @each("storage", ["master", "grid", "fp8"])
 def test_what_none_names_may_be_anything(storage: Any) -> None:
-    """Weights that are not finite, or tied; layers that are quantised already."""
     model = Model(tied=True)
     model.lm_head.weight.data[3, 2] = math.nan
     quantize_model(model, {"mlp": "E4M3"}, storage)

@@ -73,7 +73,6 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | No
 
 
 def test_sums_are_right_on_average() -> None:
-    """A gradient far below the spacing of the sum moves it as often as it should."""
     weight = nn.Parameter(torch.zeros(4000))
     optimizer = optim.StiffnessAdamW([weight])
     optim.step_in_backward(optimizer, accumulate="bfloat16")

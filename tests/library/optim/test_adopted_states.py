@@ -30,7 +30,6 @@ def train(net: torch.nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def saved(optimizer: Any) -> dict[str, Any]:
-    """A state as it comes back from a file."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -46,7 +45,6 @@ def of_torch(steps: int = 4) -> tuple[torch.nn.Module, torch.optim.AdamW]:
 
 
 def like(net: torch.nn.Module, moments: str = "float32", eps: float = 1e-8) -> optim.StiffnessAdamW:
-    """Over the same groups, with other options than those of the state."""
     split = [{"params": [p for p in net.parameters() if (p.dim() > 1) is decays]} for decays in (True, False)]
     return optim.StiffnessAdamW(split, lr=9.0, betas=(0.5, 0.5), eps=eps, moments=moments, seed=3)
 

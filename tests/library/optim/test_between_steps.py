@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import frozen, normal, with_factors
-from paths import PATHS, by
+from optimizer_cases import everyone, frozen, normal, with_factors
+from paths import PATHS, as_on_a_card, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._base import reading
 from fp8manifold._numerics.records import JOB
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import WIDENED
@@ -50,10 +49,9 @@ def made(
 
     Of two weights of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups.
     """
+    options: Any = {"granularity": granularity, "headroom": 1.0}
     stored = [
-        with_factors(
-            fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0), factors
-        )
+        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **options), factors)
         for i, fmt in enumerate(("E4M3", "E5M2"))
     ]
     parameters = [*stored, nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
@@ -62,10 +60,6 @@ def made(
     optimizer = by(path, cls(groups, **{"refresh_every": 1000, **given, **options}))
     optimizer.keeps_table = keeps
     return optimizer
-
-
-def everyone(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def put(optimizer: Any, t: int, bad: float | None = None) -> None:
@@ -83,7 +77,6 @@ def stepped(optimizer: Any, steps: int) -> Any:
 
 
 def bits(optimizer: Any) -> Any:
-    """Weights, scales, all of the state, and what is counted."""
     parts = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in everyone(optimizer)]
     return frozen([parts, optimizer.state_dict()])
 
@@ -99,7 +92,7 @@ def forget(optimizer: Any) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each table that was looked over served."""
+    """For each table that was looked up, True where it could be used."""
     own, found = Table.serves, list[bool]()
 
     def serves(table: Table, optimizer: Any) -> bool:
@@ -142,7 +135,7 @@ def average_of(state: dict[str, Any]) -> str:
 
 
 def away_and_back(x: Tensor) -> Tensor:
-    """What offloading does, into other memory and out of it again."""
+    """Offload: into other memory and out of it again."""
     away = x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
     x.data = torch.empty(0, dtype=x.dtype)
     return away.to(x.dtype, copy=True)
@@ -170,6 +163,8 @@ REMOVED = "del groups[0]['params'][1]; o.state.pop(p[1])"
 ADDED = (
     "extra = nn.Parameter(torch.ones(5)); extra.grad = torch.full((5,), 0.5); o.add_param_group({'params': [extra]})"
 )
+OPTIONS = {"weight_decay": 0.3, "damping": 0.5, "clip": 1.0, "seed": 3, "maximize": True, "refresh_every": 3}
+OPTIONS |= {"writeback": "nearest", "draws": "dither"}
 #: what is done between steps to the parameters p, the optimizer o, its groups and the states s of the parameters, and
 #: drops the table; of the first moment, where it is called so
 EDITS = {
@@ -205,19 +200,7 @@ EDITS = {
     "the step replaced": "s[0]['step'] = torch.tensor(50.0)",
     "S_ref edited": "s[0]['reference'] = 0.5",
     "the stream edited": "s[0]['stream'] = 12345",
-    **{
-        f"the option {name}": f"groups[0][{name!r}] = {value!r}"
-        for name, value in {
-            "weight_decay": 0.3,
-            "damping": 0.5,
-            "clip": 1.0,
-            "seed": 3,
-            "maximize": True,
-            "writeback": "nearest",
-            "draws": "dither",
-            "refresh_every": 3,
-        }.items()
-    },
+    **{f"the option {name}": f"groups[0][{name!r}] = {value!r}" for name, value in OPTIONS.items()},
     "a parameter taken out": "del groups[0]['params'][2]; o.state.pop(p[2])",
     "taken out and added": f"{REMOVED}; {ADDED}",
     "parameters in another order": "groups[0]['params'].reverse()",
@@ -450,17 +433,13 @@ def test_a_table_is_no_state(way: Callable[[Any], Any]) -> None:
 # --------------------------------------------------------------------------------------------------------- on a card
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tables that steps on a card upload; their kernels do nothing."""
-
     class Idle:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *_, **__: None
 
     seen: list[Any] = []
     own = launch._uploaded
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
-    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
+    as_on_a_card(monkeypatch)
     monkeypatch.setattr(launch, "_kernels", lambda: (Idle(),) * 3)
     monkeypatch.setattr(launch, "options", dict)
     monkeypatch.setattr(launch, "_uploaded", lambda table, device: seen.append(table.copy()) or own(table, device))
@@ -504,7 +483,6 @@ def test_what_a_card_is_given_is_what_is_planned(
 
 
 def test_a_gradient_that_is_aligned_otherwise_is_planned(uploads: list[Any], served: list[bool]) -> None:
-    """Its kernel may load by 128 bits."""
     optimizer = made()
     for t in range(5):
         put(optimizer, t)

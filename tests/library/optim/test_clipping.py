@@ -8,6 +8,7 @@ import pytest
 import torch
 from in_backward_cases import OPTIMIZERS, everything, loss, measure, network, ordinary, stepping, train
 from laws import each
+from optimizer_cases import everyone
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -17,12 +18,8 @@ SMALL = 1e-3
 """What every gradient of the network is clipped by."""
 
 
-def everyone(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def without_norms(saved: list[Any]) -> list[Any]:
-    """What :func:`everything` gives, but for the norm that an ordinary optimizer's groups don't have."""
+    """:func:`everything` but for the norm that an ordinary optimizer's groups don't have."""
     places = [i for i, each in enumerate(saved) if each == "previous_norm"]
     return [each for i, each in enumerate(saved) if i not in places and i - 1 not in places]
 
@@ -50,7 +47,6 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name: str, storage: str | None
 
 
 def clipped_by_hand(model: nn.Module, optimizer: Any, steps: int, previous: Tensor, max_norm: float) -> Tensor:
-    """The readable definition of ``clip="previous"``."""
     for _ in range(steps):
         optimizer.zero_grad()
         loss(model).backward()
@@ -163,7 +159,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises
 
 
 def test_infinity_takes_norms_and_clips_nothing() -> None:
-    """What a trainer asks for its log: without a first pass, to the numbers of steps that are not clipped."""
+    """A trainer wants the norm for its log: no first pass, and the numbers of steps that are not clipped."""
     (plain, whole), (model, optimizer, _) = ordinary(), stepping(clip="previous", max_norm=math.inf)
     for _ in range(3):
         for net, by in ((plain, whole), (model, optimizer)):

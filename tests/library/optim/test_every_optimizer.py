@@ -66,10 +66,8 @@ def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
             assert not torch.equal(view.target, view.before)
             if not isinstance(manifold, fm.FP8Manifold):
                 continue
-            scale, draw = (
-                manifold.scale.to(view.target.dtype),
-                {"seed": 5, "step": t, "stream": seen.state[p]["stream"]},
-            )
+            scale = manifold.scale.to(view.target.dtype)
+            draw = {"seed": 5, "step": t, "stream": seen.state[p]["stream"]}
             rounded = fm.round_to_grid(view.target / scale, manifold.format, "stochastic", **draw) * scale
             assert torch.equal(view.after, rounded)
     assert same_bits(values(parameters), values(others))
@@ -296,7 +294,6 @@ def averages_of(name: str, p: Tensor) -> list[str]:
 @sampled
 @combined
 def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str, moments: str) -> None:
-    """Its names, dtypes and bytes; besides that a few numbers a parameter, and 4 bytes a block for 8-bit averages."""
     kinds = zoo()
     optimizer = make(name, kinds.values(), writeback=writeback, moments=moments)
     take_steps([optimizer], [kinds.values()], range(2), 0.1)
@@ -322,7 +319,6 @@ def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str,
 
 
 def tensors_in(x: Any, seen: dict[int, Any]) -> list[Tensor]:
-    """Every tensor that an object leads to through containers and attributes."""
     if id(x) in seen or isinstance(x, type | nn.Module) or (callable(x) and not hasattr(x, "__dict__")):
         return []
     seen[id(x)] = x
@@ -339,7 +335,6 @@ def tensors_in(x: Any, seen: dict[int, Any]) -> list[Tensor]:
 
 
 def memory(tensors: list[Tensor]) -> dict[int, int]:
-    """Bytes by address of what the tensors are views of."""
     plain: list[Tensor] = []
     for t in tensors:
         plain += [t.codes, t.scale, t.counter] if isinstance(t, fm.FP8Tensor) else [t.detach().as_subclass(Tensor)]
@@ -413,7 +408,6 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
 
 
 def test_a_step_breaks_the_graph() -> None:
-    """It is taken between two, and not in a graph of the whole."""
     p = stored_weight()
     p.grad = torch.ones(p.shape)
     optimizer = StiffnessAdamW([p])
@@ -451,7 +445,7 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
 
 @by_name
 def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> None:
-    """It moves from the parameter into the state, which is saved; no code changes."""
+    """The rest moves from the parameter into the state, which is saved; no code changes."""
     kept = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
     remainder, codes = kept.remainder.clone(), kept.codes.clone()
     optimizer = make(name, [kept], writeback="residual8")

@@ -1,4 +1,4 @@
-"""What is asked of every optimizer around its steps: options, torch's own harness, hooks, groups, states and counts."""
+"""Every optimizer around its steps: options, torch's own harness, hooks, groups, states and counts."""
 
 import copy
 import inspect
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
 from family_cases import COMBINATIONS, INVALID, NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, make, zoo
@@ -62,26 +63,24 @@ def test_the_matrix_is_the_registry() -> None:
     assert len(VALID) >= 80
 
 
-@each("name", ("StiffnessAdamW", "StiffnessSGD", "StiffnessMuon"))
-def test_options_that_torch_has_too_have_its_defaults_and_places(name: str) -> None:
-    """Of the torch that is installed; Muon is in it since 2.9."""
-    if (theirs := getattr(torch.optim, name.removeprefix("Stiffness"), None)) is None:
+@each(
+    ("name", "theirs"),
+    [
+        *((f"Stiffness{rule}", getattr(torch.optim, rule, None)) for rule in ("AdamW", "SGD", "Muon")),
+        *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
+    ],
+)
+def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name: str, theirs: Any) -> None:
+    """Muon is in torch since 2.9; a Riemannian lr has a default of its own."""
+    if theirs is None:
         return
     plain, own = (inspect.signature(kind).parameters for kind in (theirs, getattr(optim, name)))
     shared = [option for option in plain if option in own]
     assert {"params", "lr", "weight_decay"} < {*shared}
-    assert {option: own[option].default for option in shared} == {option: plain[option].default for option in shared}
+    alike = {*shared} - ({"lr"} if name in RIEMANNIAN_NAMES else {*()})
+    assert {option: own[option].default for option in alike} == {option: plain[option].default for option in alike}
     by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert [*own][: len(by_place)] == by_place
-
-
-def test_lions_defaults_are_its_papers() -> None:
-    own = inspect.signature(optim.StiffnessLion).parameters
-    assert {name: own[name].default for name in ("lr", "betas", "weight_decay")} == {
-        "lr": 1e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-    }
 
 
 @by_name
@@ -150,7 +149,6 @@ OWN: dict[str, list[dict[str, Any]]] = {
 
 
 def configurations(name: str) -> list[dict[str, Any]]:
-    """With rates scaled to what suits the optimizer."""
     made = [copy.deepcopy(options) | ALWAYS.get(name, {}) for options in [*SHARED, *OWN[name]]]
     return [kwargs | ({"lr": kwargs["lr"] * RATES[name]["lr"]} if "lr" in kwargs else {}) for kwargs in made]
 
@@ -178,7 +176,6 @@ def made(name: str, parameters: list[Any], **options: Any) -> Any:
 
 
 def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.Parameter] | None = None) -> Any:
-    """As :func:`make`, for arguments that are no list of tensors."""
     kind = getattr(optim, name)
     rates = {k: v for k, v in RATES[name].items() if k == "float_lr"} | kwargs
     if name != "FisherNaturalGradient":
@@ -257,7 +254,6 @@ def test_states_of_numbers_and_of_names(name: str) -> None:
 
 @by_name
 def test_deepcopy_and_pickle(name: str) -> None:
-    """Public attributes, parameters, state and functions; both go on as the original does."""
     for kwargs in configurations(name):
         parameters, loss = model()
         optimizer = made(name, parameters, **kwargs)
@@ -292,7 +288,7 @@ def stepped(name: str, **options: Any) -> tuple[nn.Parameter, Any]:
 
 @by_name
 def test_hooks_are_called_and_what_they_make_of_a_state_counts(name: str) -> None:
-    """Of steps, for one and for all optimizers, and of states; before the loading a hook's state is checked."""
+    """Hooks of steps, for one and for all optimizers, and of states; a hook's state is checked before it is loaded."""
     p, optimizer = stepped(name)
     saved = copy.deepcopy(optimizer.state_dict())
     key, *_ = (k for k, v in saved["state"][0].items() if isinstance(v, Tensor) and v.shape == (3, 8))

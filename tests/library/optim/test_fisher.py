@@ -37,17 +37,8 @@ def test_step_is_the_damped_natural_one(storage: str, bounds: tuple[float, float
     """``(F + c T^-2)^-1 g``, rounded once to the nearest point of the grid."""
     model = tagger(storage)
     weight = model.hidden.weight
-    optimizer = optimizer_of(
-        model,
-        representation="diagonal",
-        normalize=False,
-        momentum=0.0,
-        lr=0.5,
-        damping=0.3,
-        writeback="nearest",
-        floor=bounds[0],
-        clip=bounds[1],
-    )
+    how: dict[str, Any] = {"representation": "diagonal", "normalize": False, "momentum": 0.0, "writeback": "nearest"}
+    optimizer = optimizer_of(model, lr=0.5, damping=0.3, floor=bounds[0], clip=bounds[1], **how)
     put_gradients(model)
     before, gradient = values([weight])[0].clone(), weight.grad.clone()
     t = torch.ones_like(gradient) if storage == "plain" else stretch_of(weight, *bounds)
@@ -263,7 +254,6 @@ def test_bad_gradients_leave_the_step_out_and_measure_nothing() -> None:
 
 
 def resumes(storage: str, steps: int, **options: Any) -> None:
-    """After every step a checkpoint, loaded elsewhere, takes the next step as the run itself does."""
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
     model, other = tagger(storage), tagger(storage, seed=1)
     optimizer = optimizer_of(model, loader, **options)

@@ -94,7 +94,6 @@ def rows_of(model: nn.Module, layer: nn.Linear, batch: Tensor) -> tuple[Tensor, 
 
 
 def labels_of(model: nn.Module, batch: Tensor, stream: int = 0) -> Tensor:
-    """The labels that the measurement draws."""
     return sample_labels(model(batch).flatten(0, -2).detach(), seed=7, step=2, stream=stream)
 
 
@@ -105,7 +104,6 @@ def gradients_by_token(model: nn.Module, weight: Tensor, batch: Tensor, labels: 
 
 
 def dense_solution(metric: Tensor, stretch: Tensor, gradient: Tensor) -> Tensor:
-    """``T M^-1 T g`` for a dense damped metric in chart coordinates."""
     t = stretch.double().flatten()
     solved = torch.linalg.solve(metric.double(), t * gradient.double().flatten())
     return (t * solved).view(gradient.shape)

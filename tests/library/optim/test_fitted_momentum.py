@@ -24,7 +24,6 @@ MU = 0.95
 
 
 def momentum_of(state: dict[str, Tensor]) -> Tensor:
-    """The momentum in float32."""
     largest, codes = state["avg_largest"], state["momentum_buffer"]
     blocks = codes.view(*largest.shape[:-1], -1) if largest.dim() > 1 else codes.view(len(largest), -1)
     return (fm.decode(blocks, MOMENTUM_FORMAT) * _fitted_scale(largest).view(*largest.shape[:1], -1)).view(codes.shape)
@@ -124,7 +123,6 @@ def former(entry: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [former, lambda entry: entry.pop("avg_largest")], ids=["former", "lost"])
 def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
-    """When it is loaded, and when it is found in a state that somebody has changed; nothing is stepped."""
     _, optimizer = stepped()
     saved = copy.deepcopy(optimizer.state_dict())
     change(saved["state"][0])

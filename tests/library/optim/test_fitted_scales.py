@@ -79,7 +79,6 @@ def test_where_steps_are_counted_in_spacings_a_scale_of_zeros_comes_down_later(k
 @each("granularity", GRANULARITIES)
 @pytest.mark.parametrize("kind", [*MAKE, "residual8", "momentum"])
 def test_paths_have_the_same_bits(kind: str, granularity: Any) -> None:
-    """Rows of zeros beside others, some without a gradient at first."""
     w = normal(160, 160, seed=2) * 0.02
     w[:130, :130] = 0.0
     w[140] = 0.0
@@ -147,7 +146,6 @@ def test_narrowing_moves_no_weight_and_does_not_flap(factor: float, caplog: pyte
 
 
 def test_rows_without_a_gradient_stay_as_they_are() -> None:
-    """A padding token's; its scale too, and no step of the others is slower for it."""
     p = fm.FP8Parameter(torch.cat([torch.zeros(1, 64), normal(3, 64, seed=1)]), "E2M5", seed=0)
     optimizer = optim.StiffnessAdamW([p], lr=1e-3)
     for t in range(3):
@@ -161,8 +159,6 @@ def test_rows_without_a_gradient_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw8", "muon", "stiff"])
 def test_a_run_resumed_among_first_steps_has_the_same_bits(kind: str) -> None:
-    """Also one whose weights somebody sets to 0 on the way."""
-
     def steps(p: fm.FP8Parameter, optimizer: Any, some: range) -> None:
         for t in some:
             p.grad = normal(*SHAPE, seed=t)
@@ -186,7 +182,6 @@ def test_a_run_resumed_among_first_steps_has_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("shape", [(64,), (4, 3, 5, 5), (2, 8, 32)])
 def test_every_shape_of_zeros_begins_with_a_scale_of_its_own(shape: tuple[int, ...]) -> None:
-    """A bias, a convolution and experts."""
     p = zeros(shape=shape, granularity="row" if len(shape) == 3 else "channel")
     optimizer = optim.StiffnessAdamW([p], lr=1e-3)
     step_from(optimizer, p, normal(*shape, seed=1))

@@ -18,19 +18,12 @@ from fp8manifold.optim._writeback import to_half
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 both = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "StiffnessAdamW": {},
-    "StiffnessSGD": {"momentum": 0.9},
-    "StiffnessLion": {},
-    "Madam": {},
-    "StiffnessMuon": {"adjust_lr_fn": "match_rms_adamw"},
-    "RiemannianAdam": {},
-    "RiemannianSGD": {},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"StiffnessAdamW": {}, "StiffnessLion": {}, "Madam": {}}
+OPTIONS |= {"StiffnessSGD": {"momentum": 0.9}, "StiffnessMuon": {"adjust_lr_fn": "match_rms_adamw"}}
+OPTIONS |= {"RiemannianAdam": {}, "RiemannianSGD": {}}
 
 
 def slow(x: float, dtype: torch.dtype, draw: int) -> float:
-    """By the definition: neighbours among all values, exact odds."""
     if not math.isfinite(x):
         return x
     patterns = torch.arange(0x7FFF, dtype=torch.int16).view(dtype).double()
@@ -68,7 +61,6 @@ def test_rounding_is_that_of_the_definition(dtype: torch.dtype) -> None:
 
 
 def made(name: str, weights: Tensor, path: str = "native", **options: Any) -> tuple[list[nn.Parameter], Any]:
-    """A matrix and a vector."""
     parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
     given: Any = muon_groups(parameters) if name == "StiffnessMuon" else parameters
     return parameters, by(path, getattr(optim, name)(given, **{**OPTIONS[name], **options}))
@@ -77,7 +69,6 @@ def made(name: str, weights: Tensor, path: str = "native", **options: Any) -> tu
 @both
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_is_asked_for_arrives(name: str, dtype: torch.dtype) -> None:
-    """Steps of 1e-5 of the weights: the sum of all movements is that of float32's, within five standard errors."""
     steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
     lr = {"StiffnessSGD": 1e-6, "StiffnessMuon": 1e-3}.get(name, 1e-5)
     sums, lost = [], []
@@ -119,7 +110,6 @@ def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
 
 @both
 def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of weights between the ends of a format, of more elements than a block has, and to nearest."""
     taken: list[int] = []
     run_native = _backends.run_native
     monkeypatch.setattr(_backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots)))

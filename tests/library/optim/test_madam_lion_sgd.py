@@ -22,7 +22,6 @@ def plain(p: Tensor) -> Tensor:
 
 
 def stepped(optimizer: Any, p: Tensor, gradient: Tensor) -> Tensor:
-    """The change of a float weight."""
     before = plain(p)
     step_from(optimizer, p, gradient)
     return plain(p) - before
@@ -35,7 +34,6 @@ def madam_on(x: Tensor, fmt: str = "E4M3", **options: Any) -> tuple[Any, Madam]:
 
 
 def floor_of(x: Tensor, fmt: str, escape: float = FLOOR) -> float:
-    """The share of the mean binade below which steps become additive."""
     binades = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=2.0 ** fm.FloatFormat.from_string(fmt).emin))))
     return escape * binades.mean().item()
 
@@ -74,7 +72,6 @@ def test_madam_crosses_zero(fmt: str) -> None:
 
 
 def test_madam_gives_ordinary_parameters_adamw() -> None:
-    """At float_lr, which follows the schedule of lr."""
     weight = nn.Parameter(normal(30, seed=1, dtype=double))
     twin = nn.Parameter(weight.detach().clone())
     ours = Madam([weight], lr=0.2, float_lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1)
@@ -102,13 +99,8 @@ def test_lion_is_the_published_algorithm() -> None:
 
 
 #: ours, on ordinary parameters alone, and the one of torch's that it then is
-SAME = {
-    "StiffnessAdamW": "AdamW",
-    "StiffnessSGD": "SGD",
-    "RiemannianAdam": "Adam",
-    "RiemannianSGD": "SGD",
-    "Madam": "AdamW",
-}
+SAME = {"StiffnessAdamW": "AdamW", "StiffnessSGD": "SGD", "RiemannianAdam": "Adam", "RiemannianSGD": "SGD"}
+SAME["Madam"] = "AdamW"
 THEIRS = {info.name: info for info in optim_db}
 
 

@@ -29,7 +29,6 @@ def optimizer_of(kind: Any = StiffnessAdamW, rows: int = ROWS, **options: Any) -
 
 
 def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
-    """The first average in float32."""
     if state[name].dtype != torch.uint8:
         return state[name].float()
     return fm.decode(state[name], MOMENT_FORMAT) * _scale(state["avg_bound"], root=False)
@@ -69,7 +68,7 @@ def test_roots_of_roots_are_unbiased(root: float) -> None:
 
 
 def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
-    """What lies below the smallest code is kept there, which overstates it: it is divided by."""
+    """Below the smallest code an average is overstated: steps are divided by it."""
     every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
     for draw in (0, 1, 0xFFFFFF):
         draws = torch.full_like(every, draw)
@@ -80,12 +79,9 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
 
 
 def lengthening(beta2: float, growth: float, path: str) -> list[float]:
-    """How much longer than with exact averages a step is, after 100 and 400 steps, in the mean over 65,536 weights.
+    """The mean share by which 8-bit averages lengthen a step, after 100 and 400.
 
-    Args:
-        beta2: decay of the second average.
-        growth: of the gradients' variance, in natural logarithms for each ``1 / (1 - beta2)`` steps.
-        path: how steps are run.
+    The gradients' variance grows by ``exp(growth)`` in each ``1 / (1 - beta2)`` steps.
     """
     p, optimizer = optimizer_of(rows=256, lr=1e-3, betas=(0.9, beta2), moments="8bit")
     by(path, optimizer)
@@ -126,7 +122,6 @@ def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
 
 
 def rounded_to_nearest(moments: str, decay: float, start: float, given: float, steps: int) -> float:
-    """The average that would be kept if it were rounded to nearest."""
     value = torch.tensor(start)
     for _ in range(steps):
         value = value * decay + given * (1 - decay)

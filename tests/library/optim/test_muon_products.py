@@ -15,15 +15,8 @@ from torch import Tensor, nn
 from fp8manifold.optim import StiffnessMuon
 from fp8manifold.optim._muon import COEFFICIENTS, adjusted_rate, orthogonal_factor
 
-SHAPES = {
-    "tall": (24, 8),
-    "wide": (8, 24),
-    "square": (16, 16),
-    "column": (33, 1),
-    "row": (1, 33),
-    "batch": (3, 24, 8),
-    "convolution": (24, 2, 2, 2),
-}
+SHAPES = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "column": (33, 1), "row": (1, 33)}
+SHAPES |= {"batch": (3, 24, 8), "convolution": (24, 2, 2, 2)}
 STORAGES = ("codes", "grid", "float32", "bfloat16")
 
 

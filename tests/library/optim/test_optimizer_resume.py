@@ -66,7 +66,6 @@ class Run:
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
 
     def step(self, t: int) -> None:
-        """Gradients of step ``t``: a parameter has one in two steps of three, and those of one step are not finite."""
         weights = list(self.module.weights)
         put_gradients(weights, t, 0.3)
         weights[t % 3].grad = None
@@ -93,7 +92,6 @@ class Run:
             self.scheduler.load_state_dict(parts["scheduler"])
 
     def bits(self) -> dict[str, Any]:
-        """Everything, bit for bit, schedulers included."""
         weights = [bits_of(p) for p in self.module.weights]
         return {"weights": weights, **frozen({k: v for k, v in self.parts().items() if k != "module"})}
 
@@ -152,7 +150,6 @@ SCHEDULERS: dict[str, Any] = {
 @by_name
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_runs_with_schedules_groups_and_resets_resume(name: str, schedule: str) -> None:
-    """Two groups with options of their own, an lr in a tensor, an annealed stiffness, resets, and ascent in one."""
     annealed = {"stiffness": anneal(1.0, 0.0, 40)} if "stiffness" in options_of(name) else {"damping": 0.25}
     lr = OPTIONS[name]["lr"]
 

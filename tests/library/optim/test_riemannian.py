@@ -1,6 +1,7 @@
 """RiemannianAdam and RiemannianSGD on our manifolds: torch's optimizers in the chart."""
 
 import math
+from functools import partial
 from typing import Any
 
 import geoopt
@@ -46,7 +47,6 @@ class Chart:
         return torch.from_numpy(np.interp(c.detach().numpy(), self.codes, self.values)) * self.scale
 
     def stiffness(self, w: Tensor) -> Tensor:
-        """The gap that holds w, or begins there."""
         index = np.searchsorted(self.positive, (w / self.scale).abs().numpy(), side="right") - 1
         return torch.from_numpy(self.gaps[index]) * self.scale
 
@@ -83,12 +83,8 @@ def follow(name: str, scale: Any, ours: Any, theirs: Any, steps: int = 200) -> t
 @each("name", FORMATS)
 def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
     """The theorem: 200 steps, 1e-10 codes."""
-    worst, crossings = follow(
-        name,
-        SCALES[scale],
-        lambda p: RiemannianAdam(p, 0.5, eps=0.0, **UNBOUNDED),
-        lambda p: torch.optim.Adam(p, 0.5, eps=0.0),
-    )
+    ours, theirs = partial(RiemannianAdam, lr=0.5, eps=0.0, **UNBOUNDED), partial(torch.optim.Adam, lr=0.5, eps=0.0)
+    worst, crossings = follow(name, SCALES[scale], ours, theirs)
     assert worst < 1e-10
     assert crossings >= 5
 
@@ -100,12 +96,8 @@ def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
     """Momentum starts from the first gradient in codes, as torch's does.  The step is kept below the curvature, S^2."""
     chart = Chart(name, SCALES["0.3"])
     lr = 0.1 / max(chart.stiffness(x).max().item() for x in start_and_targets(chart)) ** 2
-    worst, crossings = follow(
-        name,
-        SCALES["0.3"],
-        lambda p: RiemannianSGD(p, lr, **options, **UNBOUNDED),
-        lambda p: torch.optim.SGD(p, lr, **options),
-    )
+    ours, theirs = partial(RiemannianSGD, lr=lr, **options, **UNBOUNDED), partial(torch.optim.SGD, lr=lr, **options)
+    worst, crossings = follow(name, SCALES["0.3"], ours, theirs)
     assert worst < 1e-10
     assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
 
@@ -202,7 +194,6 @@ def test_the_bounded_share_counts_what_is_bounded(scale: Any) -> None:
 
 
 def crosses_zero(steps: int, **options: Any) -> bool:
-    """Whether weights of E7M0 asked to change sign have all done so."""
     weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
     targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
     optimizer = RiemannianAdam([weight], 0.5, **options)

@@ -20,13 +20,11 @@ by_format = pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5"])
 
 
 def weights(fmt: str, factors: bool = False, **options: Any) -> tuple[fm.FP8Parameter, nn.Parameter]:
-    """Weights of one byte, under scales that are powers of two or any, and the same as floats."""
     stored = fm.FP8Parameter(normal(SIDE, SIDE, seed=SEED, std=SPREAD), fmt, seed=SEED, **options)
     return with_factors(stored, factors), nn.Parameter(stored.dequantize())
 
 
 def less(stored: fm.FP8Parameter, exact: Tensor) -> Tensor:
-    """What the bytes are above the floats."""
     return stored.dequantize() - exact.detach()
 
 
@@ -37,7 +35,6 @@ def outward(start: Tensor, error: Tensor) -> tuple[float, float]:
 
 
 def is_right(found: tuple[float, float], within: float = 0.0) -> bool:
-    """True where a figure is 0 by its standard error, or nearly."""
     error, deviation = found
     return abs(error) <= max(BOUND * deviation, within)
 
@@ -57,7 +54,6 @@ STREAMS: dict[str, tuple[Any, dict[str, Any], Asked]] = {
 
 
 def pull(name: str, fmt: str, steps: int, factors: bool = False, **draws: str) -> tuple[float, float]:
-    """What rounding has moved weights away from 0 by, over a stream."""
     kind, options, asked = STREAMS[name]
     pair = weights(fmt, factors)
     start, ulp = pair[0].dequantize(), fm.ulp(pair[0].dequantize() / pair[0].expanded_scale(), fmt)
@@ -87,7 +83,6 @@ def test_streams_without_a_drift_pull_no_weight_to_0(name: str, fmt: str, steps:
 
 @by_factors
 def test_weights_go_where_they_are_pushed_while_their_scales_double(factors: bool) -> None:
-    """Outward by 0.3 ULPs a step."""
     pair = weights("E2M5", factors, headroom=1.1)
     start, ulp = pair[0].dequantize(), fm.ulp(pair[0].dequantize() / pair[0].expanded_scale(), "E2M5")
     moves = 0.3 * ulp * pair[0].expanded_scale() * start.sign()
@@ -161,7 +156,7 @@ def copied(average: Tensor, value: Tensor) -> None:
 @pytest.mark.parametrize("average", [lerped, added, copied])
 @torch.no_grad()
 def test_an_average_is_right_whatever_the_tensors_draws(fmt: str, average: Any) -> None:
-    """Of weights that wander, and of their mean over time."""
+    """Averages of weights that wander: the mean over weights and over time."""
     stored, exact = weights(fmt, draws="dither", headroom=4.0)  # for operators no scale widens
     start, value = stored.dequantize(), exact.detach().clone()
     generator, errors = torch.Generator().manual_seed(1), []

@@ -213,7 +213,7 @@ def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -
 @each("ends_steps", [False, True])
 @each("name", ["1.weight", "5.bias"])
 def test_a_parameter_that_was_frozen_is_not_forgotten(name: str, ends_steps: bool) -> None:
-    """It trains from where it is unfrozen on, in a loop without ``step()`` too."""
+    """The parameter trains once it is unfrozen, in a loop without ``step()`` too."""
     model = network("fp8")
     optimizer = OPTIMIZERS["adamw"](model)
     late = model.get_parameter(name)
@@ -282,7 +282,7 @@ def test_what_it_cannot_be_over_is_refused(
 
 @pytest.mark.parametrize("keeps_handle", [False, True])
 def test_steps_end_with_their_optimizer(keeps_handle: bool) -> None:
-    """Of two over the same parameters the first, which was deleted, went on stepping and the second never did."""
+    """A deleted optimizer used to go on stepping, and the next over its parameters never did."""
     gc.disable()
     try:
         model = network("fp8")

@@ -9,7 +9,6 @@ import torch
 from family_cases import NAMES, is_valid
 from laws import each
 from optimizer_cases import normal, on, step_from
-from paths import PATHS
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
 from step_oracle import Slow
@@ -18,7 +17,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.stiffness import exp2_exact, log2_of_mantissa
-from fp8manifold.optim import _backends, _steady, anneal
+from fp8manifold.optim import anneal
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
@@ -29,13 +28,7 @@ scaled = each("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
 """Scales that are powers of two, and others."""
 
 
-@pytest.fixture(params=PATHS, autouse=True)
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this module is one of each way to run a step."""
-    if request.param == "eager":
-        for module in (_backends, _steady):
-            monkeypatch.setattr(module, "is_native", lambda slot: False)
-
+pytestmark = pytest.mark.usefixtures("each_path")
 
 #: Large enough that most weights move and some cross binades, zero and the ends.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,7 +58,6 @@ def first_codes(fmt: fm.FloatFormat, count: int) -> Tensor:
 
 
 def moves(p: fm.FP8Parameter, state: dict[str, Tensor], before: Tensor) -> float:
-    """Share of the weights whose code or residual has changed."""
     changed = p.codes != before
     if "residual" in state and state["residual"].dtype == torch.int8:
         changed = changed | (state["residual"] != 0)
@@ -84,7 +76,6 @@ def stored(name: str, shape: tuple[int, ...] = (3, 14), scale: Any = SCALES, **o
 
 
 def gradient(p: Tensor, step: int) -> Tensor:
-    """Over some binades, with zeros, and of either sign."""
     g = normal(*p.shape, seed=100 + step) * torch.exp2(normal(*p.shape, seed=200 + step).mul(3).round())
     g.view(-1)[step::7] = 0.0
     return g
@@ -95,21 +86,11 @@ def slow_of(kind: str, p: fm.FP8Parameter, options: dict[str, Any], **more: Any)
     entries = entries.repeat_interleave(p.block_size, -1) if p.block_size else entries
     groups = entries.expand(p.shape).reshape(-1).tolist()
     scales = [p.scale.view(-1).tolist()[g] for g in groups]
-    return Slow(
-        kind,
-        p.format,
-        tuple(p.shape),
-        scales,
-        p.codes.view(-1).tolist(),
-        options,
-        groups=groups,
-        one_scale=not p.scale.dim(),
-        **more,
-    )
+    facts = (kind, p.format, tuple(p.shape), scales, p.codes.view(-1).tolist(), options)
+    return Slow(*facts, groups=groups, one_scale=not p.scale.dim(), **more)
 
 
 def bit_list(x: Any) -> list[int]:
-    """float32, bfloat16 or integers as integers that differ where any bit does."""
     if isinstance(x, Tensor):
         x = x.detach().reshape(-1)
         if x.dtype == torch.uint8:
@@ -120,7 +101,6 @@ def bit_list(x: Any) -> list[int]:
 
 
 def assert_same(p: fm.FP8Parameter, optimizer: Any, slow: Slow, context: str) -> None:
-    """Codes, residual, averages and their bounds."""
     state = optimizer.state[p]
     assert p.codes.view(-1).tolist() == slow.stored, context
     assert p.expanded_scale().expand(p.shape).reshape(-1).tolist() == slow.scales, context
@@ -215,7 +195,6 @@ GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
 def test_shapes(
     shape: tuple[int, ...], scale: Any, more: dict[str, Any], block: int, kind: str, options: dict[str, Any]
 ) -> None:
-    """What shares a scale, and what shares the bound of 8-bit averages, is told apart."""
     follow(kind, stored("E4M3", shape, scale, **more), OPTIONS[kind] | options, steps=2, moved=0, block=block)
 
 
@@ -328,7 +307,6 @@ def on_manifold(p: fm.FP8Parameter, storage: str, scale: Any) -> Any:
 @varied
 @each("scale", [SCALES, 0.03], ids=["powers of two", "0.03"])
 def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) -> None:
-    """Ordinary parameters have no scale, and take geoopt's steps in the Riemannian optimizers."""
     if storage == "plain" and kind.startswith("Riemannian"):
         return
     scale = 1.0 if storage == "plain" else scale

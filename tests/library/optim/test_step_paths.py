@@ -1,5 +1,6 @@
 """Native steps have the bits of eager ones where the scalar definition is too slow: larger shapes, strides, changes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHA
 
 
 def take(optimizer: Any, t: int) -> None:
-    """A step with gradients over a few binades and some zeros."""
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
         g = normal(*p.shape, seed=1000 * t + i) * torch.exp2(normal(*p.shape, seed=t).mul(2).round())
         p.grad = torch.where(g.abs() < 0.05, 0.0, g).to(p.dtype)
@@ -33,7 +33,6 @@ def take(optimizer: Any, t: int) -> None:
 
 
 def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, steps: int = 4) -> None:
-    """Everything that a step may change, after each step."""
     weights = ([with_factors(p, factors) for p in make()] for _ in PATHS)
     ours, eager = (by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True))
     first = snapshot(ours)["parameters"]
@@ -48,7 +47,6 @@ def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, ste
 
 
 def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
-    """Weights and state by parameter and name, as bytes."""
     saved = snapshot(optimizer)
     found = {(i, "weight"): bits for i, bits in enumerate(saved["parameters"])}
     for i, state in saved["state"]["state"].items():
@@ -63,50 +61,33 @@ def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
 Case = tuple[str, Any, dict[str, Any]]
 ADAMW, LION, MADAM = "StiffnessAdamW", "StiffnessLion", "Madam"
 DECAY = {"weight_decay": 0.1, "seed": 7}
+INJECTED = {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16", "stiffness": 0.5}
+DOUBLED = {"lr": 0.1, "momentum": 0.9, "moments": "8bit", "stiffness": 2.0}
+in_blocks = partial(of_codes, "E4M3FNUZ", "block", ((3, 64), (5, 32), (64, 64)))
+vectors = partial(of_codes, shapes=((7,), (64,), (1001,)))
+odd = partial(of_codes, shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2)))
+
+
+def free() -> list[Any]:
+    return [free_weight(normal(801, 97), "E4M3", 2.0**-5)]
+
+
 CASES: dict[str, Case] = {
     "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}),
     "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}),
-    "adamw injected, bfloat16, k = 1/2": (
-        ADAMW,
-        lambda: of_codes(granularity="tensor", shapes=SHAPES[1:3]),
-        {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16", "stiffness": 0.5},
-    ),
+    "adamw injected, bfloat16, k = 1/2": (ADAMW, partial(of_codes, granularity="tensor", shapes=SHAPES[1:3]), INJECTED),
     "adamw plain": (ADAMW, lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31, 640)], {"lr": 0.01, **DECAY}),
-    "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
+    "adamw free": (ADAMW, free, {"lr": 0.01, "stiffness": 0.37}),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
-    "riemannian adam free": (
-        "RiemannianAdam",
-        lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)],
-        {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01},
-    ),
-    "adamw in blocks": (
-        ADAMW,
-        lambda: of_codes("E4M3FNUZ", "block", ((3, 64), (5, 32), (64, 64))),
-        {"lr": 0.01, "stiffness": 2.0, "moments": "8bit"},
-    ),
-    "adamw vectors": (
-        ADAMW,
-        lambda: of_codes(shapes=((7,), (64,), (1001,))),
-        {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0},
-    ),
+    "riemannian adam free": ("RiemannianAdam", free, {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01}),
+    "adamw in blocks": (ADAMW, in_blocks, {"lr": 0.01, "stiffness": 2.0, "moments": "8bit"}),
+    "adamw vectors": (ADAMW, vectors, {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0}),
     "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}),
-    "sgd, 8 bits": (
-        "StiffnessSGD",
-        of_codes,
-        {"lr": 0.1, "momentum": 0.9, "moments": "8bit", "stiffness": 2.0, **DECAY},
-    ),
+    "sgd, 8 bits": ("StiffnessSGD", of_codes, DOUBLED | DECAY),
     "lion, 8 bits": (LION, lambda: of_codes("E5M2FNUZ"), {"lr": 0.01, "moments": "8bit", **DECAY}),
     "riemannian adam, 8 bits": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"}),
-    "axes beyond two and single rows": (
-        ADAMW,
-        lambda: of_codes(shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2))),
-        {"lr": 0.01, "writeback": "stochastic"},
-    ),
-    "grid, no power of two": (
-        ADAMW,
-        lambda: [grid_weight("E4M3", (33, 5), 0.3)],
-        {"lr": 0.05, "stiffness": 1.0, **DECAY},
-    ),
+    "axes beyond two and single rows": (ADAMW, odd, {"lr": 0.01, "writeback": "stochastic"}),
+    "grid": (ADAMW, lambda: [grid_weight("E4M3", (33, 5), 0.3)], {"lr": 0.05, "stiffness": 1.0, **DECAY}),
 }
 
 
@@ -129,7 +110,6 @@ def strided(g: Tensor, how: str) -> Tensor:
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_gradients_of_any_strides(moments: str) -> None:
-    """Before and after contiguous ones."""
     order = ["transposed", "", "transposed", "sliced", "shifted", "expanded", "", "expanded", "sliced"]
     for skip in (0, 1):
         ours, eager = (

@@ -7,26 +7,20 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import normal
-from paths import PATHS
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _backends, _steady, _step, anneal
+from fp8manifold.optim import _step, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
 
+ANNEALED: dict[str, Any] = {"stiffness": anneal(1.0, 0.0, 5), "draws": "dither"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
     "adamw residual8, 8 bits": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", "moments": "8bit"}),
-    "adamw residual8, annealed": (
-        "StiffnessAdamW",
-        {"lr": 0.02, "writeback": "residual8", "stiffness": anneal(1.0, 0.0, 5), "draws": "dither"},
-    ),
-    "sgd injected, bfloat16": (
-        "StiffnessSGD",
-        {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"},
-    ),
+    "adamw residual8, annealed": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", **ANNEALED}),
+    "sgd injected": ("StiffnessSGD", {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"}),
     "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
     "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
     "riemannian adam, 8 bits": ("RiemannianAdam", {"lr": 1.7, "moments": "8bit"}),
@@ -42,16 +36,10 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=PATHS, autouse=True)
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this module is one of each way to run a step."""
-    if request.param == "eager":
-        for module in (_backends, _steady):
-            monkeypatch.setattr(module, "is_native", lambda slot: False)
+pytestmark = pytest.mark.usefixtures("each_path")
 
 
 def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:
-    """The slot of the third step."""
     optimizer = getattr(optim, kind)([p], seed=2**40 + 1, **options)
     for t in range(3):
         p.grad = normal(*p.shape, seed=t)

@@ -92,7 +92,6 @@ def test_damping_and_clip_bound_the_ratio(damping: float, clip: float, share: fl
 
 
 def test_the_bounded_share_is_weighted_by_size() -> None:
-    """Six weights with a third bounded, and eighteen with none."""
     weights = [free_weight(constructed(), "E7M0"), free_weight(torch.ones(18, dtype=double), "E7M0")]
     optimizer = StiffnessAdamW([*weights, nn.Parameter(torch.ones(100))], damping=0.002, clip=math.inf)
     assert optimizer.bounded_share == 0.0

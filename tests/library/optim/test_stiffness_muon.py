@@ -91,7 +91,6 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make: Any, i
 
 @SCHEDULERS
 def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
-    """The rates of all groups; betas where all are Adam's; the momentum of SGD."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     adams = [{"params": list(model.parameters()), "direction": "adam"}]
     sgd = fm.optim.StiffnessSGD(nn.Linear(4, 4).parameters(), 0.1, momentum=0.5)
@@ -126,7 +125,6 @@ def test_zeros_and_deficient_matrices_have_finite_factors() -> None:
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e3, 7e4, 1e6, 1e12])
 @pytest.mark.parametrize("shape", [(64, 48), (3, 16, 96)])
 def test_the_size_of_a_matrix_is_not_in_its_factor(shape: tuple[int, ...], size: float, dtype: torch.dtype) -> None:
-    """Entries below the smallest number of float16, a norm above its largest, and entries above it."""
     x = normal(*shape)
     exact = orthogonal_factor(x.double(), COEFFICIENTS, 5, 1e-12, torch.float64)
     found = orthogonal_factor(x * size, COEFFICIENTS, 5, 1e-12, dtype)

@@ -31,27 +31,15 @@ def quantised() -> Any:
 
 
 def settings(folder: Path, micro_batches: int, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "save_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,
-        "per_device_train_batch_size": 4 // micro_batches,
-        "gradient_accumulation_steps": micro_batches,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 0,
-        **more,
-    }
+    logs = {"output_dir": str(folder), "save_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    steps = {"max_steps": STEPS, "learning_rate": 1e-2, "max_grad_norm": 0.5, "seed": 0, "use_cpu": True}
+    parts = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 4 // micro_batches}
+    return {**logs, **steps, **parts, **more}
 
 
 def by_trainer(
     model: Any, arguments: Any, rule: str, resume: Path | None = None, **options: Any
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """A Trainer that has trained, and what the model was given in each of its passes."""
     passes: list[dict[str, Any]] = []
     hook = model.register_forward_pre_hook(lambda _, args, given: passes.append(dict(given)), with_kwargs=True)
     trainer = transformers.Trainer(
@@ -65,7 +53,6 @@ def by_trainer(
 def by_hand(
     model: Any, passes: list[dict[str, Any]], optimizer: Any, micro_batches: int, *, clips: bool = True
 ) -> list[float]:
-    """The same passes in a loop without a trainer; the norms of the gradients."""
     schedule = transformers.get_scheduler("linear", optimizer, 0, STEPS)
     norms = []
     model.train()

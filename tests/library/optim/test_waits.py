@@ -1,4 +1,4 @@
-"""What the host reads of a card: numbers that it knows already are not read again, and nothing is read of codes."""
+"""Reads of a card by the host: none of codes, and none of numbers that it knows already."""
 
 import copy
 from collections import Counter
@@ -46,7 +46,6 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stochastic_layer() -> Any:
-    """Stochastic operands, the scale of the input frozen."""
     gradient = {"activation": "E5M2"}
     spec = fm.LayerSpec("E4M3", "E4M3", policy="static", rounding="stochastic", gradient=gradient)
     return fm.quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1, storage="master")
@@ -117,7 +116,7 @@ def test_steps_on_the_grid_read_no_scale(on_a_card: None) -> None:
 
 
 def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of formats below 8 bits were checked when they were stored."""
+    """Formats below 8 bits are checked when they are stored."""
     monkeypatch.setattr(grid, "decoded", lambda *_, **__: None)
     monkeypatch.setattr(storage, "decoded", lambda *_, **__: None)
     w = fm.FP8Tensor(normal(4, 8), "E2M1")
@@ -134,7 +133,6 @@ def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pyt
 def test_codes_are_made_and_read_without_a_wait(
     name: str, dtype: torch.dtype, native: bool, on_a_card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every width, to nearest and at random, and the infinite ones too."""
     x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
     fmt, ways = as_format(name), ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"})
     ways = ways if fmt.nan_code is not None else ways[:2]
@@ -194,7 +192,7 @@ def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card: N
 
 
 def _reads_of_a_number(weights: list[Any]) -> int:
-    """What a step reads of the CPU, with a learning rate that is a number."""
+    """The reads of a step on the CPU, with a learning rate that is a number."""
     optimizer = optim.StiffnessAdamW(weights, 1e-3)
     optimizer.step()
     with Reads() as reads:
@@ -278,7 +276,7 @@ CHANGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
-    """It would be another one's values; a clone has its own."""
+    """Its codes have other values by now; a clone has its own."""
     w, x = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1), normal(4, 32).requires_grad_()
     w.grad = torch.ones(w.shape)
     with torch.autocast("cpu", torch.bfloat16):

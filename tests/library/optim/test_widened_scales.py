@@ -44,7 +44,7 @@ def test_one_scale_for_all_renews_the_reference() -> None:
 
 
 def test_widening_is_right_on_average() -> None:
-    """What is held by the wider grid stays; odd codes round to either neighbour, evenly."""
+    """Even codes stay; odd codes round to either neighbour, evenly."""
     fmt = fm.FloatFormat.from_string("E2M5")
     codes = torch.full((512, 64), fmt.max_code - 2, dtype=torch.uint8)
     codes[:, 0] = fmt.max_code

@@ -85,7 +85,7 @@ def test_by_default_the_manifold_says_how_to_round() -> None:
 @each("dtype", [torch.float32, double])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
 def test_around_ordinary_parameters_it_is_the_identity_to_one_rounding(inner: Any, dtype: torch.dtype) -> None:
-    """What holds: w + (w' - w) is w' but for one rounding of the difference and one of the sum, a step."""
+    """w + (w' - w) is w' but for one rounding of the difference and one of the sum, a step."""
     wrapped, plain = nn.Parameter(normal(1000, dtype=dtype)), nn.Parameter(normal(1000, dtype=dtype))
     optimizer, reference = StiffnessWrapper(inner([wrapped], lr=0.01)), inner([plain], lr=0.01)
     for t in range(10):

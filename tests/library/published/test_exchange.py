@@ -29,7 +29,6 @@ def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> An
 
 
 def assert_same(model: Any, other: Any) -> None:
-    """The same function, and every quantised weight decoded to the same bits."""
     assert torch.equal(logits(other), logits(model))
     assert_same_weights(model, other)
 

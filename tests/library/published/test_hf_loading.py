@@ -177,7 +177,6 @@ def is_projection(name: str, value: Tensor) -> bool:
 
 
 def folder_of(model: Any, layout: str, folder: Path, **how: Any) -> Path:
-    """A folder that `save_pretrained` wrote, whose linear weights became codes."""
     model.save_pretrained(folder, **how)
     for path in folder.glob("*.safetensors"):
         state = in_codes(load_file(path), layout, is_projection)

@@ -56,9 +56,8 @@ def test_a_model_comes_back_to_the_bit(maker: Any, storage: Any, tied: Any, tmp_
 
 
 @each("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
-@each("granularity", ["tensor", "channel", "block"])
+@each("granularity", ["tensor", "channel", "block", "square"])
 def test_every_format_and_scale_comes_back(name: str, granularity: Any, tmp_path: Path) -> None:
-    """In one file, or several."""
     options: Any = {"granularity": granularity, "tied": "leave", "seed": 3, "rounding": "nearest"}
     model = huggingface.attach(quantize_model(llama(), {"*": name}, "fp8", **options))
     folder = tmp_path / f"{name}-{granularity}"
@@ -87,7 +86,6 @@ def test_a_specification_survives_json(spec: LayerSpec) -> None:
 
 @MAKERS
 def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
-    """Formats by pattern, measured scales with their histories, counts of draws, deferred gradients, two seeds."""
     names = {"llama": ("q_proj", "mlp"), "gpt2": ("c_attn", "mlp")}[maker.__name__]
     model = quantize_model(
         maker(), {"*": "none", names[0]: DELAYED}, tied="leave", defer_weight_gradients=True, storage="master"
@@ -133,8 +131,6 @@ def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
 
 
 class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Forty sequences of six tokens."""
-
     def __len__(self) -> int:
         return 40
 
@@ -161,17 +157,9 @@ def trained(
         "wrapper": lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-2)),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
     }
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=6,
-        save_steps=3,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-        **(sizes | more),
-    )
+    quiet: Any = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 0}
+    steps = {"output_dir": str(folder), "max_steps": 6, "save_steps": 3, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(**steps, **quiet, **(sizes | more))
     made = makers[optimizer](model.parameters())
     if in_backward:
         fm.optim.step_in_backward(made)

@@ -20,8 +20,6 @@ from fp8manifold import load_quantized, quantize_model
 
 
 class Small(nn.Module):
-    """Linear layers, an embedding that is the head's, a norm, a buffer, one weight that two parameters are."""
-
     def __init__(self, dtype: torch.dtype = torch.float32, tied: bool = True) -> None:
         super().__init__()
         self.tokens = nn.Embedding(12, 32, dtype=dtype)
@@ -59,7 +57,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("tied", ["leave", "untie", "was not"])
-@each("granularity", ["tensor", "channel", "block"])
+@each("granularity", ["tensor", "channel", "block", "square"])
 def test_the_bits_of_quantising_the_float_model(dtype: Any, tied: Any, granularity: Any, tmp_path: Path) -> None:
     options = {"granularity": granularity, "seed": 3, "keep_remainder": True, "headroom": 4.0}
     if tied != "was not":

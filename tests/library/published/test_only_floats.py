@@ -54,7 +54,6 @@ LAYOUTS: dict[str, tuple[torch.dtype, str, str, str]] = {
 
 
 def in_codes(state: Mapping[str, Tensor], layout: str, wanted: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
-    """A state whose linear weights are codes, with their scales beside them."""
     dtype, _, beside, kind = LAYOUTS[layout]
     made: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -65,7 +64,6 @@ def in_codes(state: Mapping[str, Tensor], layout: str, wanted: Callable[[str, Te
 
 
 def said(layout: str, name: str, file: str = "") -> str:
-    """The refusal of the first weight."""
     dtype, in_file, beside, _ = LAYOUTS[layout]
     where, kind = (f" of {file!r}", in_file) if file else ("", str(dtype))
     scales = name.removesuffix("weight") + beside
@@ -88,7 +86,6 @@ def is_one(name: str, value: Tensor) -> bool:
 
 @each("layout", LAYOUTS)
 def test_load_quantized(layout: str, tmp_path: Path) -> None:
-    """From a state, a file, and, where there are no scales, tensors that are made on request."""
     state = in_codes(state_of(Net()), layout, is_one)
     safetensors.save_file(state, tmp_path / "part.safetensors")
     sources: list[tuple[Any, str]] = [(state, ""), (tmp_path, "part.safetensors")]

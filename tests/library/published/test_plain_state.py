@@ -103,15 +103,6 @@ def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)
 
 
-def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
-    from safetensors import torch as safetensors
-
-    model, other = made(), made(seed=1)
-    safetensors.save_model(model, str(tmp_path / "m"))
-    assert safetensors.load_model(other, str(tmp_path / "m")) == (set(), [])
-    assert same_store(other[0].weight, model[0].weight)
-
-
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
     import accelerate
@@ -219,7 +210,7 @@ class Searched(dict[str, Any]):
 
 
 def test_published_scales_are_looked_up_by_name() -> None:
-    """Of many parameters in one module, and of those whose names begin with another's."""
+    """Many parameters in one module, and names that begin with another's."""
     module, state = nn.Module(), Searched()
     names = ["w", "w_b", "w_b_c", *(f"w{index}" for index in range(20))]
     for name in names:

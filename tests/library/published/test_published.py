@@ -96,9 +96,7 @@ def test_packed_codes(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[
 @pytest.mark.parametrize(
     ("codes_name", "scale_name", "name"),
     [
-        ("a.weight", "a.weight_scale_inv", "a.weight"),
-        ("a.weight", "a.weight_scale", "a.weight"),
-        ("a.weight", "a.scale", "a.weight"),
+        *(("a.weight", f"a.{scale}", "a.weight") for scale in ("weight_scale_inv", "weight_scale", "scale")),
         ("a.weight", "a.qscale_weight", "a.weight"),
         ("a._weight_qdata", "a._weight_scale", "a.weight"),
         ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_scale_inv", "mlp.experts.gate_up_proj"),
@@ -220,9 +218,7 @@ def test_what_compressed_tensors_writes_is_what_it_reads(kind: str, dtype: torch
 @pytest.mark.parametrize(
     ("shape", "scale_shape", "scale"),
     [
-        ((256, 384), (2, 3), torch.float32),
-        ((256, 384), (2, 3), torch.bfloat16),
-        ((256, 384), (2, 3), E8M0),
+        *(((256, 384), (2, 3), scale) for scale in (torch.float32, torch.bfloat16, E8M0)),
         ((256, 384), (256, 12), torch.uint8),
         ((3, 256, 128), (3, 2, 1), torch.float32),
         ((40, 50), (), torch.float32),

@@ -29,25 +29,22 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
-    """A folder in the layout ``name``, as others read it."""
     return served_by_values(folder, dtype, place) if name in NOT_SERVED else served(folder, dtype)
 
 
 def widest(name: str) -> torch.dtype:
-    """What the layout's library can decode it into: compressed-tensors has products in the dtype of its scales."""
+    """The widest dtype into which the layout's library decodes: compressed-tensors multiplies in that of its scales."""
     layout = LAYOUTS[name]
     exact = layout.by in ("transformers", "formula") and "scheme" not in layout.options
     return torch.float32 if exact or layout.options.get("wide") else torch.bfloat16
 
 
 def some(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
-    """Each of the first few by default, and the others in the slow run."""
     return [pytest.param(*pair, marks=[pytest.mark.slow] * (at >= default)) for at, pair in enumerate(pairs)]
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Get:
-    """Folders by their names, each made once."""
     place = tmp_path_factory.mktemp("published")
     made: dict[str, Path] = {}
 
@@ -68,7 +65,6 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def parts(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and data of a file of safetensors; its metadata may come in any order."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:size]), data[size:]

@@ -23,6 +23,7 @@ from published_cases import (
     scales,
     weight_of,
 )
+from torch import Tensor
 
 from fp8manifold import FP8Parameter, FP8Tensor
 from fp8manifold._published import read_parts, stored_weights, written_parts
@@ -35,7 +36,7 @@ NAN, MINUS_ZERO = 127, 128
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0], ids=str)
 @pytest.mark.parametrize("code", [0, MINUS_ZERO, NAN])
 def test_a_scale_of_zero_over_zeros_or_nan_comes_back(kind: str, scale: torch.dtype, code: int) -> None:
-    """What 0 / 0 gives, and what E8M0 has for zeros; the values do not depend on it."""
+    """0 / 0 gives NaN, and E8M0 has no zero; the values do not depend on it."""
     shape, (first, *_) = SHAPES[kind]
     tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
     tensors["w_scale"].view(-1)[:1].view(torch.uint8).zero_()
@@ -130,133 +131,74 @@ def test_an_inf_among_the_codes_is_refused_by_tensor_and_file() -> None:
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
+def a(weight: Tensor | None = W, **more: Tensor) -> Tensors:
+    """Tensors ``a.weight``, which may be missing, and ``a.weight_...``."""
+    parts = {} if weight is None else {"a.weight": weight}
+    return parts | {f"a.weight_{name}": tensor for name, tensor in more.items()}
+
+
+F32, F8 = torch.float32, codes((4, 8))
 EIGHT = torch.zeros(4, 64, dtype=torch.int8)
-REFUSED: dict[str, tuple[Tensors, Any, str]] = {
-    "no scale": ({"a.weight": W}, None, "its scale is missing: neither a.weight_scale_inv nor a.weight_scale"),
-    "another group": (
-        {"a.weight": W, "a.weight_scale": scales((4, 4), torch.float32)},
-        None,
-        r"of F32 and shape \(4, 4\)",
-    ),
-    "columns": ({"a.weight": W, "a.weight_scale": scales((1, 64), torch.float32)}, None, r"shape \(1, 64\)"),
-    "halves": (
-        {"a.weight": codes((2, 6, 64)), "a.weight_scale_inv": scales((2, 2, 1), torch.float32)},
-        None,
-        r"shape \(2, 2, 1\)",
-    ),
-    "a second scale": ({"a.weight": W, "a.weight_scale": S, "a.weight_scale_2": ONE}, None, "and at a.weight_scale_2"),
-    "a scale of scales": (
-        {"w": W, "w_scale": S, "w_outer_scale_denominator": ONE},
-        None,
-        "and at w_outer_scale_denominator",
-    ),
-    "a scale of inputs for good": (
-        {"a.weight": W, "a.weight_scale": S, "a.pre_quant_scale": S},
-        {"quant_method": "modelopt"},
-        "a.pre_quant_scale of .*, which may change what the weights of a do",
-    ),
-    "both scales": ({"a.weight": W, "a.weight_scale": S, "a.weight_scale_inv": S}, None, "and at a.weight_scale:"),
-    "zero points": ({"a.weight": W, "a.weight_scale": S, "a.weight_zero_point": S}, None, "and at a.weight_zero_point"),
-    "INT8": ({"a.weight": EIGHT, "a.weight_scale": S}, None, "a.weight of .* holds I8"),
-    "bitsandbytes": ({"a.weight": EIGHT, "a.SCB": S}, {"quant_method": "bitsandbytes"}, r"at a\.SCB"),
-    "bitsandbytes of 4 bits": (
-        {"a.weight": torch.zeros(128, 1, dtype=torch.uint8), "a.weight.absmax": S},
-        None,
-        r"at a\.weight\.absmax",
-    ),
-    "GPTQ": ({"a.qweight": EIGHT.int(), "a.scales": S, "a.qzeros": EIGHT.int()}, None, "a.qweight of .* holds I32"),
-    "NVFP4": (
-        {"a.weight": EIGHT.view(torch.uint8), "a.weight_scale": codes((4, 8)), "a.weight_scale_2": ONE},
-        None,
-        "holds U8 .* at a.weight_scale of F8_E4M3 .*, and at a.weight_scale_2",
-    ),
+BYTES, WORDS = EIGHT.view(torch.uint8), EIGHT.int()
+REFUSED: dict[str, tuple[Tensors, str]] = {
+    "no scale": (a(), "its scale is missing: neither a.weight_scale_inv nor a.weight_scale"),
+    "another group": (a(scale=scales((4, 4), F32)), r"of F32 and shape \(4, 4\)"),
+    "columns": (a(scale=scales((1, 64), F32)), r"shape \(1, 64\)"),
+    "halves": (a(codes((2, 6, 64)), scale_inv=scales((2, 2, 1), F32)), r"shape \(2, 2, 1\)"),
+    "a second scale": (a(scale=S, scale_2=ONE), "and at a.weight_scale_2"),
+    "a scale of scales": ({"w": W, "w_scale": S, "w_outer_scale_denominator": ONE}, "and at w_outer_scale_denominator"),
+    "both scales": (a(scale=S, scale_inv=S), "and at a.weight_scale:"),
+    "zero points": (a(scale=S, zero_point=S), "and at a.weight_zero_point"),
+    "INT8": (a(EIGHT, scale=S), "a.weight of .* holds I8"),
+    "bitsandbytes of 4 bits": ({"a.weight": BYTES[:, :1], "a.weight.absmax": S}, r"at a\.weight\.absmax"),
+    "GPTQ": ({"a.qweight": WORDS, "a.scales": S, "a.qzeros": WORDS}, "a.qweight of .* holds I32"),
+    "NVFP4": (a(BYTES, scale=F8, scale_2=ONE), "holds U8 .* at a.weight_scale of F8_E4M3 .*, and at a.weight_scale_2"),
     "NVFP4 of compressed-tensors": (
-        {"a.weight_packed": EIGHT.view(torch.uint8), "a.weight_scale": codes((4, 8)), "a.weight_global_scale": ONE},
-        None,
+        a(None, packed=BYTES, scale=F8, global_scale=ONE),
         "a.weight_packed of .* and at a.weight_global_scale",
     ),
-    "integers of 4 bits": (
-        {"a.weight_packed": EIGHT.int(), "a.weight_scale": S, "a.weight_shape": EIGHT.int()},
-        None,
-        "a.weight_packed of .* holds I32",
+    "integers of 4 bits": (a(None, packed=WORDS, scale=S, shape=WORDS), "a.weight_packed of .* holds I32"),
+    "scales in float64": (a(scale=codes((4, 1))), "at a.weight_scale of F8_E4M3"),
+    "a scale of floats": (a(torch.ones(4, 64), scale=S), "a.weight_scale of .* a.weight is F32"),
+    "a scale of nothing": (a(None, scale_inv=S), "a.weight_scale_inv of .* as a scale, and a.weight is missing"),
+    "exponents of nothing": ({"a.s": S.to(E8M0)}, "a.s of .* holds F8_E8M0"),
+    "codes called a scale": ({"a.upscale": W, "a.upscale_scale": S}, "a.upscale of .* holds F8_E4M3"),
+    "E8M0 as codes": (a(S.to(E8M0), scale=S), "a.weight of .* holds F8_E8M0"),
+    "our own": (a(W.view(torch.uint8), scale=S, traits=WORDS), "codes of this library's own states"),
+    "bytes without a scale": (a(EIGHT), "a.weight of .* holds I8 .* its scale is missing"),
+    "experts without a scale": ({"e.gate_up": W}, "e.gate_up of .* its scale is missing"),
+    "MXFP6": (a(None, packed=BYTES[:, :48], scale=scales((4, 2), torch.uint8)), "a.weight_packed of .* holds U8"),
+    "FP4 at floats": (a(None, packed=BYTES, scale=scales((4, 4), F32)), "a.weight_packed of .* holds U8"),
+    "FP4 in groups of 16": (a(EIGHT.view(torch.float4_e2m1fn_x2), scale=scales((4, 8), E8M0)), "a.weight .* holds F4"),
+}
+#: likewise, with the method of config.json
+OF_METHODS: dict[str, tuple[Tensors, str]] = {
+    "modelopt": (
+        a(scale=S) | {"a.pre_quant_scale": S},
+        "a.pre_quant_scale of .*, which may change what the weights of",
     ),
-    "scales in float64": ({"a.weight": W, "a.weight_scale": codes((4, 1))}, None, "at a.weight_scale of F8_E4M3"),
-    "a scale of floats": (
-        {"a.weight": torch.ones(4, 64), "a.weight_scale": S},
-        None,
-        "a.weight_scale of .* a.weight is F32",
-    ),
-    "a scale of nothing": (
-        {"a.weight_scale_inv": S},
-        None,
-        "a.weight_scale_inv of .* as a scale, and a.weight is missing",
-    ),
-    "exponents of nothing": ({"a.s": S.to(E8M0)}, None, "a.s of .* holds F8_E8M0"),
-    "codes called a scale": ({"a.upscale": W, "a.upscale_scale": S}, None, "a.upscale of .* holds F8_E4M3"),
-    "E8M0 as codes": ({"a.weight": S.to(E8M0), "a.weight_scale": S}, None, "a.weight of .* holds F8_E8M0"),
-    "our own": (
-        {"a.weight": W.view(torch.uint8), "a.weight_scale": S, "a.weight_traits": EIGHT.int()},
-        None,
-        "codes of this library's own states",
-    ),
-    "scales in the order of a kernel": (
+    "bitsandbytes": ({"a.weight": EIGHT, "a.SCB": S}, r"at a\.SCB"),
+    "torchao": (
         {"a._weight_qdata": W, "a._weight_scale": torch.ones(4, 2).to(E8M0)},
-        {"quant_method": "torchao"},
         "which torchao may have written in the order of a kernel",
     ),
-    "bytes without a scale": ({"a.weight": EIGHT}, None, "a.weight of .* holds I8 .* its scale is missing"),
-    "experts without a scale": ({"e.gate_up": W}, None, "e.gate_up of .* its scale is missing"),
-    "MXFP6": (
-        {"a.weight_packed": torch.zeros(4, 48, dtype=torch.uint8), "a.weight_scale": scales((4, 2), torch.uint8)},
-        None,
-        "a.weight_packed of .* holds U8",
-    ),
-    "FP4 at floats": (
-        {"a.weight_packed": EIGHT.view(torch.uint8), "a.weight_scale": scales((4, 4), torch.float32)},
-        None,
-        "a.weight_packed of .* holds U8",
-    ),
-    "FP4 in groups of 16": (
-        {"a.weight": EIGHT.view(torch.float4_e2m1fn_x2), "a.weight_scale": scales((4, 8), E8M0)},
-        None,
-        "a.weight of .* holds F4",
-    ),
-    "another method": (
-        {"a.weight": W, "a.weight_scale": S},
-        {"quant_method": "quark"},
-        "settings with quant_method='quark'",
-    ),
-    "other squares": (
-        {"a.weight": W, "a.weight_scale": S},
-        {"quant_method": "fp8", "weight_block_size": [96, 128]},
-        r"weight_block_size=\[96, 128\]",
-    ),
-    "other groups": (
-        {"a.weight": W, "a.weight_scale": S},
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"group_size": 16}}}},
-        "group_size=16",
-    ),
-    "asymmetric": (
-        {"a.weight": W, "a.weight_scale": S},
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"symmetric": False}}}},
-        "symmetric=False",
-    ),
-    "rotated": (
-        {"a.weight": W, "a.weight_scale": S},
-        {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}},
-        "a transform_config",
-    ),
-    "sparse": (
-        {"a.weight": W, "a.weight_scale": S},
-        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-        "a sparsity_config",
-    ),
 }
+#: settings beside codes and scales that are read
+SETTINGS: dict[str, dict[str, Any]] = {
+    "settings with quant_method='quark'": {"quant_method": "quark"},
+    r"weight_block_size=\[96, 128\]": {"quant_method": "fp8", "weight_block_size": [96, 128]},
+    "group_size=16": {"config_groups": {"g": {"weights": {"group_size": 16}}}},
+    "symmetric=False": {"config_groups": {"g": {"weights": {"symmetric": False}}}},
+    "a transform_config": {"transform_config": {"config_groups": {"u": {}}}},
+    "a sparsity_config": {"sparsity_config": {"format": "sparse-24-bitmask"}},
+}
+CASES: list[tuple[Tensors, Any, str]] = [(tensors, None, said) for tensors, said in REFUSED.values()]
+CASES += [(tensors, {"quant_method": method}, said) for method, (tensors, said) in OF_METHODS.items()]
+CASES += [(a(scale=S), {"quant_method": "compressed-tensors", **given}, said) for said, given in SETTINGS.items()]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_known_is_refused_by_tensor_and_file(kind: str) -> None:
-    tensors, config, said = REFUSED[kind]
+@pytest.mark.parametrize(("tensors", "config", "said"), CASES, ids=[*REFUSED, *OF_METHODS, *SETTINGS])
+def test_what_is_not_known_is_refused_by_tensor_and_file(tensors: Tensors, config: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         stored_weights(headers_of(tensors), config)
     (line,) = str(caught.value).splitlines()

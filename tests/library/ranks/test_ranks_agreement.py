@@ -1,4 +1,4 @@
-"""What must not differ between processes is refused in all of them, before anything has changed, with what it is."""
+"""Differences between processes are named and refused in all of them, before anything has changed."""
 
 import copy
 from collections.abc import Callable
@@ -41,7 +41,6 @@ def another(name: str, value: Any) -> Spoil:
 
 
 def load(net: Any, optimizer: Any) -> None:
-    """A state of three steps, in one process only."""
     twin = matrices()
     other = fm.optim.StiffnessMuon([{"params": list(twin.parameters())}], lr=0.01)
     for _ in range(3):
@@ -61,7 +60,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
 
 
 def refused(name: str, shards: bool, later: bool) -> tuple[str, bool]:
-    """What a step says in this process, and whether the model has stayed as it was."""
+    """The error of a step in this process, and True where the model has stayed as it was."""
     net = matrices()
     if shards:
         net = sharded(net)

@@ -45,7 +45,6 @@ def made(kind: str, net: Any) -> Any:
 
 
 def prepared(kind: str, seed: int) -> tuple[Any, Any, Any, Any]:
-    """Rows and the whole, with an optimizer each."""
     parts, whole = (model("block" if kind == "blocks" else "channel", seed=seed) for _ in range(2))
     parts = sharded(parts)
     return parts, whole, made(kind, parts), made(kind, whole)

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from family_cases import VALID, make
 from laws import each
 from optimizer_cases import bits_of, frozen
-from rank_cases import batch, loss_of, model, refusal, seeds, stored, synced, train_on
+from rank_cases import batch, combined, loss_of, model, refusal, seeds, stored, synced, train_on
 from rank_pool import Pool
 from tensor_cases import parameter
 from test_ranks_fsdp import BORDER, near_the_border
@@ -64,7 +65,7 @@ def remainders(net: nn.Module) -> list[bytes]:
 
 
 def started_by_ddp(storage: str) -> Any:
-    """What DDP's own start makes of models that are others in every rank, and where two steps take them."""
+    """Models that are others in every rank after DDP's own start, and after two steps."""
     rank = dist.get_rank()
     net = model(storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {}))
     first = stored(model(storage=storage, seed=0)), seeds(model(storage=storage, seed=0))
@@ -85,13 +86,12 @@ def test_ddps_own_start_sends_codes(pool: Pool, storage: str) -> None:
 
 
 def as_launched() -> None:
-    """What a launcher says to libraries that look for their processes by themselves."""
+    """The variables by which libraries find a launcher's processes."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
 
 
 def prepared() -> Any:
-    """A model that accelerate wraps, steps, and saves."""
     from accelerate import Accelerator
 
     as_launched()
@@ -181,12 +181,6 @@ def changed_after_the_start(name: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("name", ["2.weight", "1.bias"])
-def test_replicas_that_differ_at_the_first_step_are_named(pair: Pool, name: str) -> None:
-    for said in pair.run(changed_after_the_start, name):
-        assert f"'{name}' is not the same in every process (1 of 7 are not)" in said
-
-
 def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
     """A pass of this rank's batch, whose averaged gradients one process takes too."""
     wrapped.zero_grad()
@@ -234,15 +228,7 @@ def test_ranks_stay_identical_in_every_combination(pool: Pool, combination: tupl
         equal_everywhere(pool.run(trained, *combination, granularity))
 
 
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("RiemannianAdam", "stochastic", "8bit"),
-        ("StiffnessMuon", "stochastic", "8bit"),
-        ("StiffnessAdamW", "residual8", "bfloat16"),
-    ],
-    ids=lambda c: "-".join(c),
-)
+@combined("RiemannianAdam-stochastic-8bit StiffnessMuon-stochastic-8bit StiffnessAdamW-residual8-bfloat16")
 def test_ranks_dither_as_one_process(pool: Pool, combination: tuple[str, str, str]) -> None:
     equal_everywhere(pool.run(trained, *combination, "channel", border=True, draws="dither"))
 
@@ -299,7 +285,7 @@ def test_no_rank_skips_a_step_alone(pair: Pool, kind: str) -> None:
 
 
 def magnitudes(scale: str) -> Any:
-    """What delayed scales have seen, over ranks with batches of other sizes, and over one with all of them."""
+    """The history of delayed scales, over ranks with batches of other sizes, and over one with all of them."""
     operand = {"format": "E4M3"} | ({"policy": "delayed", "history": 4} if scale == "delayed" else {"scale": "global"})
     gradient = {"gradient": fm.OperandSpec(**operand)}
     spec = fm.LayerSpec("E4M3", activation=fm.OperandSpec("E4M3", policy="delayed", history=4), **gradient)
@@ -349,7 +335,7 @@ def remembered(net: nn.Module) -> dict[str, bytes]:
 
 
 def with_other_layers(spec: str, each: list[str]) -> Any:
-    """What is said where ranks run these layers, or else what they remember."""
+    """The error where ranks run these layers, or else their histories."""
     rank = dist.get_rank()
     net = synced(fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master"))
     wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
@@ -385,10 +371,6 @@ def test_ranks_that_leave_out_the_same_layers_share_scales(pair: Pool, spec: str
 def of_other_sizes() -> str:
     net = synced(nn.Sequential(fm.Scale("E4M3", "channel", "delayed")))
     return refusal(lambda: net(batch(0)[: 2 + dist.get_rank()]))
-
-
-def test_magnitudes_of_other_shapes_are_refused(pair: Pool) -> None:
-    assert all("its magnitudes have another shape there" in said for said in pair.run(of_other_sizes))
 
 
 def sent(asynchronous: bool) -> Any:
@@ -449,11 +431,6 @@ def test_a_model_may_be_moved_after_the_start(pair: Pool, storage: str, move: st
     equal_everywhere(pair.run(moved_after_the_start, storage, move, False))
 
 
-def test_replicas_that_differ_after_a_move_are_named(pair: Pool) -> None:
-    for said in pair.run(moved_after_the_start, "fp8", "to", True):
-        assert "'4.weight' is not the same in every process" in said
-
-
 def whose_model_is_gone() -> int:
     net = synced(model())
     copied = copy.deepcopy(net)
@@ -470,7 +447,7 @@ def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
 
 
 def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
-    """What is said where a process has a batch less than another, the steps until then, and the weights."""
+    """The error where a process has a batch less than another, the steps until then, and the weights."""
     activation: Any = None if scales == "none" else {"format": "E4M3", "policy": scales}
     net = synced(fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8"))
     fm.distributed.sync(net)
@@ -533,29 +510,18 @@ def sharded_state(name: str, writeback: str, moments: str) -> Any:
     return stored(net)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("StiffnessAdamW", "residual8", "float32"),
-        ("StiffnessAdamW", "stochastic", "8bit"),
-        ("StiffnessLion", "stochastic", "float32"),
-        ("RiemannianAdam", "nearest", "float32"),
-    ],
-    ids=lambda c: "-".join(c),
+@combined(
+    "StiffnessAdamW-residual8-float32 StiffnessAdamW-stochastic-8bit StiffnessLion-stochastic-float32 "
+    "RiemannianAdam-nearest-float32"
 )
-def test_zero_redundancy_is_one_process(pair: Pool, case: tuple[str, str, str]) -> None:
-    equal_everywhere(pair.run(sharded_state, *case))
+def test_zero_redundancy_is_one_process(pair: Pool, combination: tuple[str, str, str]) -> None:
+    equal_everywhere(pair.run(sharded_state, *combination))
 
 
 def in_buckets() -> str:
     p: Any = [fm.FP8Parameter(torch.ones(2, 4)), fm.FP8Parameter(torch.ones(2, 4))]
     adamw = fm.optim.StiffnessAdamW
     return refusal(lambda: ZeroRedundancyOptimizer(p, adamw, parameters_as_bucket_view=True, lr=0.1))
-
-
-def test_buckets_of_floats_are_refused(pair: Pool) -> None:
-    for said in pair.run(in_buckets):
-        assert "take parameters_as_bucket_view=False" in said
 
 
 def with_one_parameter(what: str) -> Any:
@@ -585,3 +551,20 @@ def test_zero_redundancy_with_a_rank_that_has_no_parameter(pair: Pool, what: str
     each = pair.run(with_one_parameter, what)
     equal_everywhere(each)
     assert (each[0] == "raised") == (what == "raises")
+
+
+OTHER = "is not the same in every process"
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (partial(changed_after_the_start, "2.weight"), f"'2.weight' {OTHER} (1 of 7 are not)"),
+        (partial(changed_after_the_start, "1.bias"), f"'1.bias' {OTHER} (1 of 7 are not)"),
+        (partial(moved_after_the_start, "fp8", "to", True), f"'4.weight' {OTHER}"),
+        (of_other_sizes, "its magnitudes have another shape there"),
+        (in_buckets, "take parameters_as_bucket_view=False"),
+    ],
+)
+def test_every_process_is_told(pair: Pool, work: Any, line: str) -> None:
+    assert all(line in said for said in pair.run(work))

@@ -9,7 +9,7 @@ from family_cases import VALID, make
 from laws import each
 from optimizer_cases import bits_of, normal
 from paths import by
-from rank_cases import batch, loss_of, model
+from rank_cases import batch, combined, loss_of, model
 from rank_pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,7 +50,7 @@ def check_same(net: nn.Module, alone: nn.Module, *, seeds: bool = True) -> None:
 
 
 def put_equal_gradients(net: nn.Module, alone: nn.Module, step: int) -> None:
-    """What a reduction would have left: the same bits, by rows here and whole there."""
+    """Gradients as a reduction leaves them: the same bits, by rows here and whole there."""
     for i, (p, q) in enumerate(zip(net.parameters(), alone.parameters(), strict=True)):
         q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.device, q.dtype)
         part = own_rows(q.grad, p._local_tensor).clone()
@@ -108,7 +108,7 @@ def stepped(
 
 
 def same_count(ours: Any, its: Any, name: str = "widened_scales") -> int:
-    """How many scales were widened: as many in all processes together as in one with everything."""
+    """The count of widened scales: as many in all processes together as in one with everything."""
     count = torch.tensor(getattr(ours, name))
     torch.distributed.all_reduce(count)
     assert int(count) == getattr(its, name)
@@ -116,7 +116,7 @@ def same_count(ours: Any, its: Any, name: str = "widened_scales") -> int:
 
 
 def stepped_from_zeros(name: str, granularity: Any, options: dict[str, Any]) -> None:
-    """Of some parameters all weights are 0 at first, of others some rows; and a scale is far too large."""
+    """Parameters of zeros, parameters with rows of zeros, and a scale that is far too large."""
     made = []
     for _ in range(2):
         made.append(model(granularity=granularity))
@@ -159,16 +159,9 @@ def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, 
 
 @each("factors", [False, True])
 @each("granularity", ["tensor", "block"])
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("StiffnessAdamW", "residual8", "8bit"),
-        ("StiffnessAdamW", "stochastic", "bfloat16"),
-        ("StiffnessMuon", "residual8", "8bit"),
-        ("StiffnessMuon", "momentum", "bfloat16"),
-        ("RiemannianAdam", "stochastic", "8bit"),
-    ],
-    ids=lambda c: "-".join(c),
+@combined(
+    "StiffnessAdamW-residual8-8bit StiffnessAdamW-stochastic-bfloat16 StiffnessMuon-residual8-8bit "
+    "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit"
 )
 def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granularity: str, factors: bool) -> None:
     pair.run(stepped, *combination, {"granularity": granularity, "factors": factors})
@@ -178,7 +171,6 @@ def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granul
 @each("name", ["StiffnessAdamW", "StiffnessMuon"])
 @each("net", [{"storage": "float"}, {"rows": 7}])
 def test_rows_of_floats_and_of_odd_columns(pair: Pool, name: str, moments: str, net: dict[str, Any]) -> None:
-    """Matrices and vectors that are alike in all but their shapes; and 7 columns."""
     pair.run(stepped, name, "stochastic", moments, net)
 
 
@@ -194,7 +186,6 @@ def test_rows_dither_as_the_whole(
 
 @each("name", ["RiemannianAdam", "RiemannianSGD"])
 def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
-    """Of an optimizer without draws of its own, with those that the model was made with."""
     pool.run(stepped, name, "stochastic", "8bit", {"draws": "dither"}, border=True, draws=None)
 
 
@@ -230,7 +221,6 @@ def test_every_combination(pool: Pool, pair: Pool, combination: tuple[str, str, 
 
 
 def trained(net: dict[str, Any], options: dict[str, Any], *, nested: bool = True, clip: bool = False) -> Any:
-    """A real run of two processes, and one process with the batches of both: halves and sums of two are exact."""
     whole, parts = model(**net), sharded(model(**net), nested=nested, **options)
     optimizers = [fm.optim.StiffnessMuon.for_model(each, 0.02, moments="8bit") for each in (parts, whole)]
     losses = []
@@ -346,17 +336,9 @@ def vectors_stepped(name: str, writeback: str, moments: str, path: str) -> tuple
 OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
 
 
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("StiffnessAdamW", "residual8", "8bit"),
-        ("StiffnessMuon", "momentum", "float32"),
-        ("StiffnessMuon", "residual8", "8bit"),
-        ("StiffnessLion", "stochastic", "8bit"),
-        ("Madam", "residual8", "bfloat16"),
-        ("RiemannianAdam", "residual8", "8bit"),
-    ],
-    ids=lambda c: "-".join(c),
+@combined(
+    "StiffnessAdamW-residual8-8bit StiffnessMuon-momentum-float32 StiffnessMuon-residual8-8bit "
+    "StiffnessLion-stochastic-8bit Madam-residual8-bfloat16 RiemannianAdam-residual8-8bit"
 )
 def test_vectors_batches_single_rows_and_wider_scales(pool: Pool, combination: tuple[str, str, str]) -> None:
     found = pool.run(vectors_stepped, *combination, path_of(combination))

@@ -28,7 +28,6 @@ def net(fmt: str, **spec: Any) -> Any:
 
 
 def passed(made: nn.Module, x: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-    """Output, and the gradient of the input."""
     x = x.clone().requires_grad_()
     y = checkpoint(made, x, use_reentrant=False) if again else made(x)
     (y.float() * normal(*y.shape, seed=8)).sum().backward()
@@ -90,7 +89,7 @@ def test_rows_that_processes_do_not_divide(pool: Pool, case: str) -> None:
 
 
 def given_away(fmt: str, products: str) -> list[tuple[str, torch.dtype, int]]:
-    """What products take as the weight's operand, by its dtype, and that its memory is what was gathered."""
+    """The dtype that products take as the weight's operand, and True where its memory is what was gathered."""
     made, taken = sharded(net(fmt, products=products)), []
     operand = _products._operand
 

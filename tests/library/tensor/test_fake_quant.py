@@ -58,7 +58,6 @@ def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) 
 @each("pow2", [False, True])
 @each("granularity", ["tensor", "channel", "block"])
 def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float) -> None:
-    """Beyond float32 either way: within half an ULP, as everywhere, and at a scale that is given."""
     x = normal(4, 64, dtype=torch.float64) * size
     y = fake_quantize(x, "E4M3", granularity=granularity, pow2=pow2)
     assert y.dtype is torch.float64
@@ -127,25 +126,15 @@ def test_gradients_with_scales_of_blocks() -> None:
 X = torch.tensor([-1000.0, -224.0, -3.0, -0.0, 0.0, 2.0**-20, 3.0, 224.0, 224.5, 1000.0])
 
 
-@each(
-    ("ste", "passes"),
-    [
-        ("identity", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("clipped", [0, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-        ("relu", [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]),
-        ("none", [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
-    ],
-)
-def test_the_four_gradients(ste: str, passes: list[int]) -> None:
-    """At scale 1/2 the range ends at 224."""
+@each(("ste", "kept"), [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)])
+def test_the_four_gradients(ste: str, kept: str) -> None:
     upstream = normal(10)
-    assert torch.equal(gradient_of(X, upstream, scale=0.5, ste=ste), upstream * torch.tensor(passes))
+    assert torch.equal(gradient_of(X, upstream, scale=0.5, ste=ste), upstream * torch.tensor([*map(int, kept)]))
 
 
 @settings
 @given(st.lists(st.floats(-(2.0**30), 2.0**30, width=32), min_size=1, max_size=20), st.booleans())
 def test_a_dynamic_scale_clips_nothing(x: list[float], channel: bool) -> None:
-    """amax itself is within the range, whatever the rounding of amax / max."""
     tensor = torch.tensor(x)
     granularity = "channel" if channel else "tensor"
     assert (gradient_of(tensor, torch.ones(len(x)), ste="clipped", granularity=granularity) == 1).all()

@@ -45,7 +45,6 @@ def seeded(kind: Any, *args: Any, **options: Any) -> Any:
 
 
 def valued(model: nn.Module) -> nn.Module:
-    """The same model in floats, of the values that the codes have."""
     return fm.dequantize_model(copy.deepcopy(model))
 
 
@@ -100,18 +99,9 @@ def test_experts_have_a_scale_a_row() -> None:
 def test_of_a_view_of_some_experts_no_others_are_decoded(granularity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = FP8Parameter(seeded(torch.randn, 3, 4, 64), "E4M3", granularity=granularity, seed=1)
     values = own.dequantize()
-    takes = [
-        lambda x: x[1],
-        lambda x: x[-1],
-        lambda x: x[torch.tensor(2)],
-        lambda x: x[1:],
-        lambda x: x[::2],
-        lambda x: x[1:][0],
-        lambda x: x[1].t(),
-        lambda x: x[1][2:3],
-        lambda x: x.unbind()[2],
-        lambda x: x.split(2)[1],
-    ]
+    takes = [lambda x: x[1], lambda x: x[-1], lambda x: x[torch.tensor(2)], lambda x: x[1:], lambda x: x[::2]]
+    takes += [lambda x: x[1:][0], lambda x: x[1].t(), lambda x: x[1][2:3]]
+    takes += [lambda x: x.unbind()[2], lambda x: x.split(2)[1]]
     monkeypatch.setattr(FP8Tensor, "dequantize", None)
     for take in takes:
         assert torch.equal(take(own.detach()) * 1, take(values))

@@ -59,7 +59,6 @@ def weight_of(storage: str, shape: tuple[int, ...], change: Change) -> Any:
 
 
 def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, path: str) -> list[bytes]:
-    """Weight and state after steps, the last of which finds a state of another layout."""
     weight = weight_of(storage, shape, change)
     optimizer = by(path, make(name, [weight]))
     for step in range(3):
@@ -110,7 +109,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_functions(
     name: str, dtype: torch.dtype, native: bool, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few elements, of so many that they are taken piece by piece, and of one row."""
     with monkeypatch.context() as patch:
         if not native:
             patch.setattr(_native, "_found", lambda: (None, []))

@@ -29,7 +29,6 @@ def byte(seed: int | None) -> fm.FP8Parameter:
 
 
 def stepped(parameters: list[Tensor], optimizers: list[Any], steps: int = 1) -> list[Tensor]:
-    """Where each parameter went, at equal gradients."""
     before = [p.detach().clone() for p in parameters]
     for _ in range(steps):
         for p in parameters:
@@ -74,7 +73,6 @@ def test_weights_on_a_grid_with_an_optimizer_each(make: Any) -> None:
 
 
 def test_averages_of_ordinary_parameters_with_an_optimizer_each() -> None:
-    """What rounding leaves of one gradient's average in bfloat16, in units of each value's own spacing."""
     torch.manual_seed(0)
     parameters, gradient, noise = [torch.nn.Parameter(torch.randn(N)) for _ in range(3)], torch.randn(N), []
     spacing = 2.0 ** torch.frexp(gradient * (1 - 0.9)).exponent
@@ -156,7 +154,7 @@ def test_bare_parameters_have_seeds_of_their_own() -> None:
 
 
 def moved_in_turn(writers: list[Any], draws: str, times: int = 64) -> list[Tensor]:
-    """Which elements each writer has moved up from 1, time after time, of one weight: a row a time."""
+    """The elements that each writer has moved up from 1, time after time, of one weight: a row a time."""
     parameter = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, seed=0, draws=draws)
     ones, moves = parameter.codes.clone(), [torch.empty(times, N) for _ in writers]
     parameter.grad = torch.full((N,), -0.03)
@@ -315,7 +313,7 @@ SPECS = {
 @each("spec", SPECS.values(), ids=SPECS)
 @each("storage", ["master", "grid", "fp8"])
 def test_an_average_is_the_plain_average(storage: Any, spec: fm.LayerSpec, options: Any) -> None:
-    """Of every storage and of layers with scales, counts and manifolds of their own, to the bit; buffers are copied."""
+    """Every storage, and layers with scales, counts and manifolds, to the bit; buffers are copied."""
     torch.manual_seed(0)
     net = Averaged()
     plain = AveragedModel(copy.deepcopy(net), **options)
@@ -342,7 +340,7 @@ def test_an_average_is_the_plain_average(storage: Any, spec: fm.LayerSpec, optio
 
 @each("storage", ["master", "grid", "fp8"])
 def test_an_average_of_transposed_weights(storage: Any) -> None:
-    """Which GPT-2 has; square ones would be averaged as they lie without a word."""
+    """GPT-2 has such weights; square ones would silently be averaged in the wrong layout."""
     from transformers import pytorch_utils as layers
 
     torch.manual_seed(0)

@@ -28,7 +28,6 @@ def weight(fmt: str = "E4M3", granularity: Any = "channel", **options: Any) -> f
 
 
 def whole(p: fm.FP8Tensor, left: Tensor) -> Tensor:
-    """The weights with what is left beside them, in float64: each is a number of that."""
     joined = joined_codes(p.codes.to(torch.int32), left.to(torch.int32), p.format, 8)
     return decode_signed(joined, p.format, 8)[0].double() * p.expanded_scale().double()
 
@@ -38,7 +37,6 @@ def step(p: fm.FP8Parameter, optimizer: Any, seed: int) -> None:
 
 
 def step_of_chart(p: fm.FP8Tensor) -> Tensor:
-    """The spacing at each weight, in value."""
     return fm.ulp(p.dequantize() / p.expanded_scale(), p.format) * p.expanded_scale()
 
 

@@ -32,12 +32,10 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def factors(scale: Tensor, seed: int = 0) -> Tensor:
-    """The scale times factors in [1, 2), drawn at random."""
     return scale * (1 + torch.rand(scale.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def made(granularity: Any, fmt: str = "E4M3", shape: tuple[int, ...] = (2, 140, 160), **options: Any) -> fm.FP8Tensor:
-    """Codes of every kind at random scales, -0 aside, which no operator keeps as it is."""
     p = fm.FP8Tensor(normal(*shape, std=0.1), fmt, granularity=granularity)
     codes = p.codes.masked_fill(p.codes == p.format.sign_bit, 0)
     options = {"seed": 3, "block_size": p.block_size, **options}
@@ -59,7 +57,6 @@ def rounded(x: Fraction, bits: int) -> Fraction:
 
 
 def oracle(p: fm.FP8Tensor) -> list[Fraction]:
-    """Code times scale, rounded to float32, and from there to what it appears as."""
     codes, scales = p.codes.flatten().tolist(), p.expanded_scale().expand(p.shape).flatten().tolist()
     known = [Fraction(reference.decode(code, p.format)) for code in codes]
     exact = [value * Fraction(scale) for value, scale in zip(known, scales, strict=True)]
@@ -277,7 +274,7 @@ def test_what_was_exported_is_read_again(granularity: Any, layout: Any) -> None:
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("granularity", ["block", "square"])
 def test_compiled_code_reads_the_scales_of_the_moment(granularity: Any) -> None:
-    """It was compiled for exponents, and is once more for floats; the second matrix ends in partial squares."""
+    """Code compiled for exponents is compiled once more for floats; the second matrix ends in partial squares."""
     torch._dynamo.reset()
     net, x = layers(granularity, 1), normal(4, 160)
     counter = CompileCounterWithBackend("inductor")

@@ -1,7 +1,6 @@
 """Squares of 128 x 128 weights that share a scale: trained, saved and widened as one, by every path with its bits."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from laws import each
 from optimizer_cases import frozen, normal, snapshot, step_from, with_factors
 from paths import PATHS, by
-from tensor_cases import same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -30,7 +28,6 @@ def weight(
 
 
 def squares(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """The indices of each square, and those of its scale."""
     starts = [(i, j) for i in range(0, shape[-2], 128) for j in range(0, shape[-1], 128)]
     return [((..., slice(i, i + 128), slice(j, j + 128)), (..., i // 128, j // 128)) for i, j in starts]
 
@@ -101,7 +98,6 @@ def step(optimizer: Any, parameters: list[Tensor], number: int) -> None:
 @pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_paths_have_the_same_bits(kind: str, factors: bool) -> None:
-    """Through a scale that widens, too: gradients point outwards in one square."""
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
     twins = [[weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS]
     made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
@@ -171,60 +167,3 @@ def test_what_a_widened_square_rounds_is_right_on_average() -> None:
     assert torch.equal(rest, before[128:])
     assert set((inside / before[0, 1]).tolist()) == {0.0, 2.0}
     assert abs((inside / before[0, 1]).mean().item() - 1) < 4 / 128
-
-
-def net(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(140, 192), nn.Linear(192, 130), nn.Tanh(), nn.Linear(130, 200, bias=False))
-    how = {"storage": "fp8", "granularity": "square", "embeddings": "E4M3", **options}
-    return fm.quantize_model(model, "E4M3", **how)
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    pairs = list(zip(a.parameters(), b.parameters(), strict=True))
-    stored = [(x, y) for x, y in pairs if isinstance(x, fm.FP8Tensor)]
-    assert all(x.seed == y.seed and same_store(x, y) for x, y in stored)  # type: ignore[attr-defined, arg-type]
-    return all(torch.equal(x, y) for x, y in pairs)
-
-
-def trained(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for number in steps:
-        rows = torch.randint(0, 140, (4, 6), generator=torch.Generator().manual_seed(number))
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_state_of_other_scales_is_refused() -> None:
-    model, other = net(), net(granularity="channel")
-    optimizer = optim.StiffnessAdamW(model.parameters())
-    trained(model, optimizer, range(1))
-    later = optim.StiffnessAdamW(other.parameters())
-    with pytest.raises(ValueError, match="one scale a square of 128 x 128") as refusal:
-        later.load_state_dict(optimizer.state_dict())
-    assert "\n" not in str(refusal.value)
-
-
-def test_loading_floats() -> None:
-    floats = nn.Sequential(nn.Linear(192, 130), nn.Linear(130, 7))
-    with torch.device("meta"):
-        empty = nn.Sequential(nn.Linear(192, 130), nn.Linear(130, 7))
-    read = fm.load_quantized(empty, floats.state_dict(), "E4M3", granularity="square")
-    assert same(read, fm.quantize_model(floats, "E4M3", storage="fp8", granularity="square"))
-
-
-def test_transformers_keep_it(tmp_path: Path) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    settings = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**settings, vocab_size=140, num_key_value_heads=2)
-    model = transformers.LlamaForCausalLM(config)
-    fm.quantize_model(model, "E4M3", storage="fp8", granularity="square", embeddings="E4M3")
-    fm.huggingface.attach(model).save_pretrained(tmp_path)
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert same(model, back)

@@ -20,7 +20,6 @@ def _fresh_compiler() -> None:
 
 
 def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Loss and gradients of one fullgraph compilation against eager."""
     compiled = torch.compile(net, fullgraph=True)
     eager_loss = loss_of(net, dtype)
     eager_loss.backward()
@@ -69,7 +68,6 @@ def test_a_frozen_model_compiles(mode: Any) -> None:
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E4M3FNUZ", "E2M3"])
 def test_values_are_the_same_to_the_bit(name: str) -> None:
-    """All codes, at scales that reach into bfloat16's subnormals."""
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()].expand(3, -1).contiguous()
@@ -115,7 +113,7 @@ def test_blocks_of_different_seeds_share_one_graph() -> None:
 
 
 def kept_floats(compiled: Any, x: Tensor, weights: list[fm.FP8Parameter]) -> list[torch.dtype]:
-    """Of what a compiled forward pass keeps for its backward pass: what has a weight's shape and isn't one byte."""
+    """Tensors of a weight's shape and more than a byte that a compiled forward pass saves for its backward pass."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = compiled(x)

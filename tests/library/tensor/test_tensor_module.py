@@ -17,7 +17,6 @@ import fp8manifold as fm
 
 
 def stepped(net: Net, steps: int = 2) -> Net:
-    """Advance codes and counters, so that there is more to keep than the first rounding."""
     with torch.no_grad():
         for p in net.stored:
             for _ in range(steps):
@@ -92,15 +91,6 @@ def test_floats_are_rounded_at_the_scale_that_is_there() -> None:
     for p, scale, layer in zip(net.stored, scales, (floats.first, floats.second), strict=True):
         assert torch.equal(p.scale, scale)
         assert torch.equal(p.codes, fm.encode(layer.weight.detach() / scale, "E4M3"))
-
-
-def test_a_float_model_takes_the_values() -> None:
-    net, floats = Net(), Net()
-    for layer in (floats.first, floats.second):
-        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
-    floats.load_state_dict(fm.unflatten_state_dict(net.state_dict()))
-    assert type(floats.first.weight) is nn.Parameter
-    assert torch.equal(floats.first.weight, net.first.weight.dequantize())
 
 
 @each("swap", [False, True])

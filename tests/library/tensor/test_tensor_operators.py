@@ -110,7 +110,7 @@ def test_what_is_made_like_it_is_plain(make: str, dtype: torch.dtype) -> None:
 
 
 def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:
-    """They are read as any zeros; who writes into them is told of plain ones."""
+    """Zeros are read as any; a write into them is refused, with a line that names plain ones."""
     zeros = parameter().new_zeros(3, 64)
     assert torch.equal(zeros + 0, torch.zeros(3, 64))
     with pytest.raises(RuntimeError, match=r"for plain zeros in place of new_zeros take torch\.zeros_like"):
@@ -264,7 +264,6 @@ def test_data_is_the_tensor_and_can_be_written() -> None:
 
 @every_granularity
 def test_large_tensors_are_decoded_in_pieces(granularity: Any) -> None:
-    """Several pieces of the decoder, the last one shorter, in both dtypes."""
     for shape in ((3, 70_016), (5003, 96)):
         p = parameter(shape=shape, granularity=granularity)
         assert torch.equal(p.dequantize().double(), decoded(p))

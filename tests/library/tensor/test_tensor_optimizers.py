@@ -41,7 +41,6 @@ everyone = pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=O
 
 
 def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[str, Any]]:
-    """Two groups: geoopt's learning rates are in ULPs on our manifolds."""
     params = list(params)
     own = [p for p in params if isinstance(p, fm.FP8Parameter)]
     return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]
@@ -51,11 +50,8 @@ def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[s
 def test_it_learns(make: Make, share: float) -> None:
     """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
     net = Net()
-    first, codes, scales = (
-        loss_of(net).item(),
-        [p.codes.clone() for p in net.stored],
-        [p.scale.clone() for p in net.stored],
-    )
+    first = loss_of(net).item()
+    codes, scales = [p.codes.clone() for p in net.stored], [p.scale.clone() for p in net.stored]
     last = train(net, make(net.parameters()))
     assert last < share * first
     for p, before, scale in zip(net.stored, codes, scales, strict=True):

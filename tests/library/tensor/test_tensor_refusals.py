@@ -1,4 +1,4 @@
-"""What takes an FP8Tensor for memory full of floats works or is refused: collectives, sharding, sharing, writers."""
+"""Code that takes an FP8Tensor for memory of floats works or is refused: collectives, sharding, sharing, writes."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,7 +27,6 @@ STATE = r"take state_dict\(\) of the module"
 
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of one."""
     file = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     yield
@@ -101,7 +100,7 @@ def mesh() -> Any:
 
 
 def in_pieces(model: nn.Module) -> Any:
-    """What two processes of FSDP's first version hold."""
+    """The pieces that two processes of FSDP's first version hold."""
     for layer in model.children():
         layer.weight.data = layer.weight.detach().reshape(-1)[: layer.weight.numel() // 2]
     return model

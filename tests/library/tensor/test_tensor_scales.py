@@ -51,7 +51,6 @@ def test_a_saturating_scale_gets_its_headroom_back(name: str, power: int, mantis
 @settings
 @given(st.sampled_from(FORMATS), exponents, mantissas)
 def test_between_the_ends_nothing_changes(name: str, power: int, mantissa: float) -> None:
-    """From just below saturation down to less than a sixteenth of the amax that the scale is for."""
     fmt = fm.FloatFormat.from_string(name)
     placed = torch.tensor([2.0**power * mantissa])
     scale = storage_scale(placed, fmt, "tensor").view(1)

@@ -65,7 +65,6 @@ def test_shapes_of_scales(shape: tuple[int, ...], granularity: Any, scale: tuple
 
 @every_format
 def test_every_code_survives(name: str) -> None:
-    """All finite codes and NaN at three scales: decoded, written back and encoded they are what they were."""
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()]
@@ -189,7 +188,6 @@ def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name: str) -> Non
 @settings
 @given(st.sampled_from(["E4M3", "E7M0", "E1M6"]), st.integers(0, 2**31), st.sampled_from([(), (2, 1), (2, 2)]))
 def test_parts_make_the_tensor(name: str, seed: int, shape: tuple[int, ...]) -> None:
-    """from_codes of a tensor's own parts is that tensor, sharing them."""
     granularity: Any = {(): "tensor", (2, 1): "channel", (2, 2): "block"}[shape]
     p = parameter(name, (2, 64), seed, granularity=granularity)
     q = fm.FP8Parameter.from_codes(p.codes, p.scale, name, block_size=p.block_size, seed=seed)

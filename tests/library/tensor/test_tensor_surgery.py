@@ -8,20 +8,12 @@ import torch
 import torch.nn.functional as F
 from laws import each
 from optimizer_cases import normal, through_disk
-from surgery_models import TOKENS, Model
+from surgery_models import TOKENS, Model, layers, stored
 from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
-
-
-def stored(name: str = "E4M3", **options: Any) -> nn.Module:
-    return quantize_model(Model(), name, "fp8", **options)
-
-
-def layers(model: nn.Module) -> list[QuantizedLinear]:
-    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+from fp8manifold import LayerSpec, dequantize_model, quantize_model
 
 
 @each("granularity", GRANULARITIES)
@@ -128,7 +120,6 @@ def test_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype) ->
 
 
 def test_between_storages_through_floats() -> None:
-    """grid to fp8 and back keeps every value: both round to the same grid at the same scale."""
     model = quantize_model(Model(), "E3M4", "grid", headroom=4.0)
     expected = model(TOKENS)
     quantize_model(dequantize_model(model), "E3M4", "fp8", headroom=4.0)

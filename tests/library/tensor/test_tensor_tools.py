@@ -36,7 +36,6 @@ def test_an_exported_program_that_trains_is_not_decomposed() -> None:
 
 @every_granularity
 def test_fake_tensors_are_quantized(granularity: Any) -> None:
-    """Shapes and dtypes are those of the model with values."""
     spec = fm.LayerSpec(fm.OperandSpec("E2M1", granularity=granularity))
     with FakeTensorMode():
         model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
@@ -70,7 +69,7 @@ def test_a_single_value_is_formatted_as_a_number() -> None:
 
 
 def test_weights_are_made_empty_by_accelerate() -> None:
-    """It makes each parameter anew on the meta device, from its attributes: format and options stay."""
+    """accelerate makes each parameter again on the meta device, from its attributes: format and options stay."""
     import accelerate
 
     with accelerate.init_empty_weights():

@@ -84,7 +84,7 @@ def test_a_step_between_forward_and_backward_is_an_error(make: Any, storage: Any
 
 
 def test_master_weights_have_the_gradient_of_the_forward_pass() -> None:
-    """What was multiplied by is a tensor of its own there, which a step leaves alone."""
+    """A product takes a tensor of its own there, which a step leaves alone."""
     model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3", "master")
     x, gradients = normal(3, 8), []
     for steps in (0, 1):

@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run folder with whole checkpoints of steps 1 and 2."""
     from small_checkpoints import small
 
     from nanogpt_bench.checkpoint import commit

@@ -8,7 +8,6 @@ from nanogpt_bench.checkpoint import Contents
 
 
 def small(step: int, size: int = 24) -> Contents:
-    """Four files of tensors with their texts, and facts."""
     random = torch.Generator().manual_seed(step)
     tensors = {
         "model": {"w": torch.randn(3, size, generator=random), "b": torch.randn(3, generator=random)},
@@ -21,5 +20,4 @@ def small(step: int, size: int = 24) -> Contents:
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder by its relative name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -22,7 +22,6 @@ def beside(path: Path, last: str) -> Path:
 
 
 def seen(path: Path) -> bool:
-    """Whether both ways to read a checkpoint find it broken, and name it."""
     for look in (verify, read):
         try:
             look(path)

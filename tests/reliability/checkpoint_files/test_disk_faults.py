@@ -22,15 +22,13 @@ OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 
 
 class Disk:
-    """What a commit writes with in place of `os`; one that writes otherwise has a `write` of its own."""
+    """Functions that a commit writes with in place of `os`; a disk that writes otherwise has its own `write`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
 
 class FullDisk(Disk):
-    """A disk that takes so many bytes."""
-
     def __init__(self, room: int) -> None:
         self.room = room
 
@@ -75,7 +73,6 @@ def spread(length: int, number: int) -> list[int]:
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -116,7 +113,6 @@ def test_a_limit_of_the_file_size(run_dir: Path, tally: Callable[..., None]) -> 
 
 
 def names(*steps: int) -> list[str]:
-    """The names of whole checkpoints and their digests."""
     return sorted(f"step-{step}.safetensors{last}" for step in steps for last in ("", ".sha256"))
 
 
@@ -125,7 +121,6 @@ def names_in(run_dir: Path) -> list[str]:
 
 
 def outcome(run_dir: Path, disk: Disk) -> str | None:
-    """What is said when a third checkpoint is committed; None when it was."""
     try:
         commit_on(disk, run_dir, 3)
     except CheckpointNotWritten as error:
@@ -248,7 +243,6 @@ def test_a_folder_one_may_not_write_to(run_dir: Path) -> None:
 
 @pytest.fixture
 def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 64 kB."""
     folder = tmp_path / "mounted"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]

@@ -31,13 +31,11 @@ class Payload:
 
 
 def tensor_file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file with any header, and any length given for it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
 def checkpoint(text: bytes | None = None, tensors: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
-    """A file with that text in its header, and these tensors."""
     whole = b'{"format": 2, "texts": {}, "facts": ' + FACTS + b"}" if text is None else text
     return tensor_file({"__metadata__": {"checkpoint": whole.decode("latin-1")}, **(tensors or {})}, data)
 
@@ -97,7 +95,6 @@ WHOLE = ("twenty thousand tensors", "a tensor with a long name", "made by someon
 
 
 def lay(folder: Path, data: bytes) -> Path:
-    """A file with its right digest beside it."""
     path = folder / "step-5.safetensors"
     path.write_bytes(data)
     path.with_name(f"{path.name}.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
