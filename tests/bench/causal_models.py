@@ -9,7 +9,7 @@ import torch
 from nanogpt_bench.model.causal import reading
 
 WORDS = ("Line", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", ".", ":")
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
     "mixtral": {

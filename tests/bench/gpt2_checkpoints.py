@@ -23,7 +23,7 @@ SETTINGS = {
 def tensors(settings: dict[str, Any]) -> dict[str, Tensor]:
     """Random weights under the names and in the shapes of GPT-2."""
     generator, width = torch.Generator().manual_seed(0), settings["n_embd"]
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "wte.weight": (settings["vocab_size"], width),
         "wpe.weight": (settings["n_positions"], width),
         "ln_f.weight": (width,),

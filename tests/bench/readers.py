@@ -48,7 +48,7 @@ class Reader:
     files: dict[str, tuple[str, ...]]
     errors: tuple[type[Exception], ...] = (BenchError,)
 
-    def said(self, folder: Path) -> list[str]:
+    def said(self, folder):
         """What is said of the folder: the error or the notes."""
         try:
             notes = self.read(folder)
@@ -142,7 +142,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     few_words = ("of another kind", "tag", "tag of a class", "tag of a module", "class", "pipe", "endless")
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
-    weights: dict[str, tuple[str, ...]] = {"checkpoints/step-6.safetensors": ("gone",)}
+    weights = {"checkpoints/step-6.safetensors": ("gone",)}
     of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(

@@ -3,10 +3,9 @@
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from laws import each
 
 import nanogpt_bench
@@ -44,19 +43,17 @@ ADVISED = sorted(
 
 
 @each("line", ADVISED)
-def test_what_is_advised_can_be_parsed(line: str) -> None:
+def test_what_is_advised_can_be_parsed(line):
     line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]
     words = [NUMBERS.get(word, word) for word in shlex.split(line)]
     parse_overrides(parse(words).overrides)
 
 
-def test_enough_is_looked_at() -> None:
+def test_enough_is_looked_at():
     assert len(ADVISED) > 40
 
 
-def test_the_text_s_advice_for_a_model_of_a_bare_name_works(
-    tmp_path: Path, text_file: Path, corpus_dir: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_s_advice_for_a_model_of_a_bare_name_works(tmp_path, text_file, corpus_dir, refused, monkeypatch):
     import causal_models
 
     monkeypatch.chdir(tmp_path)
@@ -70,7 +67,7 @@ def test_the_text_s_advice_for_a_model_of_a_bare_name_works(
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "m", "--out", "bare"]) == 0
 
 
-def test_advice_names_folders_as_a_shell_reads_them(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_advice_names_folders_as_a_shell_reads_them(tmp_path, refused):
     said = refused("run", "fp32.yaml", "--data.dir", tmp_path / "a folder; of mine")
     advised = shlex.split(said.partition("prepare it with: nanogpt-bench ")[2])
     assert advised == ["prepare", "stdlib", "--out", str(tmp_path / "a folder; of mine")]

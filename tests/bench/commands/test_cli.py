@@ -15,12 +15,12 @@ QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--mode
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @each("command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["report"], ["verify"]])
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
     assert caught.value.code == 0
@@ -29,7 +29,7 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert command or (main([]), capsys.readouterr().out) == (0, said)
 
 
-def test_the_help_of_run_is_short_and_names_the_file_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_run_is_short_and_names_the_file_of_all_settings(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     text = capsys.readouterr().out
@@ -39,7 +39,7 @@ def test_the_help_of_run_is_short_and_names_the_file_of_all_settings(capsys: pyt
     assert capsys.readouterr().out.strip() == defaults_yaml().strip()
 
 
-def test_help_and_wrong_options_load_no_torch() -> None:
+def test_help_and_wrong_options_load_no_torch():
     """All commands in one process: a module that one of them brings stays."""
     code = """if True:
         import contextlib, sys
@@ -55,7 +55,7 @@ def test_help_and_wrong_options_load_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_then_run(text_file, capsys):
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "char", "--out", "data/fox"]) == 0
     assert "data/fox" in capsys.readouterr().out
     assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 0
@@ -64,27 +64,27 @@ def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 2
 
 
-def test_runs_without_a_name_are_numbered(corpus_dir: Path) -> None:
+def test_runs_without_a_name_are_numbered(corpus_dir):
     for _ in range(2):
         assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK]) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["bf16_baseline", "bf16_baseline-2"]
 
 
-def test_a_failed_run_exits_with_1(corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_exits_with_1(corpus_dir, capsys):
     wild = ["--rule=sgd", "--optimizer.lr=1e30", "--optimizer.grad_clip=0", "--train.max_steps=30"]
     quick = [word for word in QUICK if not word.startswith("--train.max_steps")]
     assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *quick, *wild]) == 1
     assert "failed: train/loss is" in capsys.readouterr().out
 
 
-def test_the_default_corpus_is_prepared_on_the_fly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_corpus_is_prepared_on_the_fly(capsys):
     assert main(["run", "bf16_baseline", *QUICK]) == 0
     assert Path("data/stdlib/meta.json").is_file()
     assert "preparing data/stdlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["rich", "pydantic", "vl_convert"])
-def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
     """As after `pip install fp8manifold` without the extra."""
     script = (
         f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "

@@ -228,7 +228,7 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
         forked.kill_group(group)
 
 
-def test_the_command_that_goes_on_says_where(run_cli, monkeypatch) -> None:
+def test_the_command_that_goes_on_says_where(run_cli, monkeypatch):
     """Without --out the folder's name has the time, so that the same command would begin anew."""
     command, asked = importlib.import_module("nanogpt_bench.sweep.session"), []
     monkeypatch.setattr(command, "sweep_grid", lambda *_, **more: asked.append(more["again"]) or 0)
@@ -239,7 +239,7 @@ def test_the_command_that_goes_on_says_where(run_cli, monkeypatch) -> None:
     assert asked[1] is None
 
 
-def test_the_shipped_sweep_is_the_comparison(tmp_path) -> None:
+def test_the_shipped_sweep_is_the_comparison(tmp_path):
     planned, shipped = plan_sweep(comparison()), plan_sweep(read_sweep(find_sweep("compare.yaml")))
     assert [(run.label, run.settings) for run in shipped] == [(run.label, run.settings) for run in planned]
     path = tmp_path / "my.yaml"

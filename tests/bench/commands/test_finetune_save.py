@@ -1,7 +1,6 @@
 """`finetune --save`: every kind of layer is written, and what would be in the way of it is said before the training."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,7 @@ def prepared(folder: Path, text_file: Path, kind: str, **more: Any) -> list[str]
 
 
 @pytest.fixture
-def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(tmp_path, text_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return prepared(tmp_path, text_file, "llama")
 
@@ -50,9 +49,7 @@ def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> l
         ("llama", True, ["--model.embeddings", "E4M3"], "stochastic"),
     ],
 )
-def test_every_kind_of_layer_is_saved(
-    kind: str, tied: bool, more: list[str], rule: str, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_layer_is_saved(kind, tied, more, rule, tmp_path, text_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = prepared(tmp_path, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
@@ -67,9 +64,7 @@ def test_every_kind_of_layer_is_saved(
     assert trainer.validate() == pytest.approx(loss, rel=1e-5)
 
 
-def test_what_is_in_the_way_of_saving_is_said_before_the_training(
-    words: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_in_the_way_of_saving_is_said_before_the_training(words, refused, monkeypatch):
     for more, told in {
         "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
         "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a directory",
@@ -86,10 +81,8 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     assert not Path("saved").exists()
 
 
-def test_weights_that_could_not_be_written_are_not_lost(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def fails(*_: Any) -> None:
+def test_weights_that_could_not_be_written_are_not_lost(words, monkeypatch, capsys):
+    def fails(*_):
         Path("saved", "model.safetensors").write_text("the beginning")
         raise ValueError("of whatever kind")
 

@@ -1,7 +1,6 @@
 """What is said in words: numbers of one, names of what is missing, what becomes of a step, tables that fit a screen."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,13 @@ from nanogpt_bench.runs.load import Run
 from nanogpt_bench.sweep.workers import check_workers
 from nanogpt_bench.system.errors import BenchError
 
-Refused = Callable[..., str]
 
-
-def test_one_core_takes() -> None:
+def test_one_core_takes():
     with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
         check_workers(2, "--workers", there=1)
 
 
-def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
+def test_a_long_verdict_is_folded_and_widens_no_other_line():
     why = "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu, and so on " * 2
     failed = {"status": "failed", "failure": {"kind": "BenchError", "message": why.strip(), "step": 0}, "seed": 1}
     good = {"status": "finished", "final_val_loss": 2.0, "best_val_loss": 2.0, "seed": 1}
@@ -42,7 +39,7 @@ def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_head_of_its_own_counts_whatever_the_settings_say(kind: str, tmp_path: Path) -> None:
+def test_a_head_of_its_own_counts_whatever_the_settings_say(kind, tmp_path):
     import causal_models
 
     from nanogpt_bench.model.causal import load_causal, outline
@@ -56,7 +53,7 @@ def test_a_head_of_its_own_counts_whatever_the_settings_say(kind: str, tmp_path:
     assert not found.shared
 
 
-def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: Path) -> None:
+def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
     import causal_models
 
     from nanogpt_bench.model.causal import load_causal, outline
@@ -75,7 +72,7 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: 
         load_causal(str(other))
 
 
-def test_the_page_is_printed_whole() -> None:
+def test_the_page_is_printed_whole():
     from importlib import resources
 
     rules = resources.files("nanogpt_bench.report").joinpath("page.css").read_text().partition("@media print")[2]

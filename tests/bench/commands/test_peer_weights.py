@@ -1,9 +1,7 @@
 """Weights of other packages, in one byte without a master copy: they train, are counted, saved and taken up again."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*",
 
 
 @pytest.fixture(autouse=True)
-def uncompiled() -> Iterator[None]:
+def uncompiled():
     """Run what would be compiled as it is written."""
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -52,7 +50,7 @@ def peer_config(rule: str, peer: str | None, corpus_dir: Path, *arguments: str, 
 
 
 @pytest.mark.parametrize(("rule", "peer", "_"), PEERS)
-def test_peers_train_with_all_monitors(rule: str, peer: str, _: float, corpus_dir: Path, tmp_path: Path) -> None:
+def test_peers_train_with_all_monitors(rule, peer, _, corpus_dir, tmp_path):
     watched = ["--monitor.interval=4", "--checkpoint.every=12"]
     summary = run(peer_config(rule, peer, corpus_dir, *watched), tmp_path / "run")
     assert (summary["status"], summary["rule"], summary["storage"]) == ("finished", rule, "peer")
@@ -62,7 +60,7 @@ def test_peers_train_with_all_monitors(rule: str, peer: str, _: float, corpus_di
 
 
 @each(("rule", "peer", "expected"), PEERS)
-def test_bytes_are_those_of_the_tensors_inside(rule: str, peer: str, expected: float, corpus_dir: Path) -> None:
+def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, corpus_dir):
     trainer = trainer_of(peer_config(rule, peer, corpus_dir, width=128))
     trainer.train_step(trainer.new_step(1, last=False), [])
     weight = trainer.model.blocks[0].mlp.fc.weight
@@ -76,7 +74,7 @@ def test_bytes_are_those_of_the_tensors_inside(rule: str, peer: str, expected: f
 
 
 @each(("rule", "peer"), [peer[:2] for peer in PEERS])
-def test_the_first_update_is_about_as_large_as_ours(rule: str, peer: str, corpus_dir: Path) -> None:
+def test_the_first_update_is_about_as_large_as_ours(rule, peer, corpus_dir):
     sizes = []
     own = "muon" if rule.endswith("muon") else "fp32"
     for config in (peer_config(rule, peer, corpus_dir, width=128), peer_config(own, None, corpus_dir, width=128)):
@@ -92,13 +90,13 @@ def test_the_first_update_is_about_as_large_as_ours(rule: str, peer: str, corpus
 
 
 @each("name", PEER_WEIGHTS)
-def test_what_layers_hold_is_the_packages_own(name: str, corpus_dir: Path) -> None:
+def test_what_layers_hold_is_the_packages_own(name, corpus_dir):
     rule = "sdnq-adamw" if name.startswith("sdnq") else "torchao-int8"
     trainer = trainer_of(peer_config(rule, name, corpus_dir))
     layers = linear_layers(trainer.model)
     assert layers
     assert all(is_packaged(layer.weight) for layer in layers.values())
-    plain: Any = trainer_of(peer_config("fp32", None, corpus_dir))
+    plain = trainer_of(peer_config("fp32", None, corpus_dir))
     for key, layer in layers.items():
         mine, theirs = forward_weight(layer), forward_weight(linear_layers(plain.model)[key])
         assert type(mine) is torch.Tensor
@@ -106,7 +104,7 @@ def test_what_layers_hold_is_the_packages_own(name: str, corpus_dir: Path) -> No
         assert math.isclose(float(mine.std()), float(theirs.std()), rel_tol=0.02)
 
 
-def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir, tmp_path):
     rule, peer, _ = PEERS[-1]
     run(peer_config(rule, peer, corpus_dir, "--checkpoint.every=12"), tmp_path / "run")
     with pytest.raises(BenchError, match=r"the weights of another package \(model.peer\)"):
@@ -120,7 +118,7 @@ def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir: Path, tmp_path: Pa
         ("study_q13_adamw.yaml", {"sdnq-adamw"}),
     ],
 )
-def test_the_sweep_of_peers_has_each_of_them_once(name: str, labels: set[str]) -> None:
+def test_the_sweep_of_peers_has_each_of_them_once(name, labels):
     if not {"sdnq-muon", "torchao-int8"} <= set(available_rules()):
         pytest.skip("sdnq or torchao is not installed")
     sweep = read_sweep(Path(__file__).parents[3] / "study" / "sweeps" / name)

@@ -1,7 +1,6 @@
 """Published FP8 folders in the bench: trained, written back and measured as they are stored; all else is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, 
 
 
 @pytest.fixture
-def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def words(tmp_path, text_file, monkeypatch):
     """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
     monkeypatch.chdir(tmp_path)
     for cache in (outline, settings_of, stored_of):  # of another test's folder
         cache.cache_clear()
 
-    def made(layout: str) -> list[str]:
+    def made(layout):
         causal_models.write_tokenizer(fp8_folders.make(layout, tmp_path / "model"))
         text = ["prepare", "text", "--input", str(text_file), "--tokenizer", "./model", "--out", "law"]
         assert main([*text, "--limit-tokens", "2000"]) == 0
@@ -52,9 +51,7 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
     ("layout", "rule"),
     [(SQUARES, "muon-stochastic"), (SQUARES, "residual8"), (ROWS, "stochastic-8bit"), (EXPERTS, "stochastic")],
 )
-def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(
-    layout: str, rule: str, words: Callable[[str], list[str]]
-) -> None:
+def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(layout, rule, words):
     finetune = [*words(layout), "--rule", rule]
     assert main([*finetune, "--name", "whole", "--save", "saved"]) == 0
     assert main([*finetune, "--name", "cut", "--train.max_seconds", "1e-9"]) == 0
@@ -79,9 +76,7 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(
     assert torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() == loss
 
 
-def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(
-    words: Callable[[str], list[str]], capsys: Any
-) -> None:
+def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(words, capsys):
     words(SQUARES)
     evaluate = ["evaluate", "--model", "./model", "--data.dir", "law", "--windows", "3", "--model.block_size", "16"]
     assert main([*evaluate, "--out", "stored"]) == 0
@@ -105,7 +100,7 @@ def _sized(stored: Any) -> torch.Tensor:
     return torch.empty(stored.shape, device="meta")
 
 
-def test_a_rule_of_floats_trains_the_values(words: Callable[[str], list[str]]) -> None:
+def test_a_rule_of_floats_trains_the_values(words):
     finetune = [*words(ROWS), "--model.format", "null"]
     config = resolve(
         load_config(find_config("finetune"), [*finetune[3:], "--rule", "fp32", "--model.pretrained", "./model"])
@@ -118,7 +113,7 @@ def test_a_rule_of_floats_trains_the_values(words: Callable[[str], list[str]]) -
     assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())
 
 
-def test_the_values_of_what_was_trained_in_codes_can_be_saved(words: Callable[[str], list[str]]) -> None:
+def test_the_values_of_what_was_trained_in_codes_can_be_saved(words):
     finetune = [*words(FIVE), "--model.format", "null", "--rule", "stochastic"]
     assert main([*finetune, "--save", "saved"]) == 0
     assert main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"]) == 0
@@ -137,9 +132,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_as_the_files_have_it_is_refused(
-    words: Callable[[str], list[str]], refused: Callable[..., str]
-) -> None:
+def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
     finetune = words(SQUARES)
     for more, told in REFUSED.items():
         assert told in refused(*finetune, *more.split()), more
@@ -149,9 +142,7 @@ def test_what_is_not_as_the_files_have_it_is_refused(
     assert resolve(load_config(None, [])).model.granularity is None
 
 
-def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
-    words: Callable[[str], list[str]], refused: Callable[..., str], text_file: Path
-) -> None:
+def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, refused, text_file):
     finetune = words(SQUARES)
     state = load_file("model/model.safetensors")
     del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
@@ -164,9 +155,9 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
         assert "its scale is missing" in told
 
 
-def test_files_are_looked_into_once(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_looked_into_once(words, monkeypatch):
     """On the hub that is a question to a server, which may be out of reach."""
-    asked: list[str] = []
+    asked = []
     published_weights = fm.published_weights
     monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or published_weights(name))
     finetune = words(SQUARES)
@@ -175,7 +166,7 @@ def test_files_are_looked_into_once(words: Callable[[str], list[str]], monkeypat
     assert asked == ["./model"]
 
 
-def test_memory_is_that_of_codes(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_codes(words, monkeypatch):
     finetune = words(SQUARES)
     found = outline("./model")
     codes, scales = (sum(_sized(x).numel() for x in found.stored.values()), 0)
@@ -189,7 +180,7 @@ def test_memory_is_that_of_codes(words: Callable[[str], list[str]], monkeypatch:
         load_causal("./model")  # codes and floats at once
 
 
-def test_a_trained_folder_says_its_formats(words: Callable[[str], list[str]]) -> None:
+def test_a_trained_folder_says_its_formats(words):
     words(EXPERTS)
     model = load_causal("./model", quantization={"seed": 3, "rounding": "nearest"})
     own = {name for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}

@@ -1,7 +1,6 @@
 """Every wrong command line is one line that names what is wrong, code 2, and nothing left behind."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ MEASURED = f"{MODEL} --input TEXT"
 TUNED = "finetune --model MODEL --data.dir OWN --model.block_size=16"
 COMPARED = "compare --task classify --rules fp32,stochastic --max-steps 4 --out none"
 #: what is said, its parts apart by " & ", by the words that are refused
-REFUSED: dict[str, str] = {
+REFUSED = {
     "cmpare": "did you mean 'compare'",
     # options of commands
     "prepare stdlb": "stdlb & did you mean 'stdlib'",
@@ -171,7 +170,7 @@ REFUSED: dict[str, str] = {
 
 
 @pytest.fixture(scope="session")
-def pretrained(text_file: Path) -> dict[str, str]:
+def pretrained(text_file):
     """A model of transformers, and the text in its tokens."""
     import causal_models
 
@@ -182,15 +181,8 @@ def pretrained(text_file: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", dict.fromkeys(words.split()[0] for words in REFUSED))
 def test_a_wrong_command_line_is_refused_in_one_line(
-    command: str,
-    refused: Callable[..., str],
-    trained: dict[str, Path],
-    corpus_dir: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+    command, refused, trained, corpus_dir, text_file, tmp_path, monkeypatch, request
+):
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)

@@ -3,10 +3,8 @@
 import errno
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from bench_runs import Tiny
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
@@ -22,16 +20,14 @@ def words(corpus: Path, *more: str) -> list[str]:
     return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *(f"--{k}={v}" for k, v in SMALL.items()), *more]
 
 
-def test_a_warm_up_that_outlasts_the_run_is_said(
-    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for steps, said in ((1, False), (2, True)):
         assert main(words(corpus_dir, f"--optimizer.warmup_steps={steps}")) == 0
         assert ("steps of warm-up are no fewer than the run's 2" in capsys.readouterr().err) is said
 
 
-def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_token(tmp_path):
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + b"some words, " * 100)
     prepare_text(tmp_path / "text", tmp_path / "out", "byte")
     corpus = load_corpus(tmp_path / "out", 4)
@@ -42,8 +38,8 @@ def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
 
 
 def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
-    tiny: Tiny, tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny, tmp_path, corpus_dir, monkeypatch, capsys
+):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     (tmp_path / "there" / "d").symlink_to(corpus_dir)
@@ -56,9 +52,7 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_command_with_its_number(
-    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, text_file: Path
-) -> None:
+def test_a_signal_ends_a_command_with_its_number(number, code, monkeypatch, text_file):
     monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
     interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -69,12 +63,10 @@ def test_a_signal_ends_a_command_with_its_number(
         signal.signal(signal.SIGINT, interrupts)
 
 
-def test_a_full_disk_has_one_exit_code(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_has_one_exit_code(text_file, tmp_path, monkeypatch, capsys):
     real = Path.mkdir
 
-    def full(path: Path, *arguments: Any, **options: Any) -> None:
+    def full(path, *arguments, **options):
         if "partial" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         real(path, *arguments, **options)

@@ -1,7 +1,5 @@
 """Resolving: rules, named sizes, short forms, and the combinations refused."""
 
-from pathlib import Path
-
 import pytest
 from laws import each
 
@@ -10,10 +8,6 @@ from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITH
 from nanogpt_bench.config.settings import load_config, to_yaml
 from nanogpt_bench.setup.resolve import resolve, rule_name
 
-FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")
-MASTER = ("--model.format", "E4M3", "--model.storage", "master")
-CONTINUOUS = ("--model.format", "E4M3", "--model.storage", "continuous")
-
 
 def arguments_of(rule: str) -> list[str]:
     quantised = RULES[rule].storage not in WITHOUT_FORMATS
@@ -21,7 +15,7 @@ def arguments_of(rule: str) -> list[str]:
 
 
 @each("rule", available_rules())
-def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
+def test_a_rule_fills_in_what_it_stands_for(rule):
     config = resolve(load_config(None, arguments_of(rule)))
     entry = RULES[rule]
     assert config.model.storage == entry.storage
@@ -34,7 +28,7 @@ def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
 
 
 @each("rule", available_rules())
-def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself(rule: str, tmp_path: Path) -> None:
+def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself(rule, tmp_path):
     once, path = resolve(load_config(None, arguments_of(rule))), tmp_path / "config.yaml"
     path.write_text(to_yaml(once))
     again = resolve(load_config(path))
@@ -45,13 +39,13 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
 
 
 @each("rule", available_rules())
-def test_the_rule_is_recognised_from_its_settings(rule: str) -> None:
+def test_the_rule_is_recognised_from_its_settings(rule):
     config = resolve(load_config(None, arguments_of(rule)))
     config.rule = None
     assert rule_name(config) == rule
 
 
-def test_settings_of_one_s_own_are_called_custom() -> None:
+def test_settings_of_one_s_own_are_called_custom():
     config = load_config(
         None, ["--model.format", "E4M3", "--optimizer.name", "StiffnessAdamW", "--optimizer.stiffness=2"]
     )
@@ -59,7 +53,7 @@ def test_settings_of_one_s_own_are_called_custom() -> None:
 
 
 @each("storage", ["grid", "fp8"])
-def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage: str) -> None:
+def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage):
     config = resolve(load_config(None, [*arguments_of("stiffness"), "--model.storage", storage]))
     assert config.model.storage == storage
     config.rule = None
@@ -67,7 +61,7 @@ def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage: st
 
 
 @each("name", OWN_OPTIMIZERS)
-def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None:
+def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name):
     config = resolve(load_config(None, ["--model.format", "E4M3", "--optimizer.name", name]))
     optimizer = config.optimizer
     assert config.model.storage in ROUNDED
@@ -77,6 +71,6 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None
     assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon"))
 
 
-def test_formats_to_measure_against_take_their_own_spelling() -> None:
+def test_formats_to_measure_against_take_their_own_spelling():
     config = resolve(load_config(None, ["--monitor.activation_format=e4m3", "--monitor.gradient_format=none"]))
     assert (config.monitor.activation_format, config.monitor.gradient_format) == ("E4M3", None)

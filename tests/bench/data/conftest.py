@@ -1,6 +1,5 @@
 """Parquet files as the hub keeps them."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,6 @@ def write_parquet(path: Path, texts: list[str | None]) -> None:
 
 
 @pytest.fixture(scope="session")
-def parquet() -> Callable[[Path, list[str | None]], None]:
+def parquet():
     """The function that writes texts into a parquet file."""
     return write_parquet

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,12 +85,12 @@ class Outcome:
     requests: list[str]
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self):
         return dict(json.loads((self.folder / "meta.json").read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, hub: Any, parquet: Parquet) -> dict[str, Outcome]:
+def outcomes(tmp_path_factory, hub, parquet):
     """Prepare everything; lex_glue leaves the hub before the last."""
     place = tmp_path_factory.mktemp("place")
     add_repository(hub.root, "coastalcph/lex_glue", "eurlex", parquet)
@@ -119,7 +118,7 @@ def asked(requests: list[str], name: str) -> list[str]:
     return [request for request in requests[first:last] if "/datasets/" in request]
 
 
-def test_eurlex_comes_from_the_hub(outcomes: dict[str, Outcome]) -> None:
+def test_eurlex_comes_from_the_hub(outcomes):
     done = outcomes["eurlex"]
     assert (done.code, done.err) == (0, "")
     assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
@@ -136,7 +135,7 @@ def test_eurlex_comes_from_the_hub(outcomes: dict[str, Outcome]) -> None:
     assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
 
 
-def test_a_limit_leaves_files_unread(outcomes: dict[str, Outcome]) -> None:
+def test_a_limit_leaves_files_unread(outcomes):
     done = outcomes["limited"]
     assert (done.code, done.err) == (0, "")
     assert "800 tokens for training, 80 for validation" in done.out
@@ -144,7 +143,7 @@ def test_a_limit_leaves_files_unread(outcomes: dict[str, Outcome]) -> None:
     assert read == {"train-00000-of-00002.parquet", "validation-00000-of-00001.parquet"}
 
 
-def test_without_lex_glue_the_other_data_set_is_taken(outcomes: dict[str, Outcome]) -> None:
+def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
     done = outcomes["fallback"]
     assert (done.code, done.err) == (0, f"the hub has no data set {GLUE!r}; taking {MULTI!r}\n")
     assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in done.requests
@@ -152,7 +151,7 @@ def test_without_lex_glue_the_other_data_set_is_taken(outcomes: dict[str, Outcom
     assert done.meta["splits"]["train"]["tokens"] == sum(map(len, TRAIN))
 
 
-def test_a_local_copy_asks_the_hub_nothing(outcomes: dict[str, Outcome]) -> None:
+def test_a_local_copy_asks_the_hub_nothing(outcomes):
     done = outcomes["copy"]
     assert (done.code, done.err, done.requests) == (0, "", [])
     assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
@@ -168,7 +167,7 @@ def test_a_local_copy_asks_the_hub_nothing(outcomes: dict[str, Outcome]) -> None
         ("id", ["--dataset 'a/b/c' is no id"]),
     ],
 )
-def test_what_the_hub_does_not_have_is_named(outcomes: dict[str, Outcome], name: str, parts: list[str]) -> None:
+def test_what_the_hub_does_not_have_is_named(outcomes, name, parts):
     done = outcomes[name]
     assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
     assert [part for part in parts if part not in done.err] == []
@@ -176,7 +175,7 @@ def test_what_the_hub_does_not_have_is_named(outcomes: dict[str, Outcome], name:
 
 
 @pytest.fixture
-def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def at(monkeypatch):
     """A function that moves this process's hub to another address."""
     return lambda url: monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
 
@@ -187,9 +186,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
-    tmp_path: Path, at: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(tmp_path, at, capsys):
     at(closed_port())
     started = time.monotonic()
     assert main(["prepare", "eurlex", "--out", str(tmp_path / "out")]) == 2
@@ -201,9 +198,7 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(
-    at: Callable[[str], None], hub: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypatch):
     assert hub_module.LOOKUP_SECONDS < 10
     at(hub.url)
     hub.down = 503
@@ -220,10 +215,10 @@ def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(
         assert time.monotonic() - started < 5
 
 
-def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch):
     for error in (ConnectionError("no route"), OfflineModeIsEnabled("off"), TimeoutError(), OSError(5, "broken pipe")):
 
-        def fail(*_: object, error: Exception = error, **__: object) -> None:
+        def fail(*_, error=error, **__):
             raise error
 
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
@@ -231,10 +226,8 @@ def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch)
             find_commit("some/set", None)
 
 
-def test_a_given_revision_is_not_looked_for_in_another_data_set(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def none(name: str, revision: str | None) -> str:
+def test_a_given_revision_is_not_looked_for_in_another_data_set(monkeypatch, tmp_path):
+    def none(name, revision):
         raise NotOnHubError(f"the hub has no data set {name!r}")
 
     monkeypatch.setattr(dataset, "find_commit", none)
@@ -242,7 +235,7 @@ def test_a_given_revision_is_not_looked_for_in_another_data_set(
         dataset.prepare_eurlex(tmp_path / "out", revision="v2")
 
 
-def test_within_gives_what_the_call_gives() -> None:
+def test_within_gives_what_the_call_gives():
     assert within(5, lambda: "done") == "done"
     with pytest.raises(KeyError, match="lost"):
         within(5, lambda: {}["lost"])

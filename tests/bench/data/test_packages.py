@@ -97,7 +97,7 @@ def archives() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A folder with an archive of each package, whose sha256 are those that are expected."""
     made = tmp_path / "archives"
     made.mkdir()
@@ -125,7 +125,7 @@ def bytes_of(tokens: list[int], end: int | None) -> list[str]:
     return found
 
 
-def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_path: Path) -> None:
+def test_each_kind_gives_its_english_and_no_sentence_twice(folder, tmp_path):
     meta = prepare_packages(tmp_path / "out", data_dir=folder)
     splits = documents(tmp_path / "out")
     texts = splits["train"] + splits["val"]
@@ -147,7 +147,7 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_pat
     assert sum(fact["bytes"] for fact in facts.values()) == sum(len(text.encode()) for text in texts)
 
 
-def test_no_long_sentence_is_twice_whatever_stands_before_it() -> None:
+def test_no_long_sentence_is_twice_whatever_stands_before_it():
     known = Sentences()
     long = "A sentence of more than forty characters, which is long."
     assert known.new(f"Short. {long}") == f"Short. {long}"
@@ -159,7 +159,7 @@ def test_no_long_sentence_is_twice_whatever_stands_before_it() -> None:
     assert known.new(brief) == ""
 
 
-def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder, tmp_path):
     prepare_packages(tmp_path / "all", data_dir=folder)
     prepare_packages(tmp_path / "botocore", packages=["botocore"], data_dir=folder)
     every, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
@@ -172,7 +172,7 @@ def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(f
     assert numbers != sorted(numbers)  # as they are in the archive: a limit takes of all packages
 
 
-def test_the_same_archives_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_the_same_archives_give_the_same_bytes(folder, tmp_path):
     made = {
         name: [(tmp_path / name / file).read_bytes() for file in ("train.bin", "val.bin", "meta.json")]
         for name in ("a", "b")
@@ -184,14 +184,14 @@ def test_the_same_archives_give_the_same_bytes(folder: Path, tmp_path: Path) -> 
 def copying(folder: Path) -> Callable[[Any, str], list[str]]:
     """A registry's client that finds what it is to download in a folder."""
 
-    def command(package: Any, name: str) -> list[str]:
+    def command(package, name):
         program = "import shutil, sys; shutil.copy(*sys.argv[1:])"
         return [sys.executable, "-c", program, str(folder / package.archive), package.archive]
 
     return command
 
 
-def test_what_is_downloaded_is_read_and_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_downloaded_is_read_and_goes(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(packages.Package, "command", copying(folder))
     out = tmp_path / "made" / "out"
     meta = prepare_packages(out, progress=True)
@@ -199,8 +199,8 @@ def test_what_is_downloaded_is_read_and_goes(folder: Path, tmp_path: Path, monke
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_an_interrupted_download_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(command: list[str], **options: Any) -> None:
+def test_an_interrupted_download_leaves_nothing(folder, tmp_path, monkeypatch):
+    def interrupted(command, **options):
         (Path(options["cwd"]) / "half.whl").write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -235,9 +235,7 @@ def no_archive(folder: Path) -> None:
         (no_archive, ["linux-source"], "unknown package 'linux-source'; did you mean 'linux-source-6.1'"),
     ],
 )
-def test_an_archive_that_cant_be_had_is_refused(
-    folder: Path, tmp_path: Path, damage: Callable[[Path], None], packages: list[str] | None, message: str
-) -> None:
+def test_an_archive_that_cant_be_had_is_refused(folder, tmp_path, damage, packages, message):
     damage(folder)
     with pytest.raises(BenchError, match=message) as caught:
         prepare_packages(tmp_path / "out", packages=packages, data_dir=folder)
@@ -256,18 +254,14 @@ def test_an_archive_that_cant_be_had_is_refused(
         (["/nowhere/client"], "any.whl; /nowhere/client: No such file"),
     ],
 )
-def test_a_client_that_fails_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: list[str], message: str
-) -> None:
+def test_a_client_that_fails_is_told_in_one_line(tmp_path, monkeypatch, program, message):
     monkeypatch.setattr(packages.Package, "command", lambda package, name: program)
     with pytest.raises(BenchError, match=message):
         prepare_packages(tmp_path / "made" / "out")
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_the_command(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
     assert capsys.readouterr().out.startswith("data/packages: ")

@@ -98,7 +98,7 @@ def check(config: Resolved, folder: Path, moves: float) -> None:
     assert max(ours) - min(ours) > moves
 
 
-def test_a_small_model_has_the_losses_of_transformers(tmp_path: Path, text_file: Path) -> None:
+def test_a_small_model_has_the_losses_of_transformers(tmp_path, text_file):
     prepare_text(text_file, tmp_path / "data", "gpt2")
     small = {"model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 24, "train.batch_size": 3}
     small |= {"train.max_steps": 12, "optimizer.warmup_steps": 4, "eval.batches": 1, "eval.interval": 12}
@@ -108,7 +108,7 @@ def test_a_small_model_has_the_losses_of_transformers(tmp_path: Path, text_file:
 
 
 @pytest.mark.slow
-def test_the_whole_model_has_the_losses_of_transformers(tmp_path: Path, text_file: Path) -> None:
+def test_the_whole_model_has_the_losses_of_transformers(tmp_path, text_file):
     (tmp_path / "long.txt").write_text(text_file.read_text(encoding="utf-8") * 8, encoding="utf-8")
     prepare_text(tmp_path / "long.txt", tmp_path / "data", "gpt2")
     few = {

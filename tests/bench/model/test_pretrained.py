@@ -3,14 +3,12 @@
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gpt2_checkpoints
 import pytest
 import torch
-from bench_runs import Tiny
 
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
@@ -24,7 +22,7 @@ from nanogpt_bench.system.errors import BenchError
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return gpt2_checkpoints.write(tmp_path_factory.mktemp("gpt2"))
 
 
@@ -36,7 +34,7 @@ def loaded(folder: Path, **shape: Any) -> GPT:
 
 @pytest.mark.parametrize("function", ["gelu_new", "gelu"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_logits_are_those_of_transformers(tmp_path: Path, function: str, tied: bool) -> None:
+def test_the_logits_are_those_of_transformers(tmp_path, function, tied):
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -55,7 +53,7 @@ def test_the_logits_are_those_of_transformers(tmp_path: Path, function: str, tie
     assert (ours.lm_head.weight is ours.token_embedding.weight) is tied
 
 
-def test_gpt2_s_own_size_has_gpt2_s_parameters() -> None:
+def test_gpt2_s_own_size_has_gpt2_s_parameters():
     with torch.device("meta"):
         model = GPT(SIZES["124M"])
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
@@ -63,8 +61,8 @@ def test_gpt2_s_own_size_has_gpt2_s_parameters() -> None:
     assert (resolved.bias, resolved.tie_weights, resolved.gelu) == (True, True, "tanh")
 
 
-def test_names_with_and_without_their_prefix_and_with_masks(tmp_path: Path, folder: Path) -> None:
-    def edit(stored: dict[str, torch.Tensor]) -> None:
+def test_names_with_and_without_their_prefix_and_with_masks(tmp_path, folder):
+    def edit(stored):
         for name in list(stored):
             stored[f"transformer.{name}"] = stored.pop(name)
         stored["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
@@ -76,7 +74,7 @@ def test_names_with_and_without_their_prefix_and_with_masks(tmp_path: Path, fold
         assert torch.equal(ours, theirs)
 
 
-def test_fewer_positions_take_the_first_and_an_untied_head_a_copy(folder: Path) -> None:
+def test_fewer_positions_take_the_first_and_an_untied_head_a_copy(folder):
     full, cut = loaded(folder), loaded(folder, block_size=8, tie_weights=False)
     tokens = torch.arange(8)[None]
     assert torch.equal(cut(tokens), full(tokens))
@@ -84,8 +82,8 @@ def test_fewer_positions_take_the_first_and_an_untied_head_a_copy(folder: Path) 
     assert torch.equal(cut.lm_head.weight, cut.token_embedding.weight)
 
 
-def test_bfloat16_weights_are_read_as_float32(tmp_path: Path) -> None:
-    def edit(stored: dict[str, torch.Tensor]) -> None:
+def test_bfloat16_weights_are_read_as_float32(tmp_path):
+    def edit(stored):
         stored.update({name: value.bfloat16() for name, value in stored.items()})
 
     model = loaded(gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit))
@@ -95,8 +93,8 @@ def test_bfloat16_weights_are_read_as_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_codes_are_not_read_as_weights(dtype: torch.dtype, tmp_path: Path, folder: Path) -> None:
-    def edit(stored: dict[str, torch.Tensor]) -> None:
+def test_codes_are_not_read_as_weights(dtype, tmp_path, folder):
+    def edit(stored):
         stored["h.0.mlp.c_fc.weight"] = (stored["h.0.mlp.c_fc.weight"] * 100).to(dtype)
 
     made = gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
@@ -116,12 +114,12 @@ def test_codes_are_not_read_as_weights(dtype: torch.dtype, tmp_path: Path, folde
         (["--model.block_size=64"], "more than the 32 positions"),
     ],
 )
-def test_settings_for_another_model_are_refused(folder: Path, arguments: list[str], words: str) -> None:
+def test_settings_for_another_model_are_refused(folder, arguments, words):
     with pytest.raises(BenchError, match=words):
         resolve(load_config(None, ["--model.init_from", str(folder), *arguments]))
 
 
-def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_another_kind_is_refused(tmp_path):
     gpt2_checkpoints.write(
         tmp_path, model_type="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
@@ -129,13 +127,13 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
         checkpoint_shape(str(tmp_path))
 
 
-def test_a_tied_head_can_t_take_a_head_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_head_can_t_take_a_head_of_its_own(tmp_path):
     gpt2_checkpoints.write(tmp_path, tie_word_embeddings=False)
     with pytest.raises(BenchError, match=r"lm_head of its own; give false"):
         resolve(load_config(None, ["--model.init_from", str(tmp_path), "--model.tie_weights=true"]))
 
 
-def test_a_run_starts_from_the_checkpoint(tiny: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_checkpoint(tiny, corpus_dir, tmp_path):
     vocabulary = load_corpus(corpus_dir, 16).vocab_size
     folder = gpt2_checkpoints.write(tmp_path / "gpt2", vocab_size=vocabulary, n_layer=1, n_positions=16)
     config = tiny(model__init_from=str(folder), model__format="E4M3", model__tie_weights=False, train__max_steps=3)
@@ -147,7 +145,7 @@ def test_a_run_starts_from_the_checkpoint(tiny: Tiny, corpus_dir: Path, tmp_path
     assert summary["final_val_loss"] < summary["first_val_loss"]
 
 
-def test_another_vocabulary_is_refused(tiny: Tiny, folder: Path, tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused(tiny, folder, tmp_path):
     config = tiny(model__init_from=str(folder), model__n_layer=2)
     with pytest.raises(BenchError, match=r"has a vocabulary of 61, the corpus \(tokenizer char\)"):
         run(config, tmp_path / "run")
@@ -158,11 +156,11 @@ def test_another_vocabulary_is_refused(tiny: Tiny, folder: Path, tmp_path: Path)
 
 
 @pytest.fixture
-def hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def hub_client(tmp_path, monkeypatch):
     """Return a function that points an empty cache's client at an address."""
     from huggingface_hub import constants
 
-    def use(address: str) -> None:
+    def use(address):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -176,7 +174,7 @@ def hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     root.setLevel(level)
 
 
-def test_what_the_hub_does_not_have_is_named(hub_client: Callable[[str], None], hub: Any, folder: Path) -> None:
+def test_what_the_hub_does_not_have_is_named(hub_client, hub, folder):
     (hub.root / "openai-community").mkdir()
     (hub.root / "openai-community" / "gpt2").symlink_to(folder)
     hub_client(hub.url)
@@ -186,9 +184,7 @@ def test_what_the_hub_does_not_have_is_named(hub_client: Callable[[str], None], 
         hub_module.hub_file("openai-community/gpt2", "pytorch_model.bin")
 
 
-def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
-    hub_client: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(hub_client, monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -201,13 +197,13 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
     assert "\n" not in str(caught.value)
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(hub_module, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"fp8manifold\[hub\]"):
         checkpoint_shape("gpt2")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "gpt3"])
-def test_a_path_that_does_not_exist_is_no_id(name: str) -> None:
+def test_a_path_that_does_not_exist_is_no_id(name):
     with pytest.raises(BenchError, match="does not exist"):
         checkpoint_shape(name)

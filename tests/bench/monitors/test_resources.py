@@ -11,7 +11,7 @@ from nanogpt_bench.monitors.resources import Resources, flops_per_token
 from nanogpt_bench.setup.resolve import resolve
 
 
-def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
     config = resolve(load_config(None))
     model = GPT(GPTShape(4, 4, 128, 64))
     flops = flops_per_token(model, config)

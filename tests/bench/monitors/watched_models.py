@@ -44,7 +44,7 @@ def watched(
 ) -> Watched:
     """What monitors of a model are made from, each step a look."""
     config, layers = Config(), quantized_layers(model)
-    config.monitor = MonitorConfig(interval=interval, **settings)  # type: ignore[arg-type]
+    config.monitor = MonitorConfig(interval=interval, **settings)
     config.model.storage = next(iter(layers.values())).storage if layers else "float32"
     return Watched.of(config, model, torch.device("cpu"), look)
 
@@ -59,11 +59,11 @@ def observers_of(of: Watched, *names: str) -> list[Observer]:
 
 def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:
     """Forward, backward, SGD and the writing of the record, as the loop does them."""
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     if any(isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()):
         optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest")
     step = Step(number, model, optimizer, last=True)
-    points: list[Callable[[Observer], Callable[[Step], None]]] = [
+    points = [
         lambda o: o.before_forward,
         lambda o: o.after_forward,
         lambda o: o.after_backward,

@@ -39,7 +39,7 @@ def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, A
     metric = None if rule not in STALL else "code_unchanged" if rule == "master" else "update_lost"
     found = []
     for step in range(steps + 1):
-        record: dict[str, Any] = {
+        record = {
             "step": step,
             "train/loss": loss_at(step, steps, final - 0.05, 0.08),
             "lr": 1e-3 * (1 - step / (steps + 1)),

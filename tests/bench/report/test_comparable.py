@@ -40,7 +40,7 @@ def judged(tmp_path, write_run):
     """The result of a run that differs from its reference as given."""
     made = iter(range(100))
 
-    def compare(**differences: object):
+    def compare(**differences):
         folder = tmp_path / str(next(made))
         base = described(write_run(folder / "a"))
         other = described(write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences)
@@ -76,7 +76,7 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, dif
 def grid(tmp_path, write_run):
     """The rows of every rule given at 100 and 200 steps; the losses of the longer runs are 1 lower."""
 
-    def rows(*rules: tuple[str, str, float], **settings: dict[str, object]):
+    def rows(*rules, **settings):
         runs = []
         for steps in (100, 200):
             for rule, fmt, final in rules:

@@ -17,7 +17,7 @@ def runs(tmp_path, write_run):
 
 
 def test_all_runs_below_a_folder_are_found_and_counted(runs):
-    said: list[str] = []
+    said = []
     found = [path.relative_to(runs).as_posix() for path in find_runs([runs], said.append)]
     assert found == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/tune/c"]
     assert said == [f"{runs}: 5 runs found in 4 folders"]
@@ -27,7 +27,7 @@ def test_links_are_not_followed_and_are_counted(runs, tmp_path, write_run):
     write_run(tmp_path / "elsewhere" / "d", steps=20)
     (runs / "linked").symlink_to(tmp_path / "elsewhere")
     (runs / "sweep-lr" / "back").symlink_to(runs)  # a circle
-    said: list[str] = []
+    said = []
     assert len(find_runs([runs], said.append)) == 5
     assert said[0] == f"{runs}: 5 runs found in 4 folders (2 links not followed)"
     (tmp_path / "links").mkdir()

@@ -76,7 +76,7 @@ def _run(folder: Path, text: str) -> Path:
     write_run(folder, rule=text, fmt="E4M3", seed=0, name=text, status="failed", failure=failure, failures=findings)
     summary = summary_of(folder)
     _json(folder / "summary.json", summary | {"format": text, "alerts": {text: 3}})
-    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    config = yaml.safe_load((folder / "config.yaml").read_text())
     printed = text if "\ud800" not in text else "half"  # what YAML can hold
     config |= {printed: printed, "data": {"dir": printed, "seed": printed}, "tracking": {"tags": [printed]}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -121,10 +121,10 @@ def page(runs):
 class Elements(HTMLParser):
     """The start tags of a page, with the attributes that could run something."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[str] = []
-        self.dangerous: list[str] = []
+        self.tags = []
+        self.dangerous = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):

@@ -16,10 +16,10 @@ from nanogpt_bench.system.errors import BenchError
 class Page(HTMLParser):
     """Collects what the tests look at: elements, and the text of each kind of element."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: dict[str, list[str]] = {}
+        self.elements = []
+        self.text = {}
         self._open = ""
         self.feed(text)
 
@@ -115,7 +115,7 @@ def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_ru
     assert built.stat().st_size < 8e6
 
 
-def test_a_source_of_many_files_is_named_shortly() -> None:
+def test_a_source_of_many_files_is_named_shortly():
     files = {"a.parquet": "715e920aa9985689", "b.parquet": "22576ea2c159107b"}
     corpus = {"source": {"kind": "copy", "files": files, "limit": None}, "splits": {"train": {"tokens": 1200}}}
     said = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]

@@ -56,7 +56,7 @@ def results(tmp_path, write_comparison):
     return measured(write_comparison(tmp_path))
 
 
-def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
+def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
     results = [result(*row) for row in ROWS]
     shown = headings(results)
     assert not {"best val loss", "grad cosine"} & set(shown)
@@ -66,7 +66,7 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
         assert [word for word in shown if word not in table] == []
 
 
-def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
+def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all():
     results = [result(f"row {loss}", loss, 9.0, None, None, 1) for loss in (2.5, 2.62)]
     assert "best val loss" not in headings(results)
     first = replace(results[0], best_val_loss=Figure(2.4))
@@ -74,7 +74,7 @@ def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
 
 
 @each(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)])
-def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool) -> None:
+def test_alerts_are_shown_where_they_differ(alerts, shown):
     results = [
         replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
     ]

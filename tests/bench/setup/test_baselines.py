@@ -1,6 +1,5 @@
 """The baselines: each shipped file trains for a few steps, with the bytes a parameter that its scheme has."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*")
 
 
 @pytest.fixture
-def uncompiled() -> Iterator[None]:
+def uncompiled():
     """Run what would be compiled as it is written: the same step without a minute of compiling."""
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -48,7 +47,7 @@ def from_file(name: str, corpus_dir: Path, *arguments: str, width: int = 64) -> 
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_trains(name: str, corpus_dir: Path, tmp_path: Path, uncompiled: None) -> None:
+def test_a_baseline_trains(name, corpus_dir, tmp_path, uncompiled):
     summary = run(from_file(name, corpus_dir), tmp_path / "run")
     assert (summary["status"], summary["rule"]) == ("finished", BASELINES[name][0])
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.1
@@ -61,7 +60,7 @@ def test_a_baseline_trains(name: str, corpus_dir: Path, tmp_path: Path, uncompil
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports and looks into
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path) -> None:
+def test_a_compiled_step_is_the_step_that_is_written(name, corpus_dir):
     losses = []
     for stance in ("force_eager", "default"):
         torch._dynamo.reset()
@@ -71,9 +70,7 @@ def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
-def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_tensor(
-    corpus_dir: Path, uncompiled: None
-) -> None:
+def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_tensor(corpus_dir, uncompiled):
     trainer = trainer_of(from_file("torchao_adamw8bit.yaml", corpus_dir))
     held = [group["lr"] for group in trainer.optimizer.param_groups]
     seen = []
@@ -87,7 +84,7 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir: Path, recipe: str) -> None:
+def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir, recipe):
     config = from_file("torchao_float8.yaml", corpus_dir, "--rule=torchao-float8", "--train.precision=bf16-mixed")
     config.rule, config.model.torchao_float8, config.train.precision = None, recipe, "float32"
     rounded, plain = trainer_of(config), trainer_of(from_file("fp32.yaml", corpus_dir))
@@ -108,7 +105,7 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir: Path, rec
     assert 0.9 < float(cosine) < 1 - 1e-6
 
 
-def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None:
+def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir):
     config = from_file("torchao_float8.yaml", corpus_dir, width=24)
     with pytest.raises(BenchError, match="multiples of 16"):
         trainer_of(config)

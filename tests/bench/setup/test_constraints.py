@@ -1,11 +1,9 @@
 """Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and refused where they can't be."""
 
-from pathlib import Path
-
 import geoopt
 import pytest
 import torch
-from bench_runs import Tiny, recorded, train, trainer_of
+from bench_runs import recorded, train, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -55,7 +53,7 @@ def off(weight: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Tiny, case: str) -> None:
+def test_weights_begin_on_their_manifold_and_stay_on_it(tiny, case):
     trainer = trainer_of(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
     weights = constrained_weights(trainer.model)
     assert [name.rpartition("attn.")[2] for name in weights] == ["qkv.weight", "proj.weight"]
@@ -72,7 +70,7 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Tiny, case: str) -
         assert type(layer) is torch.nn.Linear
 
 
-def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Tiny) -> None:
+def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
     """Of Adam's first step alone, whose length is its rate whatever the gradient."""
     for settings in (STIEFEL, SPHERE):
         still = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant", "optimizer__constrained_lr": 1e-3}
@@ -87,7 +85,7 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Tiny) -> None:
 
 
 @pytest.fixture(scope="module")
-def watched(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def watched(tiny, tmp_path_factory):
     """Folders of a run under each constraint, with a format that is read through a copy."""
     folders = {}
     for name, settings in {"stiefel": STIEFEL, "sphere": SPHERE, "float": {"model__constraint": "stiefel"}}.items():
@@ -100,7 +98,7 @@ def watched(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     ("name", "figure"),
     [("stiefel", "geometry/orthogonality"), ("sphere", "geometry/off_sphere"), ("float", "geometry/orthogonality")],
 )
-def test_the_monitor_watches_what_is_constrained(watched: dict[str, Path], name: str, figure: str) -> None:
+def test_the_monitor_watches_what_is_constrained(watched, name, figure):
     looks = [record for record in recorded(watched[name]) if figure in record]
     assert [record["step"] for record in looks] == [2, 4, 6]
     keys = [f"{figure}/blocks.0.{layer}.weight" for layer in ("attn.qkv", "attn.proj")]
@@ -116,13 +114,13 @@ def test_the_monitor_watches_what_is_constrained(watched: dict[str, Path], name:
     ).read_text(encoding="utf-8")
 
 
-def test_the_report_draws_its_figures(watched: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_draws_its_figures(watched, tmp_path):
     page = report(list(watched.values()), out=tmp_path / "report").read_text(encoding="utf-8")
     for title in ("Off the Stiefel manifold", "Off the sphere", "Constraints, rounded"):
         assert title in page
 
 
-def test_a_checkpoint_is_evaluated_as_any_other(watched: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_as_any_other(watched, tmp_path):
     assert main(["evaluate", str(watched["stiefel"]), "--formats", "none,E5M2", "--out", str(tmp_path / "e")]) == 0
 
 
@@ -131,7 +129,7 @@ def resolved(**settings: object) -> Config:
     return resolve(load_config(None, [f"--{key.replace('__', '.')}={value}" for key, value in settings.items()]))
 
 
-def test_a_constraint_fills_in_what_it_calls_for() -> None:
+def test_a_constraint_fills_in_what_it_calls_for():
     config = resolved(model__constraint="stiefel")
     assert config.model.storage == "float32"
     optimizer = config.optimizer
@@ -153,13 +151,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_constrained_is_refused(said: str) -> None:
+def test_what_cannot_be_constrained_is_refused(said):
     with pytest.raises(BenchError, match=said) as refusal:
         resolved(**{"model__constraint": "stiefel"} | REFUSED[said])
     assert "\n" not in str(refusal.value)
 
 
-def test_a_row_of_zeros_has_no_nearest_point(tiny: Tiny) -> None:
+def test_a_row_of_zeros_has_no_nearest_point(tiny):
     config = resolve(tiny(**SPHERE))
     corpus = open_corpus(config)
     model = initial_model(config, corpus)
@@ -169,7 +167,7 @@ def test_a_row_of_zeros_has_no_nearest_point(tiny: Tiny) -> None:
         Trainer(config, corpus, torch.device("cpu"), start=model)
 
 
-def test_a_comparison_constrains_the_rows_that_can_be() -> None:
+def test_a_comparison_constrains_the_rows_that_can_be():
     assert applies("model.constraint", "stiefel", RULES["riemannian"])
     assert not applies("model.constraint", "stiefel", RULES["fp32"])
     assert not applies("optimizer.constrained_lr", 0.1, RULES["stochastic"])

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_runs import train, trainer_of
@@ -36,7 +35,7 @@ ALL = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc", "blocks.0.m
 ATTENTION, MLP, HEAD = ALL[:2], ALL[2:4], ALL[4:]
 NORMALISED = (ALL[0], ALL[2], ALL[4])
 #: for each file and operand, the layers that have a format; operands and layers left out have none
-EXAMPLES: dict[str, dict[str, dict[tuple[str, ...], str]]] = {
+EXAMPLES = {
     "bf16_baseline": {},
     "e4m3": {"weight": {ALL: "E4M3"}},
     "e5m2": {"weight": {ALL: "E5M2"}},
@@ -66,7 +65,7 @@ def formats_of(model: nn.Module, operand: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_quantises_what_it_says_and_trains(name: str, corpus_dir: Path, tmp_path: Path) -> None:
+def test_an_example_quantises_what_it_says_and_trains(name, corpus_dir, tmp_path):
     config = small(name, corpus_dir)
     model = trainer_of(config).model
     for operand in OPERANDS:
@@ -78,14 +77,14 @@ def test_an_example_quantises_what_it_says_and_trains(name: str, corpus_dir: Pat
 
 
 @each("name", [name for name in EXAMPLES if name != "bf16_baseline"])
-def test_every_example_differs_from_the_baseline_in_nothing_else(name: str) -> None:
+def test_every_example_differs_from_the_baseline_in_nothing_else(name):
     baseline, example = (resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name))
     differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}
     assert differing == {"model.formats", "model.storage", "shadow.enabled"}
 
 
 #: one of every option that surgery has, on small layers of 32 x n
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "gradients of tensors": {"weight": "E4M3", "gradient": "E5M2"},
     "of activations alone": {"weight": "E4M3", "gradient": {"activation": "E5M2"}},
     "of weights alone": {"weight": "E4M3", "gradient": {"weight": "E5M2"}},
@@ -104,7 +103,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore::fp8manifold.SaturationWarning")  # static scales: it says so, and trains on
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_trains_and_repeats(option: str, accumulation: int, corpus_dir: Path) -> None:
+def test_every_option_trains_and_repeats(option, accumulation, corpus_dir):
     formats = json.dumps({"attn": OPTIONS[option], "mlp": OPTIONS[option]})
     more = ("--model.formats", formats, f"--train.accumulation={accumulation}")
     losses = []
@@ -118,7 +117,7 @@ def test_every_option_trains_and_repeats(option: str, accumulation: int, corpus_
 
 
 @pytest.mark.parametrize("storage", ["grid", "fp8", "continuous"])
-def test_gradients_are_quantised_whatever_the_storage(storage: str, corpus_dir: Path) -> None:
+def test_gradients_are_quantised_whatever_the_storage(storage, corpus_dir):
     formats = json.dumps({"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}})
     more = ("--model.formats", formats, f"--model.storage={storage}", "--optimizer.name=stiffness_adamw")
     trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
@@ -128,7 +127,7 @@ def test_gradients_are_quantised_whatever_the_storage(storage: str, corpus_dir: 
     assert math.isfinite(trainer.validate())
 
 
-def test_one_magnitude_for_all_gradients_is_a_choice(corpus_dir: Path) -> None:
+def test_one_magnitude_for_all_gradients_is_a_choice(corpus_dir):
     formats = json.dumps({"*": {"weight": "E4M3", "gradient": {"format": "E4M3", "scale": "global"}}})
     trainer = trainer_of(small("bf16_baseline", corpus_dir, "--model.formats", formats))
     train(trainer, 2)

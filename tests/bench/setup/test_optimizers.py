@@ -19,7 +19,7 @@ ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=fp8")
 UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 
-def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once() -> None:
+def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once():
     model = GPT(SHAPE)
     decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
@@ -28,11 +28,11 @@ def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once() -> None
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
-def test_a_group_without_parameters_is_left_out() -> None:
+def test_a_group_without_parameters_is_left_out():
     assert len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
 
 
-def test_options_reach_the_optimizer() -> None:
+def test_options_reach_the_optimizer():
     options = ["--optimizer.lr=0.5", "--optimizer.beta1=0.8", "--optimizer.beta2=0.7"]
     optimizer = build_optimizer(GPT(SHAPE), resolve(load_config(None, options)))
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -45,7 +45,7 @@ def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
     return build_optimizer(quantize(GPT(UNTIED), config), config)
 
 
-BUILT: dict[str, type] = {
+BUILT = {
     "adamw": fm.optim.StiffnessAdamW,
     "stiffness_adamw": fm.optim.StiffnessAdamW,
     "sgd": fm.optim.StiffnessSGD,
@@ -57,7 +57,7 @@ BUILT: dict[str, type] = {
 }
 
 
-def test_what_all_of_the_library_s_optimizers_take_reaches_them() -> None:
+def test_what_all_of_the_library_s_optimizers_take_reaches_them():
     options = ["--optimizer.lr=0.5", "--optimizer.writeback=residual8", "--optimizer.moments=bfloat16", "--seed=7"]
     for name, built in BUILT.items():
         optimizer = on_one_byte(name, *options)
@@ -76,12 +76,12 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them() -> None:
         ("stiffness_lion", "stiffness", 0.5),
     ],
 )
-def test_options_of_their_own_reach_the_library_s_optimizers(name: str, option: str, value: float) -> None:
+def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value):
     optimizer = on_one_byte(name, f"--optimizer.{option}={value}")
     assert {group[option] for group in optimizer.param_groups} == {value}
 
 
-def test_sgd_on_a_grid_is_plain_sgd() -> None:
+def test_sgd_on_a_grid_is_plain_sgd():
     assert {group["stiffness"] for group in on_one_byte("sgd").param_groups} == {0.0}
     assert {group["stiffness"] for group in on_one_byte("stiffness_sgd").param_groups} == {0.0}
 
@@ -95,7 +95,7 @@ def test_sgd_on_a_grid_is_plain_sgd() -> None:
         ("sgd", ["--optimizer.writeback=momentum", "--optimizer.momentum=0"], ["momentum"]),
     ],
 )
-def test_a_combination_the_library_refuses_is_one_line(name: str, arguments: list[str], parts: list[str]) -> None:
+def test_a_combination_the_library_refuses_is_one_line(name, arguments, parts):
     with pytest.raises(BenchError) as caught:
         on_one_byte(name, *arguments)
     assert "\n" not in str(caught.value)
@@ -103,7 +103,7 @@ def test_a_combination_the_library_refuses_is_one_line(name: str, arguments: lis
         assert part in str(caught.value)
 
 
-def test_fisher_names_its_package_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fisher_names_its_package_where_it_is_missing(monkeypatch):
     config = resolve(load_config(None, [*ONE_BYTE, "--optimizer.name=fisher"]))
     monkeypatch.setitem(sys.modules, "nngeometry", None)
     with pytest.raises(BenchError, match=r"optimizer: .*nngeometry"):
@@ -111,7 +111,7 @@ def test_fisher_names_its_package_where_it_is_missing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.extra("nngeometry")
-def test_fisher_takes_its_options() -> None:
+def test_fisher_takes_its_options():
     config = resolve(load_config(None, [*ONE_BYTE, "--optimizer.name=fisher", "--optimizer.momentum=0.5"]))
     optimizer = build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
     assert type(optimizer) is fm.optim.FisherNaturalGradient
@@ -120,7 +120,7 @@ def test_fisher_takes_its_options() -> None:
 
 
 @each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
-def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name: str) -> None:
+def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
     asked = on_one_byte(name, "--optimizer.draws=dither")
     assert {group["draws"] for group in asked.param_groups} == {"dither"}
     assert {group["draws"] for group in on_one_byte(name).param_groups} <= {"independent", None}

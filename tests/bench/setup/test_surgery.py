@@ -29,14 +29,14 @@ def quantized(*arguments: str, tie: bool = False, said: bool | None = None, widt
 
 
 @each(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
-def test_a_residual_finds_what_rounding_the_weights_left(writeback: str, kept: bool) -> None:
+def test_a_residual_finds_what_rounding_the_weights_left(writeback, kept):
     model = quantized("--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}")
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
     assert {layer.weight.remainder is not None for layer in layers} == {kept}
 
 
-def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold() -> None:
+def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
     layers = quantized_layers(quantized("--model.format=E4M3", "--model.storage=continuous"))
     floats = quantized()
     for name, layer in layers.items():
@@ -47,7 +47,7 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold() -
         assert torch.equal(layer(x), floats.get_submodule(name)(x))
 
 
-def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded() -> None:
+def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded():
     for storage, kept in (("continuous", True), ("grid", False)):
         model, other = (quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2))
         (name, layer), *_ = quantized_layers(model).items()
@@ -62,7 +62,7 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
 
 
 @each("storage", ["grid", "fp8"])
-def test_draws_are_the_weights_own_as_well(storage: str) -> None:
+def test_draws_are_the_weights_own_as_well(storage):
     """So that what writes beside the optimizer draws as it does, and a checkpoint says so."""
     asked = quantized("--model.format=E4M3", f"--model.storage={storage}", "--optimizer.draws=dither")
     assert {layer.weight.manifold.draws for layer in quantized_layers(asked).values()} == {"dither"}
@@ -71,7 +71,7 @@ def test_draws_are_the_weights_own_as_well(storage: str) -> None:
 
 
 @each("storage", ["master", "grid", "fp8", "continuous"])
-def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
+def test_a_tied_head_is_untied_or_left_as_asked(storage):
     options = ("--model.format=E4M3", f"--model.storage={storage}")
     model = quantized(*options, "--model.tied=untie", tie=True)
     assert "lm_head" in quantized_layers(model)
@@ -95,7 +95,7 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
         ("{mlp: {gradient: E5M2, ste: relu}}", ["model.formats", "ste='relu'", "no operand takes"]),
     ],
 )
-def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats: str, parts: list[str]) -> None:
+def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats, parts):
     with pytest.raises(BenchError) as caught:
         quantized("--model.formats", formats)
     assert "\n" not in str(caught.value)
@@ -106,7 +106,7 @@ def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats: str, parts
 @each(
     ("pattern", "what"), [("token_embedding", "Embedding 'token_embedding'"), ("norm1", "LayerNorm 'blocks.0.norm1'")]
 )
-def test_what_always_stays_float_is_said_to(pattern: str, what: str) -> None:
+def test_what_always_stays_float_is_said_to(pattern, what):
     with pytest.raises(BenchError, match=rf"model\.formats\.{pattern}: {what} stays float") as caught:
         quantized(f"--model.formats.{pattern}", "E4M3", "--model.formats.attn", "E4M3")
     assert str(caught.value).endswith("attn.qkv, attn.proj, mlp.fc, mlp.proj, lm_head, attn, mlp, blocks.N")

@@ -39,13 +39,13 @@ def stub(job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(tmp_path, corpus_dir, monkeypatch):
     """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
     monkeypatch.chdir(tmp_path)
     small = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
     train = {"max_steps": 4, "batch_size": 4, "precision": "float32"}
 
-    def writer(**content: object) -> Path:
+    def writer(**content):
         settings = {
             "data.dir": str(corpus_dir),
             **{f"model.{name}": value for name, value in small.items()},

@@ -1,11 +1,10 @@
 """runtime.compile: the same losses, monitors that still see the layers, and an error in one line."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, train, trainer_of
+from bench_runs import recorded, train, trainer_of
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
@@ -23,15 +22,15 @@ def compiling_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh():
     torch._dynamo.reset()
 
 
-def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch):
     runs = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        def called(*arguments: Any) -> Any:
+    def backend(graph, inputs):
+        def called(*arguments):
             runs.append(len(arguments))
             return graph.forward(*arguments)
 
@@ -52,8 +51,8 @@ def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch: p
     assert (len(runs), len(seen)) == (2, 1)
 
 
-def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+def test_a_compiler_that_fails_is_one_line(monkeypatch):
+    def backend(graph, inputs):
         raise RuntimeError("no compiler\nanywhere")
 
     compiling_with(backend, monkeypatch)
@@ -70,7 +69,7 @@ def losses(config: Config, steps: int) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the tracer's own doing
 @pytest.mark.parametrize("settings", [{"rule": "fp32"}, {"rule": "master", "model__format": "E4M3"}])
-def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: Any) -> None:
+def test_traced_runs_have_the_same_losses(tiny, monkeypatch, settings):
     plain = losses(tiny(**settings), 3)
     compiling_with("aot_eager", monkeypatch)
     assert losses(tiny(**settings, runtime__compile=True), 3) == pytest.approx(plain, abs=1e-5)
@@ -87,13 +86,13 @@ def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.Monkey
         {"model__formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"},
     ],
 )
-def test_compiled_runs_have_the_same_losses(tiny: Tiny, settings: Any) -> None:
+def test_compiled_runs_have_the_same_losses(tiny, settings):
     plain = losses(tiny(**settings), 4)
     assert losses(tiny(**settings, runtime__compile=True), 4) == pytest.approx(plain, abs=2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
-def test_a_compiled_run_is_watched_like_any_other(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
     compiling_with("aot_eager", monkeypatch)
     records = []
     for compiled in (False, True):

@@ -2,7 +2,6 @@
 
 import errno
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from rank_pool import Pool
 
 MONITORS = {"monitor__watch": "[resources, trend]"}
 #: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon-residual8": {"rule": "muon-residual8", "model__format": "E5M2"},
     "residual8-8bit": {
@@ -47,7 +46,7 @@ OF_TORCH = ("fp32", "delayed")
 
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
+def pools(tmp_path_factory):
     pools = {size: Pool(size, tmp_path_factory.mktemp("ranks")) for size in (2, 3)}
     yield pools
     for pool in pools.values():
@@ -59,7 +58,7 @@ def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
 
 
 def own_ranks() -> Ranks:
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.PrefixStore("bench", store))
 
 
@@ -112,9 +111,7 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
 
 @pytest.mark.parametrize("begun", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
-    tiny: Tiny, pools: dict[int, Pool], tmp_path: Path, kind: str, begun: int
-) -> None:
+def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(tiny, pools, tmp_path, kind, begun):
     """One process begins, two go on, three, one: as the one that went all the way alone."""
     alone = trainer_of(settings(tiny, kind, None))
     step_on_equal_gradients(alone, range(begun))
@@ -158,7 +155,7 @@ def trained(config: Config, size: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", ["stochastic-8bit", "fp32", "delayed"])
-def test_processes_train_on_the_batch_of_one(tiny: Tiny, pools: dict[int, Pool], kind: str) -> None:
+def test_processes_train_on_the_batch_of_one(tiny, pools, kind):
     """Sums of another order apart, which change the last bits."""
     config = settings(tiny, kind, "ddp")
     config.optimizer.grad_clip = 0.0
@@ -177,7 +174,7 @@ def drawn_by(config: Config) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_shares_are_the_batch(tiny: Tiny, pools: dict[int, Pool], size: int) -> None:
+def test_shares_are_the_batch(tiny, pools, size):
     config = settings(tiny, "fp32", "ddp")
     each = pools[size].run(drawn_by, config)
     whole = batch(load_corpus(Path(config.data.dir), 16).train, 6, 16, seed=config.seed, step=7, micro_step=1)
@@ -188,7 +185,7 @@ def test_shares_are_the_batch(tiny: Tiny, pools: dict[int, Pool], size: int) -> 
 # ------------------------------------------------------------------------------------------ what all do together
 def failing(what: str) -> list[Any]:
     ranks = own_ranks()
-    said: list[Any] = [ranks.broadcast(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
+    said = [ranks.broadcast(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
     errors = {"disk": OSError(errno.ENOSPC, "No space left on device", "a"), "line": BenchError("no"), "none": None}
     try:
         with ranks.together(CheckpointNotWritten):
@@ -200,7 +197,7 @@ def failing(what: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("what", ["disk", "line", "none"])
-def test_what_fails_in_one_fails_in_all(pools: dict[int, Pool], what: str) -> None:
+def test_what_fails_in_one_fails_in_all(pools, what):
     first, second = pools[2].run(failing, what)
     assert first[:3] == second[:3] == ["from 0", [0.0, 1.0], 0.5]
     if what == "disk":
