@@ -74,6 +74,13 @@ def tiny(corpus_dir):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def refused(capsys):
     """Return a function that has a command line refused: code 2, no output, one line of an error, which it returns."""
 

@@ -53,10 +53,9 @@ def test_enough_is_looked_at():
     assert len(ADVISED) > 40
 
 
-def test_the_text_s_advice_for_a_model_of_a_bare_name_works(tmp_path, text_file, corpus_dir, refused, monkeypatch):
+def test_the_text_s_advice_for_a_model_of_a_bare_name_works(here, text_file, corpus_dir, refused):
     import causal_models
 
-    monkeypatch.chdir(tmp_path)
     for name in ("m", "gpt2", "with blanks"):
         causal_models.write(Path(name))
         said = refused("finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16")

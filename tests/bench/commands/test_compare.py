@@ -27,9 +27,8 @@ from nanogpt_bench.system.errors import BenchError
 
 
 @pytest.fixture
-def run_cli(tmp_path, monkeypatch, capsys):
+def run_cli(here, capsys):
     """Return a function that runs the command in an empty folder: its exit code, what it printed, and its errors."""
-    monkeypatch.chdir(tmp_path)
     return lambda *arguments: (main(["compare", *arguments]), *capsys.readouterr())
 
 

@@ -158,15 +158,14 @@ def test_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):
     assert [record.get("train/loss") for record in whole] == [record.get("train/loss") for record in cut]
 
 
-def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, here, capsys):
     options = [f"--{key}={value}" for key, value in SMALL.items()]
     words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", "stochastic", "--save", "saved"]
     assert main([*words, *options]) == 0
     said = capsys.readouterr().out
     assert "memory: weights and state" in said
     assert "float32 AdamW by arithmetic: 0.3 MiB" in said
-    loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
+    loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
     again = load_config(
         find_config("finetune"),
         [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32", "--model.format=null"],
@@ -180,8 +179,7 @@ def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, tmp
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
 @pytest.mark.parametrize(("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")])
-def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, here):
     words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule]
     words += [f"--{key}={value}" for key, value in SMALL.items()]
     assert main([*words, "--save", "coded", "--layout", layout]) == 0
@@ -192,7 +190,7 @@ def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law,
     tokens = torch.arange(8).view(1, 8)
     with torch.no_grad():
         assert torch.equal(coded(tokens).logits, floats(tokens).logits)
-    size = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("coded", "floats")]
+    size = [(here / name / "model.safetensors").stat().st_size for name in ("coded", "floats")]
     assert size[0] < 0.6 * size[1]
 
 

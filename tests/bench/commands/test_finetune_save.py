@@ -32,9 +32,8 @@ def prepared(folder: Path, text_file: Path, kind: str, **more: Any) -> list[str]
 
 
 @pytest.fixture
-def words(tmp_path, text_file, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return prepared(tmp_path, text_file, "llama")
+def words(here, text_file):
+    return prepared(here, text_file, "llama")
 
 
 @pytest.mark.parametrize(
@@ -49,11 +48,10 @@ def words(tmp_path, text_file, monkeypatch):
         ("llama", True, ["--model.embeddings", "E4M3"], "stochastic"),
     ],
 )
-def test_every_kind_of_layer_is_saved(kind, tied, more, rule, tmp_path, text_file, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = prepared(tmp_path, text_file, kind, tied=tied)
+def test_every_kind_of_layer_is_saved(kind, tied, more, rule, here, text_file):
+    words = prepared(here, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
-    loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
+    loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
     for cache in (outline, settings_of, stored_of):  # of another case's folder "saved"
         cache.cache_clear()
     again = load_config(

@@ -96,16 +96,15 @@ MINE = '{"mine": [1, 2, 3]}\n'
 
 @pytest.mark.parametrize("words", WRITTEN)
 @each("own", [MINE, "no JSON\n"])
-def test_a_file_of_the_users_stays(words, own, trained, corpus_dir, tmp_path, refused, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / WRITTEN[words]
+def test_a_file_of_the_users_stays(words, own, trained, corpus_dir, here, refused):
+    file = here / WRITTEN[words]
     file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text(own)
-    sweep = tmp_path / "a sweep"
+    sweep = here / "a sweep"
     shutil.copytree(trained["float"], sweep / "run", dirs_exist_ok=True)
-    places = {"RUN": trained["float"], "CORPUS": corpus_dir, "FILE": file, "DIR": tmp_path / "dir", "SWEEP": sweep}
+    places = {"RUN": trained["float"], "CORPUS": corpus_dir, "FILE": file, "DIR": here / "dir", "SWEEP": sweep}
     said = refused(*(places.get(word, word) for word in words.split()))
-    assert str(file) in said or str(tmp_path / "dir") in said
+    assert str(file) in said or str(here / "dir") in said
     assert file.read_text() == own
     assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
 
@@ -115,9 +114,8 @@ AGAIN = ("evaluate RUN --out FILE", "sample RUN --tokens 2 --out FILE", "report 
 
 @pytest.mark.parametrize("words", [*AGAIN, "evaluate RUN --formats E4M3 --save DIR"])
 @pytest.mark.usefixtures("_no_figures")
-def test_what_a_command_wrote_it_writes_again(words, trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained["float"], tmp_path / "sweep" / "run")
+def test_what_a_command_wrote_it_writes_again(words, trained, here):
+    shutil.copytree(trained["float"], here / "sweep" / "run")
     Path("x.json").touch()  # as mktemp leaves one
     places = {"RUN": str(trained["float"]), "FILE": "x.json", "DIR": "dir", "SWEEP": "sweep"}
     for _ in range(2):

@@ -28,14 +28,13 @@ SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, 
 
 
 @pytest.fixture
-def words(tmp_path, text_file, monkeypatch):
+def words(here, text_file):
     """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
-    monkeypatch.chdir(tmp_path)
     for cache in (outline, settings_of, stored_of):  # of another test's folder
         cache.cache_clear()
 
     def made(layout):
-        causal_models.write_tokenizer(fp8_folders.make(layout, tmp_path / "model"))
+        causal_models.write_tokenizer(fp8_folders.make(layout, here / "model"))
         text = ["prepare", "text", "--input", str(text_file), "--tokenizer", "./model", "--out", "law"]
         assert main([*text, "--limit-tokens", "2000"]) == 0
         return ["finetune", "--model", "./model", "--data.dir", "law", *SMALL]

@@ -180,10 +180,7 @@ def pretrained(text_file):
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(words.split()[0] for words in REFUSED))
-def test_a_wrong_command_line_is_refused_in_one_line(
-    command, refused, trained, corpus_dir, text_file, tmp_path, monkeypatch, request
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_command_line_is_refused_in_one_line(command, refused, trained, corpus_dir, text_file, here, request):
     for name, text in FILES.items():
         Path(name).write_text(text)
     stand_ins = {"RUN": trained["float"], "CHARS": corpus_dir, "TEXT": text_file, "LONG": "x" * 5000, "NUL": "\0"}
@@ -196,4 +193,4 @@ def test_a_wrong_command_line_is_refused_in_one_line(
         said = refused(*given)
         assert said.isprintable(), words
         assert [part for part in REFUSED[words].split(" & ") if part not in said] == [], words
-        assert {path.name for path in tmp_path.iterdir()} == FILES.keys(), words
+        assert {path.name for path in here.iterdir()} == FILES.keys(), words

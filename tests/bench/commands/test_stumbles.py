@@ -20,8 +20,7 @@ def words(corpus: Path, *more: str) -> list[str]:
     return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *(f"--{k}={v}" for k, v in SMALL.items()), *more]
 
 
-def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, here, capsys):
     for steps, said in ((1, False), (2, True)):
         assert main(words(corpus_dir, f"--optimizer.warmup_steps={steps}")) == 0
         assert ("steps of warm-up are no fewer than the run's 2" in capsys.readouterr().err) is said
@@ -63,7 +62,7 @@ def test_a_signal_ends_a_command_with_its_number(number, code, monkeypatch, text
         signal.signal(signal.SIGINT, interrupts)
 
 
-def test_a_full_disk_has_one_exit_code(text_file, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_has_one_exit_code(text_file, here, monkeypatch, capsys):
     real = Path.mkdir
 
     def full(path, *arguments, **options):
@@ -72,6 +71,5 @@ def test_a_full_disk_has_one_exit_code(text_file, tmp_path, monkeypatch, capsys)
         real(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "mkdir", full)
-    monkeypatch.chdir(tmp_path)
     assert main(["prepare", "text", "--input", str(text_file), "--out", "out"]) == 1
     assert "can't be written: No space left on device" in capsys.readouterr().err

@@ -12,7 +12,7 @@ ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "o
 
 
 @pytest.fixture
-def planned(monkeypatch, tmp_path):
+def planned(monkeypatch, here):
     """Return a function from a command line to the records of what it would have trained, by label."""
     records = []
 
@@ -24,7 +24,6 @@ def planned(monkeypatch, tmp_path):
             self._record.write_manifest()
             return True
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "Session", Planning)
     monkeypatch.setattr(command, "close", lambda *_, **__: 0)
 

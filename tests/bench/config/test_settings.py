@@ -183,8 +183,7 @@ def test_a_shipped_file_is_found_by_its_name(name):
     assert find_config(name) == FOLDER / "e4m3.yaml"
 
 
-def test_a_file_on_disk_comes_first(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_on_disk_comes_first(here):
     Path("e4m3.yaml").write_text("seed: 1\n")
     assert load_config(find_config("e4m3.yaml")).seed == 1
 

@@ -118,8 +118,7 @@ def test_labels_that_are_none_are_named(tmp_path, labels, reason):
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_the_command_says_how_many_labels_there_are(tmp_path, copy, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_says_how_many_labels_there_are(here, copy, capsys):
     assert main(["prepare", "eurlex", "--task", "labels", "--data-dir", "copy"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("data/eurlex-labels: ")

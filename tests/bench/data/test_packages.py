@@ -261,8 +261,7 @@ def test_a_client_that_fails_is_told_in_one_line(tmp_path, monkeypatch, program,
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_the_command(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command(folder, here, capsys):
     assert main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
     assert capsys.readouterr().out.startswith("data/packages: ")
     assert main(["prepare", "stdlib", "--packages", "oci"]) == 2

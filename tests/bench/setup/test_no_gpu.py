@@ -30,11 +30,10 @@ COMMANDS = {
 
 
 @pytest.fixture
-def places(tmp_path, corpus_dir, monkeypatch):
+def places(here, corpus_dir, monkeypatch):
     """A folder with sweep files, on a machine without a GPU, where no worker can be started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
-    monkeypatch.chdir(tmp_path)
     files = {"axes.yaml": AXES, "tuned.yaml": AXES + TUNED, "device.yaml": AXES.replace("cuda", "cpu")}
     files["device.yaml"] = files["device.yaml"].replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
     files["device.yaml"] = files["device.yaml"].replace("runtime.device: cpu, ", "")

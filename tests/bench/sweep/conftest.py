@@ -39,9 +39,8 @@ def stub(job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def write(tmp_path, corpus_dir, monkeypatch):
+def write(here, corpus_dir):
     """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
-    monkeypatch.chdir(tmp_path)
     small = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
     train = {"max_steps": 4, "batch_size": 4, "precision": "float32"}
 
@@ -58,7 +57,7 @@ def write(tmp_path, corpus_dir, monkeypatch):
         own = content.get("settings", {})
         rest = {key: value for key, value in settings.items() if key.partition(".")[0] not in own}
         merged = {**content, "settings": {**rest, **own}}
-        path = tmp_path / "my.yaml"
+        path = here / "my.yaml"
         path.write_text(yaml.safe_dump(merged, sort_keys=False))
         return path
 

@@ -328,8 +328,7 @@ MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "grid", "study_q5_mixt
     [path if index == 0 else pytest.param(path, marks=pytest.mark.slow) for index, path in enumerate(STUDIES)],
     ids=lambda path: path.name,
 )
-def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, path):
-    monkeypatch.chdir(tmp_path)
+def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, path):
     train_here(monkeypatch)
     shutil.copytree(corpus_dir, "data/stdlib")
     mode = MODES.get(path.name, "tune")

@@ -255,15 +255,14 @@ LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.in
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_text_of_one_character_is_trained_on_and_measured(here):
     Path("a.txt").write_text("a" * 3000)
     assert main(["prepare", "text", "--input", "a.txt", "--tokenizer", "char", "--out", "a"]) == 0
     common = ["--data.dir", "a", "--train.max_steps", "20", *SMALL]
     assert main(["run", "fp32.yaml", "--name", "fp32", *common]) == 0
     against = ["--alerts.baseline", "runs/fp32", "--train.stop_on", "divergence"]
     assert main(["run", "e4m3.yaml", "--name", "e4m3", *LOOKED_AT, *against, *common]) == 0
-    records = recorded(tmp_path / "runs" / "e4m3")
+    records = recorded(here / "runs" / "e4m3")
     assert {record["train/excess"] for record in records if "train/excess" in record} == {0.0}
     assert records[-1]["val/loss"] == 0.0
     assert main(["evaluate", "runs/fp32", "--formats", "E4M3"]) == 0
