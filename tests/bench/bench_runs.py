@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.monitors import Observer, Step
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.ranks import ALONE, Ranks
-
-#: from overrides to the configuration of a small run: the fixture `tiny`
-Tiny = Callable[..., Config]
 
 
 def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
@@ -24,9 +22,22 @@ def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
     return Trainer(config, open_corpus(config), torch.device("cpu"), ranks=ranks)
 
 
+def one_step(trainer: Trainer, number: int = 1, *observers: Observer) -> Step:
+    """Take a step of a training and return it."""
+    step = trainer.new_step(number, last=False)
+    trainer.train_step(step, observers)
+    return step
+
+
 def train(trainer: Trainer, steps: int) -> list[float]:
     """Take the first steps of a training, without observers, and return their losses."""
     return [trainer.train_step(trainer.new_step(number, last=False), ()) for number in range(1, steps + 1)]
+
+
+def flags(settings: Mapping[str, object]) -> list[str]:
+    """Settings as words of a command line; two underscores stand for a dot, and the later of two wins."""
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    return [f"--{key}={value}" for key, value in dotted.items()]
 
 
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

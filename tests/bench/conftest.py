@@ -16,6 +16,8 @@ from nanogpt_bench.sweep import workers as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from bench_runs import flags
+
 TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
 
 
@@ -52,25 +54,10 @@ def labelled_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny(corpus_dir):
     """Return a function from overrides to the configuration of a one-layer model on the small corpus."""
-    base = {
-        "data.dir": str(corpus_dir),
-        "model.n_layer": 1,
-        "model.n_head": 2,
-        "model.n_embd": 16,
-        "model.block_size": 16,
-        "train.max_steps": 6,
-        "train.batch_size": 4,
-        "eval.interval": 3,
-        "eval.batches": 2,
-        "optimizer.warmup_steps": 2,
-        "monitor.interval": 2,
-    }
-
-    def config(**overrides):
-        settings = {**base, **{key.replace("__", "."): value for key, value in overrides.items()}}
-        return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
-
-    return config
+    base = {"data__dir": corpus_dir, "model__n_layer": 1, "model__n_head": 2, "model__n_embd": 16}
+    base |= {"model__block_size": 16, "train__max_steps": 6, "train__batch_size": 4, "eval__interval": 3}
+    base |= {"eval__batches": 2, "optimizer__warmup_steps": 2, "monitor__interval": 2}
+    return lambda **overrides: load_config(None, flags(base | overrides))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 import causal_models
 import pytest
 import torch
-from bench_runs import recorded, summary_of, trainer_of
+from bench_runs import flags, one_step, recorded, summary_of, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -18,7 +18,6 @@ from nanogpt_bench.report.results import Difference, measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.setup.pretrained import read_as_codes
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 
@@ -50,10 +49,9 @@ def law(model, text_file):
 @pytest.fixture(scope="session")
 def settings(model, law):
     def made(**more):
-        given = {**SMALL, "model.pretrained": model, "data.dir": law}
-        given |= {key.replace("__", "."): value for key, value in more.items()}
+        given = {**SMALL, "model.pretrained": model, "data.dir": law, **more}
         given |= {"model.format": "null"} if given.get("rule") == "fp32" else {}
-        return load_config(find_config("finetune.yaml"), [f"--{key}={value}" for key, value in given.items()])
+        return load_config(find_config("finetune.yaml"), flags(given))
 
     return made
 
@@ -71,12 +69,6 @@ def test_a_rule_trains_a_pretrained_model(settings, tmp_path, rule):
     assert summary["parameters"] == 19616
 
 
-def test_the_first_loss_is_that_of_the_model(settings, model):
-    trainer = trainer_of(settings(rule="fp32"))
-    tokens, targets = trainer._eval_batches[0]
-    assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
-
-
 @pytest.mark.parametrize("embeddings", [None, "E3M4"])
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
 def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monkeypatch):
@@ -88,12 +80,6 @@ def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monke
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
-
-
-def test_activations_in_a_format_are_looked_at_in_floats_first(settings):
-    mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
-    assert read_as_codes(resolve(settings(rule="stochastic-8bit"))) is not None
-    assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
 
 
 @pytest.mark.usefixtures("products")
@@ -116,8 +102,7 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(se
     with monkeypatch.context() as patch:
         real = trainer._model_loss
         patch.setattr(trainer, "_model_loss", lambda *batch: real(*batch) * float("nan"))
-        step = trainer.new_step(1, last=False)
-        trainer.train_step(step, [])
+        step = one_step(trainer)
     assert step.record["loss_is_nan"] == 1
     assert all(torch.equal(start[name], value) for name, value in trainer.model.state_dict().items())
     trainer = trainer_of(settings(**IN_BACKWARD))
@@ -125,8 +110,7 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(se
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
     before, others = norm.detach().clone(), trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone()
     for number, bad in ((1, 1), (2, 0)):
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, [])
+        step = one_step(trainer, number)
         assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
         assert torch.equal(before, norm) == bool(bad)
         hook.remove()
@@ -159,7 +143,7 @@ def test_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):
 
 
 def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, here, capsys):
-    options = [f"--{key}={value}" for key, value in SMALL.items()]
+    options = flags(SMALL)
     words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", "stochastic", "--save", "saved"]
     assert main([*words, *options]) == 0
     said = capsys.readouterr().out
@@ -180,8 +164,7 @@ def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, her
 @pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
 @pytest.mark.parametrize(("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")])
 def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, here):
-    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule]
-    words += [f"--{key}={value}" for key, value in SMALL.items()]
+    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule, *flags(SMALL)]
     assert main([*words, "--save", "coded", "--layout", layout]) == 0
     assert main([*words, "--resume", "--save", "floats"]) == 0
     with reading("saved") as transformers:

@@ -10,13 +10,7 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.sweep.workers import check_workers
 from nanogpt_bench.system.errors import BenchError
-
-
-def test_one_core_takes():
-    with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
-        check_workers(2, "--workers", there=1)
 
 
 def test_a_long_verdict_is_folded_and_widens_no_other_line():

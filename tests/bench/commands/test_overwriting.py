@@ -69,10 +69,13 @@ def test_what_comes_while_a_text_is_prepared_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_link_to_a_folder_is_no_folder_to_prepare(tmp_path, text_file, refused):
+def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, refused):
+    """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
     (tmp_path / "there").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "there")
     assert "out' is a link; give a folder" in refused(*prepare(text_file, tmp_path / "out"))
+    os.mkfifo(tmp_path / "pipe")
+    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
 
 
 #: what is written, by the command that would; each holds something of the user's
@@ -120,12 +123,6 @@ def test_what_a_command_wrote_it_writes_again(words, trained, here):
     places = {"RUN": str(trained["float"]), "FILE": "x.json", "DIR": "dir", "SWEEP": "sweep"}
     for _ in range(2):
         assert main([places.get(word, word) for word in words.split()]) == 0
-
-
-def test_a_pipe_is_no_file_to_replace(trained, refused, tmp_path):
-    """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
-    os.mkfifo(tmp_path / "pipe")
-    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
 
 
 def test_a_lock_file_of_somebody_else_stays(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import trainer_of
+from bench_runs import flags, train, trainer_of
 from laws import each
 
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -38,15 +38,13 @@ def uncompiled():
         yield
 
 
-def peer_config(rule: str, peer: str | None, corpus_dir: Path, *arguments: str, width: int = 64) -> Config:
+def peer_config(rule: str, peer: str | None, corpus_dir: Path, *more: str, width: int = 64) -> Config:
     if rule not in available_rules():
         pytest.skip(f"the package of rule {rule}, {RULES[rule].needs}, is not installed")
-    sizes = ["--model.n_layer=1", "--model.n_head=2", f"--model.n_embd={width}", "--model.block_size=16"]
-    lengths = ["--eval.interval=12", "--optimizer.warmup_steps=2", "--eval.batches=2"]
-    peers = [] if peer is None else [f"--model.peer={peer}"]
-    named = [f"--rule={rule}", *peers, "--train.precision=float32", f"--data.dir={corpus_dir}"]
-    steps = [] if any("max_steps" in argument for argument in arguments) else ["--train.max_steps=12"]
-    return load_config(None, [*named, *steps, *sizes, *lengths, *arguments])
+    given = {"rule": rule, "model.peer": peer or "null", "train.precision": "float32", "data.dir": corpus_dir}
+    given |= {"train.max_steps": 12, "model.n_layer": 1, "model.n_head": 2, "model.n_embd": width}
+    given |= {"model.block_size": 16, "eval.interval": 12, "optimizer.warmup_steps": 2, "eval.batches": 2}
+    return load_config(None, [*flags(given), *more])
 
 
 @pytest.mark.parametrize(("rule", "peer", "_"), PEERS)
@@ -62,7 +60,7 @@ def test_peers_train_with_all_monitors(rule, peer, _, corpus_dir, tmp_path):
 @each(("rule", "peer", "expected"), PEERS)
 def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, corpus_dir):
     trainer = trainer_of(peer_config(rule, peer, corpus_dir, width=128))
-    trainer.train_step(trainer.new_step(1, last=False), [])
+    train(trainer, 1)
     weight = trainer.model.blocks[0].mlp.fc.weight
     state = [value for value in trainer.optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     rows = 0 if peer.startswith("sdnq") else 4 / weight.shape[1]
@@ -81,8 +79,7 @@ def test_the_first_update_is_about_as_large_as_ours(rule, peer, corpus_dir):
         trainer = trainer_of(config)
         layers = {name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"}
         before = {name: forward_weight(layer).clone() for name, layer in layers.items()}
-        for number in (1, 2, 3):
-            trainer.train_step(trainer.new_step(number, last=False), [])
+        train(trainer, 3)
         moved = [(forward_weight(layer) - before[name]).flatten() for name, layer in layers.items()]
         sizes.append(float(torch.cat(moved).square().mean().sqrt()))
     # Rounding adds to the update: about half as much again at this width, and at the rates of the first steps.

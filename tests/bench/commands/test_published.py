@@ -1,8 +1,8 @@
 """Published FP8 folders in the bench: trained, written back and measured as they are stored; all else is refused."""
 
 import json
+import math
 from pathlib import Path
-from typing import Any
 
 import causal_models
 import fp8_folders
@@ -86,17 +86,13 @@ def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(words,
     assert (stored["format"], stored["scale"], stored["gap"]) == ("E4M3", "square", None)
     found = outline("./model")
     assert stored["bytes_per_parameter"] == pytest.approx(found.stored_bytes / found.parameters, rel=0.01)
-    assert stored["quantized_parameters"] == sum(each.shape.numel() for each in map(_sized, found.stored.values()))
+    assert stored["quantized_parameters"] == sum(math.prod(each.shape) for each in found.stored.values())
     assert (floats["format"], floats["val_loss"]) == ("none", stored["val_loss"])
     assert floats["bytes_per_parameter"] == pytest.approx(4, rel=0.01)
     assert rounded["gap"] != 0
     windows = torch.arange(51).view(3, 17)
     served = fp8_served.served(Path("model"), torch.float32)
     assert window_losses(load_causal("./model", quantization={}), windows, 2) == window_losses(served, windows, 2)
-
-
-def _sized(stored: Any) -> torch.Tensor:
-    return torch.empty(stored.shape, device="meta")
 
 
 def test_a_rule_of_floats_trains_the_values(words):
@@ -154,11 +150,11 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, ref
         assert "its scale is missing" in told
 
 
-def test_files_are_looked_into_once(words, monkeypatch):
+def test_files_are_read_once(words, monkeypatch):
     """On the hub that is a question to a server, which may be out of reach."""
     asked = []
-    published_weights = fm.published_weights
-    monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or published_weights(name))
+    real = fm.published_weights
+    monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or real(name))
     finetune = words(SQUARES)
     for _ in range(2):
         resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
@@ -168,7 +164,7 @@ def test_files_are_looked_into_once(words, monkeypatch):
 def test_memory_is_that_of_codes(words, monkeypatch):
     finetune = words(SQUARES)
     found = outline("./model")
-    codes, scales = (sum(_sized(x).numel() for x in found.stored.values()), 0)
+    codes = sum(math.prod(each.shape) for each in found.stored.values())
     scales = sum(value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv"))
     assert found.stored_bytes == 4 * (found.parameters - codes) + codes + 4 * scales
     config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))

@@ -41,6 +41,8 @@ REFUSED = {
     "prepare stdlib --tokenizer gpt3": "gpt3 & did you mean 'gpt2' & allowed: byte, char, gpt2",
     "prepare stdlib --ouy x": "--ouy & did you mean '--out'",
     "prepare stdlib --input x": "--input & prepare text",
+    "prepare stdlib --packages oci": "--packages",
+    "prepare packages --revision main": "--revision 'main' goes with prepare eurlex and hub",
     "prepare text": "--input FILE",
     "prepare text --input gone.txt": "gone.txt & does not exist",
     "run": "CONFIG.yaml",

@@ -114,14 +114,12 @@ def of_bytes(tiny, tmp_path_factory):
     return folder / "run"
 
 
-def test_an_end_of_text_ends_the_text(of_bytes, monkeypatch):
-    told = iter([104, 105, 256, 33])
-    monkeypatch.setattr(GPT, "generate", lambda *_, **__: iter([torch.tensor([next(told)]) for _ in range(4)]))
-    (row,) = sample_run(of_bytes, Draw())
+def test_an_end_of_text_ends_the_text_and_weights_that_are_not_finite_are_refused(of_bytes, monkeypatch):
+    with monkeypatch.context() as patch:
+        drawn = [torch.tensor([token]) for token in (104, 105, 256, 33)]
+        patch.setattr(GPT, "generate", lambda *_, **__: iter(drawn))
+        (row,) = sample_run(of_bytes, Draw())
     assert (row.text, row.tokens) == ("hi", 2)
-
-
-def test_weights_that_are_not_finite_are_refused(of_bytes, monkeypatch):
     monkeypatch.setattr(GPT, "forward", lambda *_: torch.full((1, 1, 257), math.nan))
     with pytest.raises(BenchError, match=r"^none \(as trained\): the logits are not finite"):
         sample_run(of_bytes, Draw())

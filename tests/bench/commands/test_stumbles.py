@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from bench_runs import flags
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
@@ -17,7 +18,7 @@ SMALL |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
 
 
 def words(corpus: Path, *more: str) -> list[str]:
-    return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *(f"--{k}={v}" for k, v in SMALL.items()), *more]
+    return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *flags(SMALL), *more]
 
 
 def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, here, capsys):

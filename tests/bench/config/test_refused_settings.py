@@ -268,24 +268,3 @@ def test_every_row_of_the_tables_refuses_something(monkeypatch):
                 resolved(words)
     assert there - fired - {("_watching", 0)} == set()
     assert len(there) > 40
-
-
-@each(
-    "words",
-    [
-        *(
-            "rule=fp32",
-            f"rule=stochastic {E4M3}",
-            f"rule=muon-stochastic {E4M3} optimizer.draws=dither",
-            GIVEN,
-            STIEFEL,
-        ),
-        f"{WITHIN} optimizer.grad_clip=0",
-        f"rule=nearest {E4M3} model.granularity=tensor",
-        f"{GIVEN} train.recompute=true",
-        LABELS,
-        f"{WITHIN} train.accumulation=2",
-    ],
-)
-def test_what_goes_together_is_not_refused(words):
-    resolved(words)

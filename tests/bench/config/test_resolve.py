@@ -15,16 +15,15 @@ def arguments_of(rule: str) -> list[str]:
 
 
 @each("rule", available_rules())
-def test_a_rule_fills_in_what_it_stands_for(rule):
+def test_a_rule_fills_in_what_it_stands_for_and_is_recognised_from_that(rule):
     config = resolve(load_config(None, arguments_of(rule)))
-    entry = RULES[rule]
-    assert config.model.storage == entry.storage
-    assert config.optimizer.name == entry.optimizer
-    assert config.optimizer.writeback == entry.writeback
-    assert config.optimizer.moments == (entry.moments or ("float32" if entry.storage in MANIFOLDS else None))
-    assert config.optimizer.lr == entry.lr
-    assert config.train.precision == entry.precision
-    assert (config.optimizer.stiffness, config.optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
+    entry, optimizer = RULES[rule], config.optimizer
+    assert (config.model.storage, config.train.precision) == (entry.storage, entry.precision)
+    assert (optimizer.name, optimizer.lr, optimizer.writeback) == (entry.optimizer, entry.lr, entry.writeback)
+    assert optimizer.moments == (entry.moments or ("float32" if entry.storage in MANIFOLDS else None))
+    assert (optimizer.stiffness, optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
+    config.rule = None
+    assert rule_name(config) == rule
 
 
 @each("rule", available_rules())
@@ -38,26 +37,17 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
         resolve(once)
 
 
-@each("rule", available_rules())
-def test_the_rule_is_recognised_from_its_settings(rule):
-    config = resolve(load_config(None, arguments_of(rule)))
+@each(
+    ("words", "name"),
+    [
+        ("--optimizer.name StiffnessAdamW --optimizer.stiffness=2", "custom"),
+        *((f"--rule stiffness --model.storage {storage}", "stiffness") for storage in ("grid", "fp8")),
+    ],
+)
+def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_settings_are_custom(words, name):
+    config = resolve(load_config(None, ["--model.format", "E4M3", *words.split()]))
     config.rule = None
-    assert rule_name(config) == rule
-
-
-def test_settings_of_one_s_own_are_called_custom():
-    config = load_config(
-        None, ["--model.format", "E4M3", "--optimizer.name", "StiffnessAdamW", "--optimizer.stiffness=2"]
-    )
-    assert rule_name(resolve(config)) == "custom"
-
-
-@each("storage", ["grid", "fp8"])
-def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage):
-    config = resolve(load_config(None, [*arguments_of("stiffness"), "--model.storage", storage]))
-    assert config.model.storage == storage
-    config.rule = None
-    assert rule_name(config) == "stiffness"
+    assert rule_name(config) == name
 
 
 @each("name", OWN_OPTIMIZERS)

@@ -20,15 +20,12 @@ def test_a_batch_depends_on_seed_step_micro_step_and_rank_only():
         assert not torch.equal(draw[0], batch(TOKENS, 8, 16, **where)[0])
 
 
-def test_inputs_and_targets_are_consecutive_tokens():
+def test_inputs_and_targets_are_consecutive_tokens_from_every_position():
     x, y = batch(TOKENS, 32, 16, seed=0, step=0)
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (32, 16)
     assert torch.equal(x + 1, y)
     assert torch.equal(x[:, 1:], y[:, :-1])
-
-
-def test_every_position_can_be_drawn_the_last_included():
     starts = {int(row[0]) for step in range(200) for row in batch(TOKENS[:20], 8, 16, seed=0, step=step)[0]}
     assert starts == {0, 1, 2, 3}
 

@@ -55,32 +55,19 @@ def text_of(folder: Path, split: str) -> str:
     return "|".join(tokenizer.decode(part[part != tokenizer.end_of_text]) for part in parts)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_every_document_is_written_once_with_an_end_of_text(tmp_path, copy, tokenizer):
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "char"])
+def test_every_document_is_written_once_and_its_source_named(tmp_path, copy, tokenizer):
     meta = prepare_eurlex(tmp_path / "out", tokenizer, data_dir=copy)
-    assert text_of(tmp_path / "out", "train") == "".join(f"{text}|" for text in TRAIN)
-    assert text_of(tmp_path / "out", "val") == "".join(f"{text}|" for text in VAL)
+    end = "" if tokenizer == "char" else "|"  # which has no end of text
+    for split, texts in (("train", TRAIN), ("val", VAL)):
+        assert text_of(tmp_path / "out", split) == "".join(text + end for text in texts)
     train = meta["splits"]["train"]
     assert (train["documents"], train["bytes"]) == (len(TRAIN), sum(map(len, TRAIN)))
-
-
-def test_char_takes_its_vocabulary_from_both_splits(tmp_path, copy):
-    meta = prepare_eurlex(tmp_path / "out", "char", data_dir=copy)
-    assert meta["characters"] == "".join(sorted({*"".join(TRAIN), *"".join(VAL)}))
-    assert text_of(tmp_path / "out", "train") == "".join(TRAIN)
-
-
-def test_meta_names_the_source(tmp_path, copy):
-    source = prepare_eurlex(tmp_path / "out", data_dir=copy)["source"]
-    paths = [path for path in (copy / "eurlex").iterdir() if "test" not in path.name]
-    assert source == {
-        "kind": "copy",
-        "dataset": "coastalcph/lex_glue",
-        "config": "eurlex",
-        "column": "text",
-        "files": {path.name: sha256(path) for path in paths},
-        "limit_tokens": None,
-    }
+    if tokenizer == "char":  # of both splits
+        assert meta["characters"] == "".join(sorted({*"".join(TRAIN), *"".join(VAL)}))
+    files = {path.name: sha256(path) for path in (copy / "eurlex").iterdir() if "test" not in path.name}
+    named = {"dataset": "coastalcph/lex_glue", "config": "eurlex", "column": "text"}
+    assert meta["source"] == {"kind": "copy", **named, "files": files, "limit_tokens": None}
 
 
 def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path, parquet):
@@ -101,15 +88,15 @@ def test_a_limit_ends_the_stream(tmp_path, copy):
 @pytest.mark.parametrize(
     ("change", "options", "parts"),
     [
-        (lambda path: path, {"column": "txt"}, ["unknown column", "'txt'", "did you mean 'text'", "labels"]),
-        (lambda path: path, {"column": "labels"}, ["'labels'", "list, not text"]),
-        (lambda path: path, {"data_dir": "gone"}, ["--data-dir", "gone", "not a folder"]),
+        (str, {"column": "txt"}, ["unknown column", "'txt'", "did you mean 'text'", "labels"]),
+        (str, {"column": "labels"}, ["'labels'", "list, not text"]),
+        (str, {"data_dir": "gone"}, ["--data-dir", "gone", "not a folder"]),
         (lambda path: path.rename(path.with_name("tests-0.parquet")), {}, ["has no split 'train'"]),
         (lambda path: path.write_bytes(b"not parquet"), {}, ["can't be read", "arquet"]),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), {}, ["can't be read"]),
         (damage_the_middle, {}, ["data set 'some/set' can't be read"]),
         (too_little, {}, ["train split has 6 tokens"]),
-        (lambda path: path, {"limit": 649}, ["--limit-tokens 649", "650 or more"]),
+        (str, {"limit": 649}, ["--limit-tokens 649", "650 or more"]),
     ],
 )
 def test_bad_copies_are_named_and_nothing_is_written(tmp_path, parquet, change, options, parts):
@@ -123,12 +110,6 @@ def test_bad_copies_are_named_and_nothing_is_written(tmp_path, parquet, change, 
     assert "\n" not in str(caught.value)
     assert [part for part in parts if part not in str(caught.value)] == []
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanogpt_bench.data.dataset.find_spec", lambda name: None)
-    with pytest.raises(BenchError, match=r"datasets; .*fp8manifold\[hub\]"):
-        prepare_eurlex(tmp_path / "out", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])

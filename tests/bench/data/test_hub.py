@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import dataset
-from nanogpt_bench.data import dataset as hub_module
 from nanogpt_bench.data.dataset import NotOnHubError, find_commit
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.hub import within
@@ -75,8 +75,8 @@ print(json.dumps(outcomes))
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of one preparation: exit code, output, where it was to go, and what the hub was asked for."""
+class Preparation:
+    """A preparation that has ended: exit code, output, where it was to go, and what the hub was asked for."""
 
     code: int
     out: str
@@ -107,7 +107,7 @@ def outcomes(tmp_path_factory, hub, parquet):
     )
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    return {name: Outcome(*found[name], place / name, asked(hub.requests, name)) for name in COMMANDS}
+    return {name: Preparation(*found[name], place / name, asked(hub.requests, name)) for name in COMMANDS}
 
 
 def asked(requests: list[str], name: str) -> list[str]:
@@ -124,14 +124,8 @@ def test_eurlex_comes_from_the_hub(outcomes):
     assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
     train = np.fromfile(done.folder / "train.bin", dtype="<u2")
     assert train.tolist() == [code for text in TRAIN for code in [*text.encode(), 256]]
-    assert done.meta["source"] == {
-        "kind": "hub",
-        "revision": "c0ffee" * 6 + "c0de",
-        "dataset": "coastalcph/lex_glue",
-        "config": "eurlex",
-        "column": "text",
-        "limit_tokens": None,
-    }
+    named = {"dataset": "coastalcph/lex_glue", "config": "eurlex", "column": "text", "limit_tokens": None}
+    assert done.meta["source"] == {"kind": "hub", "revision": "c0ffee" * 6 + "c0de", **named}
     assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
 
 
@@ -199,14 +193,14 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(tmp_path, at, capsys)
 
 
 def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypatch):
-    assert hub_module.LOOKUP_SECONDS < 10
+    assert dataset.LOOKUP_SECONDS < 10
     at(hub.url)
     hub.down = 503
     with pytest.raises(BenchError, match=r"can't be reached \(.*503.*\)") as caught:
         find_commit("some/set", None)
     hub.down = None
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(hub_module, "LOOKUP_SECONDS", 0.5)
+    monkeypatch.setattr(dataset, "LOOKUP_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         at(f"http://127.0.0.1:{server.getsockname()[1]}")
         started = time.monotonic()
@@ -217,20 +211,13 @@ def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypa
 
 def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch):
     for error in (ConnectionError("no route"), OfflineModeIsEnabled("off"), TimeoutError(), OSError(5, "broken pipe")):
-
-        def fail(*_, error=error, **__):
-            raise error
-
-        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
         with pytest.raises(BenchError, match=r"can't be reached \(.+\)"):
             find_commit("some/set", None)
 
 
 def test_a_given_revision_is_not_looked_for_in_another_data_set(monkeypatch, tmp_path):
-    def none(name, revision):
-        raise NotOnHubError(f"the hub has no data set {name!r}")
-
-    monkeypatch.setattr(dataset, "find_commit", none)
+    monkeypatch.setattr(dataset, "find_commit", Mock(side_effect=NotOnHubError("the hub has no data set 'lex_glue'")))
     with pytest.raises(NotOnHubError, match="lex_glue"):
         dataset.prepare_eurlex(tmp_path / "out", revision="v2")
 

@@ -14,22 +14,15 @@ from nanogpt_bench.data.tokenizers import make_tokenizer, tokenizer_from_meta
 from nanogpt_bench.system.errors import BenchError
 
 
-def test_char_scheme_splits_nine_to_one(tmp_path, text_file):
-    text = text_file.read_text()
-    meta = prepare_text(text_file, tmp_path / "out", "char")
-    tokenizer = tokenizer_from_meta(meta)
-    train = np.fromfile(tmp_path / "out" / "train.bin", dtype=np.uint16)
-    val = np.fromfile(tmp_path / "out" / "val.bin", dtype=np.uint16)
+def test_char_scheme_splits_nine_to_one_and_keeps_line_ends(tmp_path, text_file):
+    text = text_file.read_text().replace("\n", "\r\n")
+    (tmp_path / "dos.txt").write_bytes(text.encode())
+    meta = prepare_text(tmp_path / "dos.txt", tmp_path / "out", "char")
+    train, val = (np.fromfile(tmp_path / "out" / f"{split}.bin", dtype=np.uint16) for split in ("train", "val"))
     assert meta["vocab_size"] == len(set(text))
     assert len(train) == int(0.9 * len(text))
+    tokenizer = tokenizer_from_meta(meta)
     assert tokenizer.decode(train) + tokenizer.decode(val) == text
-
-
-def test_line_ends_are_kept(tmp_path):
-    path = tmp_path / "dos.txt"
-    path.write_bytes(b"one line\r\n" * 100)
-    meta = prepare_text(path, tmp_path / "out", "char")
-    assert "\r" in meta["characters"]
 
 
 TEXT = "To be, or not to be: that is the question. Grüße.\n" * 90
@@ -126,18 +119,11 @@ def fake_library(root: Path) -> Path:
 
 
 def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path):
-    assert stdlib_documents(fake_library(tmp_path)) == [
-        "first\n",
-        "last\n",
-        "a class\n\na coroutine\n",
-        "JSON, with an \\d escape.\n\nF.\n\nMore.\n",
-    ]
-    assert "nowhere" not in sys.modules
-
-
-def test_an_installation_without_sources_is_named(tmp_path):
     with pytest.raises(BenchError, match="no standard library sources"):
         stdlib_documents(tmp_path)
+    written = ["first\n", "last\n", "a class\n\na coroutine\n", "JSON, with an \\d escape.\n\nF.\n\nMore.\n"]
+    assert stdlib_documents(fake_library(tmp_path)) == written
+    assert "nowhere" not in sys.modules
 
 
 def test_the_real_library_gives_over_a_million_bytes_of_prose(tmp_path):

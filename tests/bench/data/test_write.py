@@ -86,12 +86,6 @@ def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path):
     assert {split: count["tokens"] for split, count in meta["splits"].items()} == {"train": 800, "val": 80}
 
 
-def test_a_cut_character_counts_the_bytes_that_are_kept(tmp_path):
-    splits = {"train": ["é" * 500], "val": ["y" * 100]}
-    meta = write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=False, limit=651)
-    assert meta["splits"]["train"]["bytes"] == 651
-
-
 @pytest.mark.parametrize("limit", [None, 800])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_bar_is_drawn_on_standard_error_only(limit, stream, tmp_path, capsys, monkeypatch):

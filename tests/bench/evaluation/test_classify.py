@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_runs import recorded, summary_of
+from bench_runs import flags, recorded, summary_of, train
 from damages import put, signed
 from laws import each
 from torch import Tensor
@@ -263,8 +263,7 @@ def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, tmp_
 def test_compare_takes_the_task(labelled_dir, tmp_path):
     small = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 4}
     words = ["compare", "--task", "classify", "--rules", "fp32,stochastic", "--max-steps", "4", "--out"]
-    settings = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    assert main([*words, str(tmp_path / "c"), "--data.dir", str(labelled_dir), *settings]) == 0
+    assert main([*words, str(tmp_path / "c"), "--data.dir", str(labelled_dir), *flags(small)]) == 0
     page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("R-precision", "nats per label", "Macro F1"))
 
@@ -274,5 +273,5 @@ def test_it_is_compiled_to_the_same_loss(classify):
     for compiled in (False, True):
         config = resolve(classify(rule="fp32", runtime__compile=compiled))
         trainer = Trainer(config, *_place(config))
-        losses.append([trainer.train_step(trainer.new_step(number, last=False), []) for number in (1, 2, 3)])
+        losses.append(train(trainer, 3))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

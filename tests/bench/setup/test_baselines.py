@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import train, trainer_of
+from bench_runs import one_step, train, trainer_of
 from torch import nn
 
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -75,8 +75,7 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
     held = [group["lr"] for group in trainer.optimizer.param_groups]
     seen = []
     for number in (1, 2):
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, [])
+        step = one_step(trainer, number)
         assert all(group["lr"] is lr for group, lr in zip(trainer.optimizer.param_groups, held, strict=True))
         assert [float(lr) for lr in held] == pytest.approx([step.record["lr"]] * 2)
         seen.append(step.record["lr"])

@@ -3,7 +3,7 @@
 import geoopt
 import pytest
 import torch
-from bench_runs import recorded, train, trainer_of
+from bench_runs import flags, recorded, train, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_evaluated_as_any_other(watched, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- settings
 def resolved(**settings: object) -> Config:
-    return resolve(load_config(None, [f"--{key.replace('__', '.')}={value}" for key, value in settings.items()]))
+    return resolve(load_config(None, flags(settings)))
 
 
 def test_a_constraint_fills_in_what_it_calls_for():

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from bench_runs import train, trainer_of
+from bench_runs import flags, train, trainer_of
 from laws import each
 from torch import nn
 
@@ -54,8 +54,7 @@ EXAMPLES = {
 
 
 def small(name: str, corpus_dir: Path, *more: str) -> Config:
-    settings = {**SMALL, "data.dir": str(corpus_dir)}
-    return load_config(find_config(name), [*(f"--{key}={value}" for key, value in settings.items()), *more])
+    return load_config(find_config(name), [*flags(SMALL | {"data.dir": corpus_dir}), *more])
 
 
 def formats_of(model: nn.Module, operand: str) -> dict[str, str]:

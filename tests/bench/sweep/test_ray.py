@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_runs import summary_of, wait_until
+from bench_runs import flags, summary_of, wait_until
 from sweep_runs import small
 
 from nanogpt_bench.checkpoint import steps
@@ -124,7 +124,7 @@ def marked(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_comparison_has_the_same_losses_there(corpus_dir, tmp_path):
     given = {**small(corpus_dir, {"train.max_steps": 4}), "train.precision": None, "runtime.threads": None}
-    tiny = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    tiny = flags({key: value for key, value in given.items() if value is not None})
     words = ["compare", "--rules", "fp32,nearest", "--formats", "E4M3", *tiny]
     for name in ("ray", "local"):
         line = [sys.executable, "-m", "nanogpt_bench", *words, "--executor", name, "--out", str(tmp_path / name)]

@@ -21,7 +21,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
 from nanogpt_bench.sweep.tuning import Tuning
-from nanogpt_bench.sweep.workers import divide, threads_asked
+from nanogpt_bench.sweep.workers import check_workers, divide, threads_asked
 from nanogpt_bench.system.errors import BenchError
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
@@ -281,6 +281,8 @@ def test_more_runs_at_a_time_than_cores_are_refused(write, monkeypatch, capsys, 
     assert main(["sweep", str(write(axes={"optimizer.lr": [0.1]}, **file)), "--out", "out", *options]) == 2
     assert capsys.readouterr().err == f"nanogpt-bench: error: {line}\n"
     assert not Path("out").exists()
+    with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
+        check_workers(2, "--workers", there=1)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, None), (1, 1), ([1, 3], 3)])

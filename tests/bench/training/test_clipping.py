@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import trainer_of
+from bench_runs import flags, one_step, trainer_of
 from laws import each
 from torch import Tensor
 
@@ -126,8 +126,7 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accu
         floats.model.load_state_dict(fm.unflatten_state_dict(trainer.model.state_dict()), strict=False)
         micro = float_micro_gradients(floats, number - 1)
         expected = oracle.total(micro)
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, [seen])
+        step = one_step(trainer, number, seen)
         whole = {name: sum(one[name] for one in micro) for name in micro[0]}
         assert step.record["grad/norm"] == pytest.approx(norm_of(whole), rel=1e-4)
         assert step.record["grad/clipped"] == 1
@@ -143,11 +142,10 @@ def test_what_is_clipped_first_does_not_saturate(tiny, kind):
     """A spike of a million times the gradient passes a scale that does not move with it: clipping takes it away."""
     scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
     trainer, seen = trainer_of(tiny(**settings_of(scale, 1, 1.0))), Seen()
-    trainer.train_step(trainer.new_step(1, last=False), [seen])
+    one_step(trainer, 1, seen)
     calm = trainer._model_loss
     trainer._model_loss = lambda tokens, targets: calm(tokens, targets) * 1e6
-    step = trainer.new_step(2, last=False)
-    trainer.train_step(step, [seen])
+    step = one_step(trainer, 2, seen)
     assert step.record["grad/norm"] > 1e5
     assert norm_of(seen.gradients) == pytest.approx(1.0, rel=0.05)
 
@@ -164,8 +162,7 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, acc
             parameter.grad = one[name].clone() if parameter.grad is None else parameter.grad.add_(one[name])
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
     expected = grads_of(trainer.model)
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [seen])
+    step = one_step(trainer, 1, seen)
     assert step.record["grad/norm"] == norm
     assert step.record["grad/clipped"] == int(clip > 0)
     assert step.clip_factor == 1.0
@@ -183,8 +180,7 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny,
             layer._defers = False
     for micro_step in (0, 1):
         (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [seen])
+    step = one_step(trainer, 1, seen)
     assert step.record["grad/clipped"] == 0
     for name, gradient in grads_of(itself.model).items():
         assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
@@ -196,13 +192,11 @@ def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, a
     trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
     before = trainer.model.lm_head.weight.detach().clone()
     handle = trainer.model.final_norm.weight.register_hook(lambda gradient: gradient + bad)
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [])
+    step = one_step(trainer)
     assert step.record["grad_has_nan"] == 1
     assert torch.equal(trainer.model.lm_head.weight, before)
     handle.remove()
-    step = trainer.new_step(2, last=False)
-    trainer.train_step(step, [])
+    step = one_step(trainer, 2)
     assert step.record["grad_has_nan"] == 0
     assert step.record["grad/norm"] > 0
     assert not torch.equal(trainer.model.lm_head.weight, before)
@@ -301,9 +295,8 @@ def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(law)]) == 0
     given = {"model.pretrained": model, "data.dir": law, "model.block_size": 16, "train.batch_size": 2}
     given |= {"rule": "stochastic-8bit", "optimizer.grad_clip": 0.5, "train.max_steps": STEPS, "train.recompute": True}
-    words = [f"--{key}={value}" for key, value in given.items()]
     within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
-    plain, two = (taken(load_config(find_config("finetune.yaml"), [*words, *more])) for more in ([], within))
+    plain, two = (taken(load_config(find_config("finetune.yaml"), [*flags(given), *more])) for more in ([], within))
     assert plain[0] == two[0]
     assert any(record["grad/clipped"] for record in plain[0])
     assert same(plain[1], two[1])

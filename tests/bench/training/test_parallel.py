@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench_runs import Tiny, trainer_of
+from bench_runs import Tiny, one_step, trainer_of
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
 from nanogpt_bench.config.schema import Config
@@ -147,8 +147,7 @@ def trained(config: Config, size: int) -> tuple[Any, ...]:
     trainer = trainer_of(config, ranks)
     records = []
     for number in range(1, 5):
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, [])
+        step = one_step(trainer, number)
         records.append((step.record["train/loss"], step.record["grad/norm"]))
     contents = capture(4, trainer, [], {})
     return records, None if contents is None else bits(contents)

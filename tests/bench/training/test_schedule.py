@@ -1,7 +1,7 @@
 """Learning-rate schedules."""
 
 import pytest
-from bench_runs import train, trainer_of
+from bench_runs import one_step, train, trainer_of
 
 from nanogpt_bench.config.schema import COURSES, OptimizerConfig
 from nanogpt_bench.loop.train import run
@@ -56,7 +56,7 @@ def test_the_last_steps_are_written_back_in_another_way(tiny, rule, tmp_path):
     trainer = trainer_of(config)
     seen = []
     for number in range(1, 7):
-        trainer.train_step(trainer.new_step(number, last=False), ())
+        one_step(trainer, number)
         seen.append(any("residual" in state for state in trainer.optimizer.state.values()))
     assert seen == [False] * 3 + [True] * 3
     whole = run(config, tmp_path / "whole")
@@ -71,6 +71,5 @@ def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):
     trainer = trainer_of(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options))
     rates = []
     for number in range(1, 5):
-        trainer.train_step(step := trainer.new_step(number, last=False), ())
-        rates.append((step.record["lr"], trainer.optimizer.param_groups[0]["lr"]))
+        rates.append((one_step(trainer, number).record["lr"], trainer.optimizer.param_groups[0]["lr"]))
     assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from bench_runs import recorded, summary_of, trainer_of
+from bench_runs import one_step, recorded, summary_of, trainer_of
 
 from nanogpt_bench.data.batches import batch
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.monitors import Observer, Step
+from nanogpt_bench.monitors import Observer
 
 #: figures of the clock, which no two runs share
 CLOCK = ("time/elapsed_s", "time/tokens_per_s")
@@ -91,12 +90,6 @@ def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
     assert {"command", "cpu", "cpu_capability", "python", "tokenizer"} <= set(facts)
 
 
-def one_step(trainer: Trainer, number: int = 1, observers: tuple[Observer, ...] = ()) -> Step:
-    step = trainer.new_step(number, last=False)
-    trainer.train_step(step, observers)
-    return step
-
-
 def test_accumulation_is_the_mean_over_the_micro_batches(tiny):
     trainer = trainer_of(tiny(rule="fp32", train__accumulation=2, optimizer__grad_clip=0))
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -119,7 +112,7 @@ def test_the_points_of_a_step_come_in_their_order(tiny):
                 calls.append(name)
             return super().__getattribute__(name)
 
-    one_step(trainer_of(tiny(train__accumulation=2)), observers=(Recorder(),))
+    one_step(trainer_of(tiny(train__accumulation=2)), 1, Recorder())
     micro = ["before_forward", "after_forward", "after_backward"]
     assert calls == [*micro, *micro, "before_step", "after_step"]
 
