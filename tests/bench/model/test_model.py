@@ -1,7 +1,5 @@
 """The GPT: shapes, initial values, causality; its weights in a file, and back."""
 
-import math
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,16 +38,9 @@ def test_a_token_does_not_see_later_ones():
 
 def test_initial_values_follow_gpt2():
     model = build_model(GPTShape(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=300, bias=True), seed=0)
-    assert float(model.blocks[0].attn.qkv.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
-    assert float(model.blocks[3].mlp.proj.weight.detach().std()) == pytest.approx(0.02 / math.sqrt(16), rel=0.02)
-    assert float(model.token_embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    for name, std in (("blocks.0.attn.qkv", 0.02), ("blocks.3.mlp.proj", 0.005), ("token_embedding", 0.02)):
+        assert float(model.get_submodule(name).weight.detach().std()) == pytest.approx(std, rel=0.02)
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
-
-
-def test_the_first_loss_is_that_of_a_uniform_guess():
-    tokens = torch.randint(0, 50, (8, 17), generator=torch.Generator().manual_seed(0))
-    loss = build_model(SMALL, seed=0).loss(tokens[:, :-1], tokens[:, 1:])
-    assert float(loss.detach()) == pytest.approx(math.log(50), abs=0.1)
 
 
 def test_the_seed_decides_and_the_global_generator_stays():

@@ -51,14 +51,11 @@ def test_counts_are_those_of_encode(dtype):
         assert torch.equal(code_histogram(codes, fmt), counts)
 
 
-def test_weights_have_the_codes_of_their_layer():
+def test_weights_and_activations_that_are_quantised_have_codes():
     model = layer_of({"weight": {"format": "E4M3", "scale": 1.0}}, torch.tensor([[1.0, 1.5, 448.0, 448.0]]))
     record = one_step(model, observers_of(watched(model), "bits"), torch.ones(1, 4)).record
     assert record["bits/uniformity/weight/0"] == 1.5 / math.log2(254)
     assert record["bits/top_exponent/weight/0"] == 0.5
-
-
-def test_activations_that_are_quantised_have_codes():
     model = layer_of({"activation": {"format": "E2M1", "scale": 1.0}}, torch.ones(1, 2))
     record = one_step(model, observers_of(watched(model), "bits"), torch.tensor([[1.0, 6.0]])).record
     assert record["bits/codes_used/activation/0"] == 2 / 16

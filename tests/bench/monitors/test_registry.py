@@ -40,8 +40,7 @@ def test_no_metric_is_named_outside_its_own_module():
 def test_what_is_said_of_a_metric_holds():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
-        assert metric.title, metric
-        assert metric.meaning.endswith("."), metric
+        assert (bool(metric.title), metric.meaning[-1]) == (True, "."), metric
         assert metric.bad in ("", ABOVE, BELOW), metric
         assert metric.monitor in ("", "shadow", *WATCHED), metric
         assert metric.over in ("", MEAN, LARGEST, TOGETHER), metric

@@ -59,25 +59,17 @@ def observers_of(of: Watched, *names: str) -> list[Observer]:
 
 def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:
     """Forward, backward, SGD and the writing of the record, as the loop does them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     if any(isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()):
         optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest")
     step = Step(number, model, optimizer, last=True)
-    points = [
-        lambda o: o.before_forward,
-        lambda o: o.after_forward,
-        lambda o: o.after_backward,
-        lambda o: o.before_step,
-        lambda o: o.after_step,
-        lambda o: o.written,
-    ]
-    for index, point in enumerate(points):
-        if index == 1:
+    for point in ("before_forward", "after_forward", "after_backward", "before_step", "after_step", "written"):
+        if point == "after_forward":
             loss = model(inputs).sum()
-        if index == 2:
+        if point == "after_backward":
             loss.backward()
-        if index == 4:
+        if point == "after_step":
             optimizer.step()
         for observer in observers:
-            point(observer)(step)
+            getattr(observer, point)(step)
     return step

