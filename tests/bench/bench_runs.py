@@ -16,6 +16,9 @@ from nanogpt_bench.monitors import Observer, Step
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
+#: from overrides to the configuration of a small run: the fixture `tiny`
+Tiny = Callable[..., Config]
+
 
 def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
     config = config if isinstance(config, Resolved) else resolve(config)

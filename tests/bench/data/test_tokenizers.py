@@ -91,6 +91,13 @@ def test_gpt2_merges_nothing_across_a_cut():
     assert np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist() == tokenizer.encode(text).tolist()
 
 
+@given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(1, 12))
+def test_pieces_make_up_the_text(text, size):
+    cut = list(pieces(text, size))
+    assert "".join(cut) == text
+    assert max(map(len, cut)) <= size
+
+
 def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json():
     tokenizer = own_pairs()
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == ("bpe-280", 280, 279)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import one_step, train, trainer_of
+from bench_runs import flags, one_step, train, trainer_of
 from torch import nn
 
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -37,13 +37,13 @@ def uncompiled():
         yield
 
 
-def from_file(name: str, corpus_dir: Path, *arguments: str, width: int = 64) -> Config:
+def from_file(name: str, corpus_dir: Path, *more: str, width: int = 64) -> Config:
     rule = BASELINES[name][0]
     if rule not in available_rules():
         pytest.skip(f"{RULES[rule].needs} is not installed")
-    sizes = ["--model.n_layer=1", "--model.n_head=2", f"--model.n_embd={width}", "--model.block_size=16"]
-    lengths = ["--train.max_steps=12", "--optimizer.warmup_steps=2", "--eval.interval=12", "--eval.batches=2"]
-    return load_config(find_config(name), ["--data.dir", str(corpus_dir), *sizes, *lengths, *arguments])
+    given = {"data.dir": corpus_dir, "model.n_layer": 1, "model.n_head": 2, "model.n_embd": width}
+    given |= {"model.block_size": 16, "train.max_steps": 12, "optimizer.warmup_steps": 2, "eval.interval": 12}
+    return load_config(find_config(name), [*flags(given | {"eval.batches": 2}), *more])
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -98,13 +98,9 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir, recipe):
     assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=0.02)
     ours.backward()
     theirs.backward()
+    with pytest.raises(BenchError, match="multiples of 16"):
+        trainer_of(from_file("torchao_float8.yaml", corpus_dir, width=24))
     cosine = nn.functional.cosine_similarity(
         *(trainer.model.blocks[0].mlp.fc.weight.grad.flatten() for trainer in (rounded, plain)), dim=0
     )
     assert 0.9 < float(cosine) < 1 - 1e-6
-
-
-def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir):
-    config = from_file("torchao_float8.yaml", corpus_dir, width=24)
-    with pytest.raises(BenchError, match="multiples of 16"):
-        trainer_of(config)

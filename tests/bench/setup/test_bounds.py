@@ -60,9 +60,6 @@ def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
     check_count(MOST_RUNS, "a sweep")
     with pytest.raises(BenchError, match="asks for 10,001 runs"):
         check_count(MOST_RUNS + 1, "a sweep")
-
-
-def test_the_patterns_of_a_sensitivity_study_count(tmp_path):
     patterns = [f"blocks.{number}.attn" for number in range(6000)]
     found = read_sweep(sweep(tmp_path, axes={"model.format": ["E4M3", "E5M2"]}, sensitivity={"patterns": patterns}))
     with pytest.raises(BenchError, match=r"asks for 12,\d\d\d runs"):

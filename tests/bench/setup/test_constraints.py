@@ -29,13 +29,9 @@ CASES = {
     "stiefel, sgd": {**STIEFEL, "optimizer__name": "riemannian_sgd"},
     "sphere": SPHERE,
     "sphere under a format": {**SPHERE, **MASTER},
-    "sphere beside one-byte weights": {
-        "model__constraint": "sphere",
-        "rule": "riemannian",
-        "model__formats": "{'*': E4M3, attn: none}",
-    },
+    "sphere beside one-byte weights": {**SPHERE, "rule": "riemannian", "model__formats": "{'*': E4M3, attn: none}"},
     "stiefel beside a grid": {
-        "model__constraint": "stiefel",
+        **STIEFEL,
         "rule": "riemannian-sgd",
         "model__storage": "grid",
         "model__formats": "{mlp: E5M2}",
@@ -109,18 +105,14 @@ def test_the_monitor_watches_what_is_constrained(watched, name, figure):
             assert "geometry/constraint_rounded" not in record
         else:  # a rounded matrix is close to the manifold, and not on it
             assert all(1e-3 < record[key] < 1 for key in rounded)
-    assert not (watched[name] / "alerts.jsonl").exists() or "off_manifold" not in (
-        watched[name] / "alerts.jsonl"
-    ).read_text(encoding="utf-8")
+    alerts = watched[name] / "alerts.jsonl"
+    assert not alerts.exists() or "off_manifold" not in alerts.read_text(encoding="utf-8")
 
 
-def test_the_report_draws_its_figures(watched, tmp_path):
+def test_the_report_draws_its_figures_and_a_checkpoint_is_evaluated_as_any_other(watched, tmp_path):
     page = report(list(watched.values()), out=tmp_path / "report").read_text(encoding="utf-8")
     for title in ("Off the Stiefel manifold", "Off the sphere", "Constraints, rounded"):
         assert title in page
-
-
-def test_a_checkpoint_is_evaluated_as_any_other(watched, tmp_path):
     assert main(["evaluate", str(watched["stiefel"]), "--formats", "none,E5M2", "--out", str(tmp_path / "e")]) == 0
 
 

@@ -17,37 +17,21 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.resolve import resolve
 
 OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
-SMALL = {
-    "model.n_layer": 1,
-    "model.n_head": 2,
-    "model.n_embd": 32,
-    "model.block_size": 16,
-    "train.max_steps": 30,
-    "train.batch_size": 4,
-    "eval.interval": 30,
-    "eval.batches": 2,
-    "optimizer.warmup_steps": 2,
-    "optimizer.lr": 0.02,
-    "monitor.interval": 15,
-    "shadow.interval": 15,
-}
+SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 16, "train.max_steps": 30}
+SMALL |= {"train.batch_size": 4, "eval.interval": 30, "eval.batches": 2, "optimizer.warmup_steps": 2}
+SMALL |= {"optimizer.lr": 0.02, "monitor.interval": 15, "shadow.interval": 15}
 ALL = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc", "blocks.0.mlp.proj", "lm_head")
 ATTENTION, MLP, HEAD = ALL[:2], ALL[2:4], ALL[4:]
 NORMALISED = (ALL[0], ALL[2], ALL[4])
 #: for each file and operand, the layers that have a format; operands and layers left out have none
 EXAMPLES = {
     "bf16_baseline": {},
-    "e4m3": {"weight": {ALL: "E4M3"}},
-    "e5m2": {"weight": {ALL: "E5M2"}},
-    "e7m0": {"weight": {ALL: "E7M0"}},
+    **{name: {"weight": {ALL: name.upper()}} for name in ("e4m3", "e5m2", "e7m0")},
     "e4m3_uniform": {operand: {ALL: "E4M3"} for operand in OPERANDS},
-    "lm_head_e5m2": {"weight": {HEAD: "E5M2"}},
-    "lm_head_e7m0": {"weight": {HEAD: "E7M0"}},
+    **{f"lm_head_{name.lower()}": {"weight": {HEAD: name}} for name in ("E5M2", "E7M0")},
     "attention_e4m3_mlp_e3m4": {
-        "weight": {ATTENTION: "E4M3", MLP: "E3M4"},
-        "activation": {ATTENTION: "E4M3", MLP: "E3M4"},
-        "activation_gradient": {ATTENTION + MLP: "E5M2"},
-        "weight_gradient": {ATTENTION + MLP: "E5M2"},
+        **{operand: {ATTENTION: "E4M3", MLP: "E3M4"} for operand in OPERANDS[:2]},
+        **{operand: {ATTENTION + MLP: "E5M2"} for operand in OPERANDS[2:]},
     },
     "e1m6_normalised": {"activation": {NORMALISED: "E1M6"}},
 }
@@ -121,8 +105,7 @@ def test_gradients_are_quantised_whatever_the_storage(storage, corpus_dir):
     more = ("--model.formats", formats, f"--model.storage={storage}", "--optimizer.name=stiffness_adamw")
     trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
     train(trainer, 1)
-    layer = trainer.model.lm_head
-    assert layer.weight_gradient_scaler.value != 1
+    assert trainer.model.lm_head.weight_gradient_scaler.value != 1
     assert math.isfinite(trainer.validate())
 
 

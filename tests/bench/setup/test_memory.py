@@ -12,7 +12,7 @@ from laws import each
 from torch import Tensor, nn
 
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.setup.memory import bytes_of, held_bytes, tensors_in
+from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.system.signals import StopRequest
 
 
@@ -64,12 +64,6 @@ def test_gradients_do_not_count_while_the_model_has_them():
     assert held_bytes(layer, optimizer) == 256
     optimizer.zero_grad()
     assert held_bytes(layer, optimizer) == 512
-
-
-def test_tensors_are_found_in_nested_containers():
-    a, b, c = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-    nested = {a: 1, "b": [2.0, (b, {"c": c})]}
-    assert {id(tensor) for tensor in tensors_in(nested)} == {id(a), id(b), id(c)}
 
 
 @each(

@@ -21,15 +21,12 @@ UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once():
     model = GPT(SHAPE)
+    assert len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1  # none without parameters
     decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert all(parameter.dim() >= 2 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
-
-
-def test_a_group_without_parameters_is_left_out():
-    assert len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
 
 
 def test_options_reach_the_optimizer():
@@ -69,21 +66,15 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them():
 @each(
     ("name", "option", "value"),
     [
-        ("stiffness_sgd", "momentum", 0.5),
-        ("riemannian_sgd", "momentum", 0.5),
-        ("riemannian_sgd", "float_lr", 0.25),
-        ("madam", "float_lr", 0.25),
+        *((name, "momentum", 0.5) for name in ("stiffness_sgd", "riemannian_sgd")),
+        *((name, "float_lr", 0.25) for name in ("riemannian_sgd", "madam")),
         ("stiffness_lion", "stiffness", 0.5),
+        *((name, "stiffness", 0.0) for name in ("sgd", "stiffness_sgd")),  # that of their own
     ],
 )
 def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value):
-    optimizer = on_one_byte(name, f"--optimizer.{option}={value}")
-    assert {group[option] for group in optimizer.param_groups} == {value}
-
-
-def test_sgd_on_a_grid_is_plain_sgd():
-    assert {group["stiffness"] for group in on_one_byte("sgd").param_groups} == {0.0}
-    assert {group["stiffness"] for group in on_one_byte("stiffness_sgd").param_groups} == {0.0}
+    words = [f"--optimizer.{option}={value}"] if value else []
+    assert {group[option] for group in on_one_byte(name, *words).param_groups} == {value}
 
 
 @each(

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from bench_runs import flags
 from laws import each
 from torch import nn
 
@@ -16,16 +17,10 @@ from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.system.errors import BenchError
 
 
-def quantized(*arguments: str, tie: bool = False, said: bool | None = None, width: int = 16) -> nn.Module:
-    """A model whose settings say of its head what it is, or `said`."""
+def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
     model = build_model(GPTShape(2, 2, width, 16, vocab_size=11, tie_weights=tie), seed=0)
-    shape = (
-        f"--model.n_embd={width}",
-        "--model.n_layer=2",
-        "--model.n_head=2",
-        f"--model.tie_weights={tie if said is None else said}",
-    )
-    return quantize(model, resolve(load_config(None, [*shape, *arguments])))
+    shape = {"model.n_embd": width, "model.n_layer": 2, "model.n_head": 2, "model.tie_weights": tie}
+    return quantize(model, resolve(load_config(None, [*flags(shape), *arguments])))
 
 
 @each(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
