@@ -12,7 +12,9 @@ import yaml
 
 from nanogpt_bench.sweep import workers as pool_module
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sweep_runs import small
 
 Write = Callable[..., Path]
 
@@ -41,24 +43,15 @@ def stub(job: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def write(here, corpus_dir):
     """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
-    small = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
-    train = {"max_steps": 4, "batch_size": 4, "precision": "float32"}
+    base = small(
+        corpus_dir, {"model.n_layer": 2, "train.max_steps": 4, "eval.interval": 2, "optimizer.warmup_steps": 1}
+    )
 
     def writer(**content):
-        settings = {
-            "data.dir": str(corpus_dir),
-            **{f"model.{name}": value for name, value in small.items()},
-            **{f"train.{name}": value for name, value in train.items()},
-            "eval.interval": 2,
-            "eval.batches": 2,
-            "optimizer.warmup_steps": 1,
-            "runtime.threads": 1,
-        }
         own = content.get("settings", {})
-        rest = {key: value for key, value in settings.items() if key.partition(".")[0] not in own}
-        merged = {**content, "settings": {**rest, **own}}
+        rest = {key: value for key, value in base.items() if key.partition(".")[0] not in own}
         path = here / "my.yaml"
-        path.write_text(yaml.safe_dump(merged, sort_keys=False))
+        path.write_text(yaml.safe_dump({**content, "settings": {**rest, **own}}, sort_keys=False))
         return path
 
     return writer
