@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import flags, train, trainer_of
+from bench_runs import flags, refusal, train, trainer_of
 from laws import each
 
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -17,7 +17,6 @@ from nanogpt_bench.model.weights import forward_weight, is_packaged, linear_laye
 from nanogpt_bench.setup.memory import held_bytes, memory_of
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
-from nanogpt_bench.system.errors import BenchError
 
 #: rule, weights, and the bytes of a quantised weight with its averages, of layers that SDNQ finds large enough
 PEERS = (
@@ -104,7 +103,7 @@ def test_what_layers_hold_is_the_packages_own(name, corpus_dir):
 def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir, tmp_path):
     rule, peer, _ = PEERS[-1]
     run(peer_config(rule, peer, corpus_dir, "--checkpoint.every=12"), tmp_path / "run")
-    with pytest.raises(BenchError, match=r"the weights of another package \(model.peer\)"):
+    with refusal(r"the weights of another package \(model.peer\)"):
         trainer_of(load_config(None, [f"--model.init_from={tmp_path / 'run'}", f"--data.dir={corpus_dir}"]))
 
 

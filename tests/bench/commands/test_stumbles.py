@@ -5,13 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from bench_runs import flags
+from bench_runs import flags, refusal
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text, read_text
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.system.errors import BenchError
 
 SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 8, "model.size": "null"}
 SMALL |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
@@ -33,7 +32,7 @@ def test_a_byte_order_mark_is_no_token(tmp_path):
     corpus = load_corpus(tmp_path / "out", 4)
     assert bytes(corpus.train[:4].tolist()) == b"some"
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf\n")
-    with pytest.raises(BenchError, match="is empty"):
+    with refusal("is empty"):
         read_text(tmp_path / "text")
 
 

@@ -1,6 +1,7 @@
 """Resolving: rules, named sizes, short forms, and the combinations refused."""
 
 import pytest
+from bench_runs import resolved
 from laws import each
 
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -16,7 +17,7 @@ def arguments_of(rule: str) -> list[str]:
 
 @each("rule", available_rules())
 def test_a_rule_fills_in_what_it_stands_for_and_is_recognised_from_that(rule):
-    config = resolve(load_config(None, arguments_of(rule)))
+    config = resolved(arguments_of(rule))
     entry, optimizer = RULES[rule], config.optimizer
     assert (config.model.storage, config.train.precision) == (entry.storage, entry.precision)
     assert (optimizer.name, optimizer.lr, optimizer.writeback) == (entry.optimizer, entry.lr, entry.writeback)
@@ -28,7 +29,7 @@ def test_a_rule_fills_in_what_it_stands_for_and_is_recognised_from_that(rule):
 
 @each("rule", available_rules())
 def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself(rule, tmp_path):
-    once, path = resolve(load_config(None, arguments_of(rule))), tmp_path / "config.yaml"
+    once, path = resolved(arguments_of(rule)), tmp_path / "config.yaml"
     path.write_text(to_yaml(once))
     again = resolve(load_config(path))
     assert again == once
@@ -45,14 +46,14 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
     ],
 )
 def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_settings_are_custom(words, name):
-    config = resolve(load_config(None, ["--model.format", "E4M3", *words.split()]))
+    config = resolved(["--model.format", "E4M3", *words.split()])
     config.rule = None
     assert rule_name(config) == name
 
 
 @each("name", OWN_OPTIMIZERS)
 def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name):
-    config = resolve(load_config(None, ["--model.format", "E4M3", "--optimizer.name", name]))
+    config = resolved(["--model.format", "E4M3", "--optimizer.name", name])
     optimizer = config.optimizer
     assert config.model.storage in ROUNDED
     assert (optimizer.writeback, optimizer.moments) == ("stochastic", "float32")
@@ -62,5 +63,5 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name):
 
 
 def test_formats_to_measure_against_take_their_own_spelling():
-    config = resolve(load_config(None, ["--monitor.activation_format=e4m3", "--monitor.gradient_format=none"]))
+    config = resolved(["--monitor.activation_format=e4m3", "--monitor.gradient_format=none"])
     assert (config.monitor.activation_format, config.monitor.gradient_format) == ("E4M3", None)

@@ -13,12 +13,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from bench_runs import refusal
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import dataset
 from nanogpt_bench.data.dataset import NotOnHubError, find_commit
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.hub import within
 
 pytestmark = pytest.mark.extra("datasets")
@@ -196,15 +196,14 @@ def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypa
     assert dataset.LOOKUP_SECONDS < 10
     at(hub.url)
     hub.down = 503
-    with pytest.raises(BenchError, match=r"can't be reached \(.*503.*\)") as caught:
+    with refusal(r"can't be reached \(.*503.*\)"):
         find_commit("some/set", None)
     hub.down = None
-    assert "\n" not in str(caught.value)
     monkeypatch.setattr(dataset, "LOOKUP_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         at(f"http://127.0.0.1:{server.getsockname()[1]}")
         started = time.monotonic()
-        with pytest.raises(BenchError, match=r"can't be reached \(.+\); give a local copy"):
+        with refusal(r"can't be reached \(.+\); give a local copy"):
             find_commit("some/set", None)
         assert time.monotonic() - started < 5
 
@@ -212,7 +211,7 @@ def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypa
 def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch):
     for error in (ConnectionError("no route"), OfflineModeIsEnabled("off"), TimeoutError(), OSError(5, "broken pipe")):
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
-        with pytest.raises(BenchError, match=r"can't be reached \(.+\)"):
+        with refusal(r"can't be reached \(.+\)"):
             find_commit("some/set", None)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_runs import refusal
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text, stdlib_documents
 from nanogpt_bench.data.tokenizers import make_tokenizer, tokenizer_from_meta
-from nanogpt_bench.system.errors import BenchError
 
 
 def test_char_scheme_splits_nine_to_one_and_keeps_line_ends(tmp_path, text_file):
@@ -85,7 +85,7 @@ def test_a_limit_takes_the_first_tokens(tmp_path):
 def test_what_is_no_such_data_is_refused(tmp_path, damage, tokenizer, message):
     given = folder_of(tmp_path / "in", "char" if tokenizer == "char" else "byte")
     damage(given)
-    with pytest.raises(BenchError, match=message):
+    with refusal(message):
         prepare_nanogpt(given, tmp_path / "out", tokenizer)
     assert not (tmp_path / "out").exists()
 
@@ -95,7 +95,7 @@ def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
     assert main(["prepare", "nanogpt", "--input", str(given)]) == 2
     assert "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled" in capsys.readouterr().err
     line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
-    with pytest.raises(BenchError, match=line):
+    with refusal(line):
         load_corpus(given, 16)
 
 
@@ -119,7 +119,7 @@ def fake_library(root: Path) -> Path:
 
 
 def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path):
-    with pytest.raises(BenchError, match="no standard library sources"):
+    with refusal("no standard library sources"):
         stdlib_documents(tmp_path)
     written = ["first\n", "last\n", "a class\n\na coroutine\n", "JSON, with an \\d escape.\n\nF.\n\nMore.\n"]
     assert stdlib_documents(fake_library(tmp_path)) == written

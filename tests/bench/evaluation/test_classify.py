@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench_runs import flags, recorded, summary_of, train, trainer_of
+from bench_runs import flags, recorded, refusal, summary_of, train, trainer_of
 from damages import put, signed
 from laws import each
 from torch import Tensor
@@ -25,7 +25,6 @@ from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import document_losses, f1_scores, r_precision
-from nanogpt_bench.system.errors import BenchError
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50, labels=5)
 FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")
@@ -175,9 +174,9 @@ def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
     assert "is of task 'classify', and a report of formats measures windows of a text;" in said
     for task in ("language", "classify"):
         said = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
-        with pytest.raises(BenchError, match=said):
+        with refusal(said):
             resolve(classify(task=task, model__init_from=classified))
-    with pytest.raises(BenchError, match=r"'classify' needs documents with labels.*prepare eurlex --task labels"):
+    with refusal(r"'classify' needs documents with labels.*prepare eurlex --task labels"):
         run(classify(data__dir=corpus_dir), tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
@@ -201,10 +200,10 @@ def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp
     for path in other.glob("*.labels.bin"):
         signed((1 - np.fromfile(path, np.uint8)).tobytes())(path)
     settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other}
-    with pytest.raises(BenchError, match="the corpus is not the one that the run was begun on"):
+    with refusal("the corpus is not the one that the run was begun on"):
         run(classify(**settings), tmp_path / "r", resume=True)
     put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(renamed / "meta.json")
-    with pytest.raises(BenchError, match="was trained on other labels than those of"):
+    with refusal("was trained on other labels than those of"):
         evaluate_run(classified, overrides=["--data.dir", str(renamed)])
     (row,) = evaluate_run(classified, overrides=["--data.dir", str(other)])[:1]
     assert row.val_loss > 0.7

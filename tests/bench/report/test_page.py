@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from bench_runs import refusal
 
 from nanogpt_bench.report import facts_of, report, write_report
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.system.errors import BenchError
 
 
 class Page(HTMLParser):
@@ -77,9 +77,9 @@ def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path, write_run)
 
 def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_folder_is_refused(tmp_path, write_run):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.0)]
-    with pytest.raises(BenchError, match=r"config\.yaml"):
+    with refusal(r"config\.yaml"):
         report(paths, out=write_run(tmp_path / "c") / "config.yaml")
-    with pytest.raises(BenchError, match=r"'fp23'; did you mean 'fp32'\? allowed: bf16-mixed, fp32"):
+    with refusal(r"'fp23'; did you mean 'fp32'\? allowed: bf16-mixed, fp32"):
         report(paths, out=tmp_path / "out", baseline="fp23")
     assert not (tmp_path / "out").exists()
     page = Page(report(paths, out=tmp_path / "out", baseline="fp32").read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from bench_runs import recorded, summary_of
+from bench_runs import recorded, refusal, resolved, summary_of
 
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
 from nanogpt_bench.config.settings import load_config
@@ -16,7 +16,6 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.runs.trained import choose
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.system.errors import BenchError
 
 
 @pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
@@ -64,7 +63,7 @@ def test_without_either_nothing_begins(tiny, trained, tmp_path):
     step_file(start, 6).unlink()
     for path in (tmp_path / "cut" / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BenchError, match="does not exist any more, and nothing whole to go on from"):
+    with refusal("does not exist any more, and nothing whole to go on from"):
         run(config, tmp_path / "cut", resume=True, say=lambda _: None)
 
 
@@ -73,7 +72,7 @@ def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny, trained):
     said = load_config(trained["float"] / "config.yaml", ["--model.size=0.8M", start])
     assert said.model.size == "0.8M"
     assert resolve(said).model.size is None
-    with pytest.raises(BenchError, match=r"model.size: '10M' can't be used"):
+    with refusal(r"model.size: '10M' can't be used"):
         resolve(load_config(None, ["--model.size=10M", f"--model.init_from={trained['float']}"]))
 
 
@@ -81,12 +80,12 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
     hurt = shutil.copytree(trained["float"], tmp_path / "hurt")
     path = step_file(hurt, 6)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(BenchError, match=r"model.init_from: checkpoint .* does not have the sha256"):
+    with refusal(r"model.init_from: checkpoint .* does not have the sha256"):
         resolve(tiny(model__init_from=hurt))
     (tmp_path / "other.txt").write_text("".join(map(chr, range(65, 106))) * 40)  # as many characters, other ones
     prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
-    with pytest.raises(BenchError, match="numbers the characters of each text on its own"):
+    with refusal("numbers the characters of each text on its own"):
         initial_model(config, open_corpus(config))
 
 
@@ -106,8 +105,8 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
 def test_a_checkpoint_that_attacks_is_one_line(tmp_path, changed, words):
     tensors = {"token_embedding.weight": torch.ones(3, 8)}
     folder = commit(tmp_path, Contents(1, {"model": tensors}, facts=changed), keep_last=1)
-    with pytest.raises(BenchError, match=words):
-        resolve(load_config(None, [f"--model.init_from={folder}"]))
+    with refusal(words):
+        resolved([f"--model.init_from={folder}"])
 
 
 def test_the_best_checkpoint_is_kept(tiny, tmp_path):
@@ -120,7 +119,7 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
     assert steps(tmp_path / "a") == [lowest, 4]
     assert choose(tmp_path / "a", "best") == step_file(tmp_path / "a", lowest)
     run(tiny(**settings), tmp_path / "b")
-    with pytest.raises(BenchError, match=r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
+    with refusal(r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
         choose(tmp_path / "b", "best")
     for names in (("train/loss", "val/loss"), ("final_val_loss", "best_val_loss")):  # watching changes nothing else
         ours, theirs = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded, summary_of, train, trainer_of
+from bench_runs import recorded, refusal, resolved, summary_of, train, trainer_of
 from laws import each
 from torch import nn
 
@@ -14,7 +14,7 @@ from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import FP8_FORMATS, PRODUCTS, ROUNDED
-from nanogpt_bench.config.settings import build_config, find_config, load_config, read_yaml
+from nanogpt_bench.config.settings import build_config, find_config, read_yaml
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
@@ -23,7 +23,6 @@ from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.memory import bytes_of
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.sweep.comparison import choose_rows
-from nanogpt_bench.system.errors import BenchError
 
 ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]
 #: values of a simulated byte are multiplied as they are, so it has no products of codes
@@ -243,7 +242,7 @@ def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny
         "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
         "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: unknown float format 'E3M9",
     }.items():
-        with pytest.raises(BenchError) as refused:
-            resolve(load_config(None, given.split()))
+        with refusal() as refused:
+            resolved(given.split())
         assert str(refused.value).startswith(message)
     assert resolve(tiny(rule="fp32", model__embeddings="none")).model.embeddings is None

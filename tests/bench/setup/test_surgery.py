@@ -4,23 +4,20 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from bench_runs import flags
+from bench_runs import flags, refusal, resolved
 from laws import each
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.model.weights import quantized_layers
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
-from nanogpt_bench.system.errors import BenchError
 
 
 def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
     model = build_model(GPTShape(2, 2, width, 16, vocab_size=11, tie_weights=tie), seed=0)
     shape = {"model.n_embd": width, "model.n_layer": 2, "model.n_head": 2, "model.tie_weights": tie}
-    return quantize(model, resolve(load_config(None, [*flags(shape), *arguments])))
+    return quantize(model, resolved([*flags(shape), *arguments]))
 
 
 @each(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
@@ -75,7 +72,7 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage):
     model = quantized(*options, "--model.tied=leave", tie=True)
     assert "lm_head" not in quantized_layers(model)
     assert model.lm_head.weight is model.token_embedding.weight
-    with pytest.raises(BenchError, match=r"model.formats: .*'lm_head' is shared .*tied='untie'.*tied='leave'"):
+    with refusal(r"model.formats: .*'lm_head' is shared .*tied='untie'.*tied='leave'"):
         quantized(*options, tie=True)
 
 
@@ -91,9 +88,8 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage):
     ],
 )
 def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats, parts):
-    with pytest.raises(BenchError) as caught:
+    with refusal() as caught:
         quantized("--model.formats", formats)
-    assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
 
@@ -102,8 +98,8 @@ def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats, parts):
     ("pattern", "what"), [("token_embedding", "Embedding 'token_embedding'"), ("norm1", "LayerNorm 'blocks.0.norm1'")]
 )
 def test_what_always_stays_float_is_said_to(pattern, what):
-    with pytest.raises(BenchError, match=rf"model\.formats\.{pattern}: {what} stays float") as caught:
+    with refusal(rf"model\.formats\.{pattern}: {what} stays float") as caught:
         quantized(f"--model.formats.{pattern}", "E4M3", "--model.formats.attn", "E4M3")
     assert str(caught.value).endswith("attn.qkv, attn.proj, mlp.fc, mlp.proj, lm_head, attn, mlp, blocks.N")
-    with pytest.raises(BenchError, match=r"'atn' matches none of the 9 linear layers; did you mean 'attn'"):
+    with refusal(r"'atn' matches none of the 9 linear layers; did you mean 'attn'"):
         quantized("--model.formats.atn", "E4M3")

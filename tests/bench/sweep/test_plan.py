@@ -1,6 +1,6 @@
 """The plan of a sweep: labels of its points, no two alike, and references, each for what its points train on."""
 
-import pytest
+from bench_runs import refusal
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
@@ -8,7 +8,6 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
-from nanogpt_bench.system.errors import BenchError
 
 
 def test_formats_of_all_layers_and_of_one_are_told_apart(write):
@@ -37,7 +36,7 @@ def test_numbers_that_six_digits_do_not_tell_apart_are_written_in_full(write):
 
 def test_an_axis_of_formats_under_a_rule_without_any_is_refused(write):
     axes = {"model.format": ["E4M3", "E7M0"]}
-    with pytest.raises(BenchError, match=r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
+    with refusal(r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
         plan_sweep(read_sweep(write(axes=axes, settings={"rule": "fp32"})))
 
 

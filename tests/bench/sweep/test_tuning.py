@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from bench_runs import refusal
 from laws import each
 from sweep_runs import read_json, runs_of, train_here, trained
 
@@ -18,7 +19,6 @@ from nanogpt_bench.sweep import workers as pool_module
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning, best_place, is_inside, next_places
-from nanogpt_bench.system.errors import BenchError
 
 #: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a limit it diverges
 BEST = {"fp32": 0.006, "sgd": 0.1, "muon": 0.03}
@@ -260,7 +260,7 @@ CONTRADICTIONS = [
 
 @each(("content", "said"), CONTRADICTIONS)
 def test_a_file_that_contradicts_itself_is_refused(write, content, said):
-    with pytest.raises(BenchError, match=said):
+    with refusal(said):
         read_sweep(write(axes={"rule": ["fp32"]}, **content))
 
 
@@ -294,7 +294,7 @@ FP32, SGD = ({"axes": {"rule": [rule]}} for rule in ("fp32", "sgd"))
 )
 def test_axes_keys_and_lists_that_can_not_be_searched_are_refused(write, content, tune, said):
     path = write(tune=TUNE | tune, confirm=CONFIRM, **content)
-    with pytest.raises(BenchError, match=said):
+    with refusal(said):
         Tuning(read_sweep(path), SweepRecord(Path("out"), "tune"))
 
 
@@ -355,8 +355,8 @@ def test_a_study_shrinks_by_its_section_smoke_alone(write):
     assert [axis.values for axis in small.axes] == [("sgd",), (1, 2)]
     assert (whole.tune.steps, small.tune.steps, small.tune.seeds) == (4, 1, [1, 2])
     assert (whole.base["train.max_steps"], small.base["train.max_steps"]) == (4, 2)
-    with pytest.raises(BenchError, match=r"--smoke: my\.yaml has no section smoke"):
+    with refusal(r"--smoke: my\.yaml has no section smoke"):
         read_sweep(write(axes={"rule": ["fp32"]}), smoke=True)
     for wrong, message in (({"axis": {}}, "did you mean 'axes'"), ({"tune": 3}, "smoke.tune"), (3, "smoke in my.yaml")):
-        with pytest.raises(BenchError, match=message):
+        with refusal(message):
             read_sweep(write(axes={"rule": ["fp32"]}, smoke=wrong))

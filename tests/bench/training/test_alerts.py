@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import recorded, refusal
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,7 +20,6 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.system.errors import BenchError
 
 NAN = math.nan
 
@@ -128,12 +127,13 @@ def test_patience_ends_the_run(tiny, tmp_path, monkeypatch):
     }
 
 
-def test_a_run_told_not_to_stop_goes_on(tiny, tmp_path, monkeypatch):
+def test_alerts_stops_and_saved_states_can_be_turned_off(tiny, tmp_path, monkeypatch):
     Sabotage(monkeypatch, {2, 3, 4, 5}, "gradient")
-    settings = {"train__stop_on": "[]", "alerts__save_on_anomaly": False}
+    settings = {"train__stop_on": "[]", "alerts__save_on_anomaly": False, "alerts__enabled": False}
     summary = run(tiny(rule="fp32", **settings), tmp_path / "r")
-    assert (summary["status"], summary["steps"]) == ("finished", 6)
+    assert (summary["status"], summary["steps"], summary["alerts"]) == ("finished", 6, {})
     assert not (tmp_path / "r" / "anomaly").exists()
+    assert not (tmp_path / "r" / "alerts.jsonl").exists()
 
 
 def test_a_plateau_stops_the_run(tiny, tmp_path):
@@ -144,27 +144,20 @@ def test_a_plateau_stops_the_run(tiny, tmp_path):
     assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
 
 
-def test_divergence_from_a_baseline_fails_the_run(tiny, tmp_path):
+def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refused(tiny, tmp_path):
+    with refusal(r"alerts.baseline: .*gone' is no run folder"):
+        run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
     run(tiny(rule="fp32", train__max_steps=30, optimizer__lr=0.01), tmp_path / "base")
-    settings = {
-        "alerts__baseline": tmp_path / "base",
-        "train__stop_on": "nan,divergence",
-        "eval__interval": 5,
-        "train__max_steps": 30,
-    }
-    summary = run(tiny(rule="fp32", optimizer__lr=3.0, **settings), tmp_path / "r")
+    settings = {"rule": "fp32", "alerts__baseline": tmp_path / "base", "train__stop_on": "nan,divergence"}
+    settings |= {"eval__interval": 5, "train__max_steps": 30}
+    summary = run(tiny(optimizer__lr=3.0, **settings), tmp_path / "r")
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "divergence")
     assert summary["steps"] < 30
     assert summary["alerts"]["divergence"] == 1
     assert summary["final_val_loss"] is None
-    good = run(tiny(rule="fp32", optimizer__lr=0.01, **settings), tmp_path / "good")
+    good = run(tiny(optimizer__lr=0.01, **settings), tmp_path / "good")
     assert (good["status"], good["alerts"]) == ("finished", {})
-
-
-def test_a_baseline_that_is_none_is_refused(tiny, tmp_path):
-    with pytest.raises(BenchError, match=r"alerts.baseline: .*gone' is no run folder"):
-        run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
 
 
 def test_weights_of_any_strides_have_the_hash_of_their_values():
@@ -176,13 +169,6 @@ def test_weights_of_any_strides_have_the_hash_of_their_values():
         model.scale = nn.Parameter(values)
         hashes.append(_hash(model))
     assert hashes[0] == hashes[1]
-
-
-def test_alerts_can_be_turned_off(tiny, tmp_path, monkeypatch):
-    Sabotage(monkeypatch, {2}, "loss")
-    summary = run(tiny(rule="fp32", alerts__enabled=False), tmp_path / "r")
-    assert summary["alerts"] == {}
-    assert not (tmp_path / "r" / "alerts.jsonl").exists()
 
 
 class Run:
@@ -236,17 +222,14 @@ def test_steps_that_are_not_taken_and_weights_that_stay(change, kinds):
     assert run.go() == kinds
 
 
-def test_an_optimizer_that_counts_no_steps_is_seen_by_its_weights():
-    run = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")
-    assert run.go() == ["no_change"]
-
-
 @pytest.mark.parametrize("flag", ["loss_is_nan", "grad_has_nan"])
 def test_steps_that_are_left_out_have_alerts_of_their_own(flag):
     run = Run(adamw)
     run.optimizer.step = lambda: None
     assert run.go(1, **{flag: 1}) == []
     assert run.go(1) == ["no_change"]
+    uncounted = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")  # seen by its weights
+    assert uncounted.go() == ["no_change"]
 
 
 SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
@@ -272,17 +255,15 @@ def test_a_text_of_one_character_is_trained_on_and_measured(here):
 @pytest.mark.parametrize("baseline", [{}, dict.fromkeys(range(1, 5), 0.0)])
 def test_a_loss_above_one_of_0_is_too_high(baseline):
     trend = TrendObserver(baseline)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
     for number, loss, excess in ((1, 0.0, 0.0), (2, 0.25, math.inf), (3, 0.25, math.inf), (4, 0.25, math.inf)):
-        step = Step(number, model, optimizer, record={"train/loss": loss, "val/loss": loss})
-        trend.written(step)
-        assert step.record["train/excess"] == excess
+        taken = step(number, {"train/loss": loss, "val/loss": loss})
+        trend.written(taken)
+        assert taken.record["train/excess"] == excess
     assert trend.diverging
 
 
 def test_the_lowest_loss_stays_0(tiny, tmp_path, monkeypatch):
-    told = chain([1.0, 0.0], repeat(0.5))
-    monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(told)])
+    losses = chain([1.0, 0.0], repeat(0.5))
+    monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(losses)])
     summary = run(tiny(train__max_steps=4, eval__interval=1), tmp_path / "run")
     assert (summary["best_val_loss"], summary["final_val_loss"]) == (0.0, 0.5)

@@ -54,7 +54,7 @@ def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
         assert pipe.read() == b"x"
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_request():
+def test_a_signal_that_comes_twice_at_once_or_to_a_worker_is_one_request():
     """As from `timeout`, which signals its child and then the group."""
 
     def child():
@@ -64,9 +64,6 @@ def test_a_signal_that_comes_twice_at_once_is_one_request():
             assert stop.name == "SIGTERM"
 
     assert exit_code_of(child) == 0
-
-
-def test_a_worker_takes_any_number_of_signals_as_one_request():
     with stop_requests_once() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)

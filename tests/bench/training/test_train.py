@@ -23,13 +23,10 @@ def test_a_run_writes_its_files_and_the_summary_it_returns(tiny, tmp_path):
     sums = dict(reversed(line.split("  ")) for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines())
     assert sums == {name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names}
     assert summary_of(tmp_path / "r") == summary
-    told = [summary[key] for key in ("name", "rule", "format", "status")]
-    assert told == ["r", "bf16-mixed", "none", "finished"]
-    assert summary["steps"] == summary["steps_planned"] == 6
-    assert summary["tokens"] == 6 * 4 * 16
-    assert summary["failure"] is None
+    expected = {"name": "r", "rule": "bf16-mixed", "format": "none", "status": "finished", "steps": 6}
+    expected |= {"steps_planned": 6, "tokens": 6 * 4 * 16, "failure": None, "stall": None}
+    assert expected.items() <= summary.items()
     assert summary["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
-    assert summary["stall"] is None
 
 
 def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny, tmp_path):
