@@ -14,7 +14,8 @@ from nanogpt_bench.data.write import LabelledText, write_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.sweep import workers as pool_module
 
-sys.path.insert(0, str(Path(__file__).parent))
+# for the tests to find the modules that they share
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("", "monitors", "report", "sweep"))
 
 from bench_runs import flags
 

@@ -1,4 +1,4 @@
-"""What may happen to a file that is read: each damage is a function of its path, and GARBAGE is what fits no reader."""
+"""Damages of a file that is read, each a function of its path; GARBAGE fits no reader."""
 
 import hashlib
 import json

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0ffee" * 6 + "c0de"
@@ -102,3 +103,13 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def write_parquet(path: Path, texts: list[str | None]) -> None:
+    """Write a file as lex_glue's are: a text and the numbers of its labels a row."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    labels = pyarrow.array([[0]] * len(texts), pyarrow.list_(pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "labels": labels}), path)

@@ -1,4 +1,4 @@
-"""What is said in words: numbers of one, names of what is missing, what becomes of a step, tables that fit a screen."""
+"""Messages and tables: verdicts that fit a screen, heads that count, a page that prints whole."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is named on a command line and holds somebody's files stays as it is: one line, code 2, not a byte changed."""
+"""Files of somebody that a command line names stay as they are: one line, code 2, not a byte changed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a command says and ends with where a user stumbles: seeds, warm-ups, empty files, other folders, signals."""
+"""Messages and exit codes where a user stumbles: warm-ups, empty files, other folders, signals."""
 
 import errno
 import signal

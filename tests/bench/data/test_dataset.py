@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_runs import refusal
+from hubs import write_parquet
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
@@ -22,13 +23,13 @@ VAL = [f"Annex {number}: done at Strasbourg, {number % 28 + 1} May." for number 
 
 
 @pytest.fixture
-def copy(tmp_path, parquet):
+def copy(tmp_path):
     """A copy of a data set: two files for training, one for validation, one for tests."""
     folder = tmp_path / "copy"
-    parquet(folder / "eurlex" / "train-00000-of-00002.parquet", [*TRAIN[:25]])
-    parquet(folder / "eurlex" / "train-00001-of-00002.parquet", [*TRAIN[25:]])
-    parquet(folder / "eurlex" / "validation-00000-of-00001.parquet", [*VAL])
-    parquet(folder / "eurlex" / "test-00000-of-00001.parquet", ["never read"])
+    write_parquet(folder / "eurlex" / "train-00000-of-00002.parquet", [*TRAIN[:25]])
+    write_parquet(folder / "eurlex" / "train-00001-of-00002.parquet", [*TRAIN[25:]])
+    write_parquet(folder / "eurlex" / "validation-00000-of-00001.parquet", [*VAL])
+    write_parquet(folder / "eurlex" / "test-00000-of-00001.parquet", ["never read"])
     return folder
 
 
@@ -70,8 +71,8 @@ def test_every_document_is_written_once_and_its_source_named(tmp_path, copy, tok
     assert meta["source"] == {"kind": "copy", **named, "files": files, "limit_tokens": None}
 
 
-def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path, parquet):
-    parquet(tmp_path / "copy" / "train.parquet", [*TRAIN])
+def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path):
+    write_parquet(tmp_path / "copy" / "train.parquet", [*TRAIN])
     meta = prepare_hub(tmp_path / "out", "some/set", "text", data_dir=tmp_path / "copy")
     assert text_of(tmp_path / "out", "val") == "".join(f"{text}|" for text in TRAIN[9::10])
     assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [36, 4]
@@ -99,9 +100,9 @@ def test_a_limit_ends_the_stream(tmp_path, copy):
         (str, {"limit": 649}, ["--limit-tokens 649", "650 or more"]),
     ],
 )
-def test_bad_copies_are_named_and_nothing_is_written(tmp_path, parquet, change, options, parts):
-    parquet(tmp_path / "copy" / "train-0.parquet", [*TRAIN])
-    parquet(tmp_path / "copy" / "validation-0.parquet", [*VAL])
+def test_bad_copies_are_named_and_nothing_is_written(tmp_path, change, options, parts):
+    write_parquet(tmp_path / "copy" / "train-0.parquet", [*TRAIN])
+    write_parquet(tmp_path / "copy" / "validation-0.parquet", [*VAL])
     change(tmp_path / "copy" / "train-0.parquet")
     arguments = {"column": "text", "data_dir": tmp_path / "copy", **options}
     arguments["data_dir"] = Path(str(arguments["data_dir"]))

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from bench_runs import refusal
+from hubs import write_parquet
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from nanogpt_bench.cli import main
@@ -34,15 +34,14 @@ configs:
 ---
 """
 GLUE, MULTI = "coastalcph/lex_glue", "coastalcph/multi_eurlex"
-Parquet = Callable[[Path, list[str]], None]
 
 
-def add_repository(root: Path, name: str, config: str, parquet: Parquet) -> None:
+def add_repository(root: Path, name: str, config: str) -> None:
     """Lay out a data set as the hub keeps them: a card that names the files of each split."""
     folder = root / name
-    parquet(folder / config / "train-00000-of-00002.parquet", TRAIN[:20])
-    parquet(folder / config / "train-00001-of-00002.parquet", TRAIN[20:])
-    parquet(folder / config / "validation-00000-of-00001.parquet", VAL)
+    write_parquet(folder / config / "train-00000-of-00002.parquet", TRAIN[:20])
+    write_parquet(folder / config / "train-00001-of-00002.parquet", TRAIN[20:])
+    write_parquet(folder / config / "validation-00000-of-00001.parquet", VAL)
     (folder / "README.md").write_text(CARD.format(config=config), encoding="utf-8")
 
 
@@ -90,13 +89,13 @@ class Preparation:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, hub, parquet):
+def outcomes(tmp_path_factory, hub):
     """Prepare everything; lex_glue leaves the hub before the last."""
     place = tmp_path_factory.mktemp("place")
-    add_repository(hub.root, "coastalcph/lex_glue", "eurlex", parquet)
-    add_repository(hub.root, "coastalcph/multi_eurlex", "en", parquet)
-    add_repository(hub.root, "some/set", "en", parquet)
-    add_repository(place, "local", "eurlex", parquet)
+    add_repository(hub.root, "coastalcph/lex_glue", "eurlex")
+    add_repository(hub.root, "coastalcph/multi_eurlex", "en")
+    add_repository(hub.root, "some/set", "en")
+    add_repository(place, "local", "eurlex")
     hub.leaves = {"fallback": "coastalcph/lex_glue"}
     plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     surroundings = {**plain, "HF_ENDPOINT": hub.url, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}

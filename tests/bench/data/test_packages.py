@@ -63,7 +63,7 @@ def described(key: str, text: str) -> bytes:
 
 
 def archives() -> dict[str, bytes]:
-    """Of every package an archive with two files, one whose text has a sentence of the others before it."""
+    """Return an archive of every package with two files; the text of one has a sentence of the others before it."""
     service = "botocore/data/{}/{}/service-2.json"
     google = "googleapiclient/discovery_cache/documents/{}.json"
     source = '/* {} */\nchar *a = "/* a text in quotes, which is not a comment of the program. */";\n'

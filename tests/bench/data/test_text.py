@@ -29,14 +29,14 @@ TEXT = "To be, or not to be: that is the question. Grüße.\n" * 90
 
 
 class Trap:
-    """What runs code where it is unpickled."""
+    """A class that runs code where it is unpickled."""
 
     def __reduce__(self):
         return pytest.fail, ("meta.pkl was read",)
 
 
 def folder_of(folder: Path, tokenizer: str) -> Path:
-    """What nanoGPT's own scripts write, and a meta.pkl that nobody may read."""
+    """Files as nanoGPT's own scripts write them, and a meta.pkl that nobody may read."""
     folder.mkdir()
     made = make_tokenizer(tokenizer, TEXT)
     cut = int(len(TEXT) * 0.9)

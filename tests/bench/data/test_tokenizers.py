@@ -65,7 +65,7 @@ def test_gpt2_known_tokens():
 
 
 def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
-    """Of its own definition of GPT-2, which finds in its cache what it would download."""
+    """Its own definition of GPT-2 finds in its cache what it would download."""
     from tiktoken_ext import openai_public
 
     folder = tokenizers._offline_folder()

@@ -42,7 +42,7 @@ def layer_of(spec: dict[str, object], weight: Tensor, storage: str = "master") -
 def watched(
     model: nn.Module, look: Callable[[int], object] = lambda one_in: None, interval: int = 1, **settings: object
 ) -> Watched:
-    """What monitors of a model are made from, each step a look."""
+    """The facts that monitors of a model are made from; every step is watched."""
     config, layers = Config(), quantized_layers(model)
     config.monitor = MonitorConfig(interval=interval, **settings)
     config.model.storage = next(iter(layers.values())).storage if layers else "float32"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chromium import EXECUTABLE, Chromium
+from run_folders import write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.report import report
 
@@ -52,7 +53,7 @@ FAINT = """(() => {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, write_run, write_comparison, write_metrics, write_alerts):
+def page(tmp_path_factory):
     """A report with every kind of chart: nine rows, a sweep of learning rates, monitors, alerts and a failed run."""
     folder = tmp_path_factory.mktemp("report")
     runs = write_comparison(folder / "runs")

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from bench_runs import refusal
-from run_folders import measured
+from run_folders import measured, write_comparison, write_run
 
 from nanogpt_bench.report import chart
 from nanogpt_bench.report.chart import chosen as chosen_charts
@@ -44,7 +44,7 @@ def texts_of(path):
     return found
 
 
-def test_every_figure_is_an_svg_that_shows_something(tmp_path, write_comparison):
+def test_every_figure_is_an_svg_that_shows_something(tmp_path):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
     written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
     assert {path.name for path in written} == {f"{name}.svg" for name in ("loss_curves", "stall")}
@@ -62,7 +62,7 @@ def test_a_forked_process_and_what_can_not_be_drawn_are_refused(call, monkeypatc
         call()
 
 
-def test_a_run_without_records_is_left_out(tmp_path, write_run):
+def test_a_run_without_records_is_left_out(tmp_path):
     whole, empty = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
     (empty / "metrics.jsonl").write_text("")
     results, chosen = prepared([whole, empty])
@@ -71,7 +71,7 @@ def test_a_run_without_records_is_left_out(tmp_path, write_run):
     assert set(drawn) == {"loss_curves"}  # of floats there is no stall and no grid
 
 
-def test_curves_keep_their_ends_and_stay_small_and_the_axis_leaves_out_the_first_descent(tmp_path, write_run):
+def test_curves_keep_their_ends_and_stay_small_and_the_axis_leaves_out_the_first_descent(tmp_path):
     (result,), _ = prepared([write_run(tmp_path / "a", steps=3000)])
     (line,) = lines_of([result.row], "train/loss")
     assert len(line.xs) == MAX_POINTS
@@ -90,7 +90,7 @@ def test_smoothing_is_unbiased_and_keeps_gaps():
     assert 0.45 < middle < 0.55
 
 
-def test_a_long_legend_makes_room_for_itself(tmp_path, write_run):
+def test_a_long_legend_makes_room_for_itself(tmp_path):
     results, chosen = prepared([write_run(tmp_path / str(i), rule=f"a rule with a long name, {i}") for i in range(40)])
     charts = loss_charts([result.row for result in results], chosen)
     write_figures(charts, chosen, tmp_path)

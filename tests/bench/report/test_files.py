@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
@@ -103,7 +104,7 @@ def test_a_sweep_has_no_run_behind_a_link(tmp_path, secret, capsys):
     assert [path.name for path in secret.parent.iterdir()] == ["secret"]
 
 
-def test_a_report_writes_to_no_file_that_lies_elsewhere(tmp_path, secret, write_run):
+def test_a_report_writes_to_no_file_that_lies_elsewhere(tmp_path, secret):
     runs = [write_run(tmp_path / "runs" / name, rule=name) for name in ("fp32", "nearest")]
     out = tmp_path / "out"
     (out / "figures").mkdir(parents=True)

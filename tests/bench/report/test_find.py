@@ -2,12 +2,13 @@
 
 import pytest
 from bench_runs import refusal
+from run_folders import write_run
 
 from nanogpt_bench.runs.load import find_runs
 
 
 @pytest.fixture
-def runs(tmp_path, write_run):
+def runs(tmp_path):
     """A folder of runs as commands leave it: a run, a comparison, and two modes of a sweep."""
     top = tmp_path / "runs"
     for place in ("e4m3", "compare-1/a", "sweep-lr/grid/b", "sweep-lr/grid/a", "sweep-lr/tune/c"):
@@ -23,7 +24,7 @@ def test_all_runs_below_a_folder_are_found_and_counted(runs):
     assert said == [f"{runs}: 5 runs found in 4 folders"]
 
 
-def test_links_are_not_followed_and_are_counted(runs, tmp_path, write_run):
+def test_links_are_not_followed_and_are_counted(runs, tmp_path):
     write_run(tmp_path / "elsewhere" / "d", steps=20)
     (runs / "linked").symlink_to(tmp_path / "elsewhere")
     (runs / "sweep-lr" / "back").symlink_to(runs)  # a circle

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench_runs import refusal
+from run_folders import write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.report import facts_of, report, write_report
 from nanogpt_bench.report.rows import Row
@@ -36,7 +37,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory, write_comparison):
+def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("comparison")
     write_comparison(folder / "runs")
     return report([folder / "runs"], out=folder / "out")
@@ -67,7 +68,7 @@ def test_it_has_every_section_and_chart(built):
     assert "+0.450 (+21.4%)" in page.text["td"]
 
 
-def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path, write_run):
+def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "summary.json").unlink()
     rows = [Row("bf16-mixed", "bf16-mixed", "none", (load_run(folder),)), Row("fp32", "fp32", "none", ())]
@@ -75,7 +76,7 @@ def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path, write_run)
     assert {"unfinished at step 200", "not run"} <= set(Page(text).text["td"])
 
 
-def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_folder_is_refused(tmp_path, write_run):
+def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_folder_is_refused(tmp_path):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.0)]
     with refusal(r"config\.yaml"):
         report(paths, out=write_run(tmp_path / "c") / "config.yaml")
@@ -86,7 +87,7 @@ def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_fold
     assert "+0.100 (+5.0%)" in page.text["td"]
 
 
-def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
+def test_every_alert_is_listed_once_a_kind(tmp_path):
     folder = write_run(tmp_path / "a")
     write_alerts(folder, ("kurtosis", 7), ("overflow", 8), ("kurtosis", 9))
     cells = Page(report([folder], out=tmp_path / "out").read_text(encoding="utf-8")).text["td"]
@@ -97,7 +98,7 @@ def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
 
 
 @pytest.mark.slow
-def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_run, write_metrics):
+def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path):
     layers = [f"blocks.{block}.{name}" for block in range(4) for name in ("qkv", "proj", "fc", "out")]
     keys = [f"{key}/{layer}" for key in ("quant/overflow", "bits/uniformity", "grad/l2") for layer in layers]
     watched = ["grad/cosine", "grad/snr", "stall/update_ulps", "attention/entropy", "quant/kurtosis/residual"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_folders import csv_lines, measured
+from run_folders import csv_lines, measured, write_run
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report import report
@@ -46,7 +46,7 @@ def test_holm_over_the_rows_that_were_tested():
     assert [same.p, *(each.holm for each in adjusted([same, near]))] == [1.0, 1.0, 0.06]  # the reference's own row
 
 
-def folders(tmp_path, write_run, *, seeds, low=(1.9,)):
+def folders(tmp_path, *, seeds, low=(1.9,)):
     rows = [("fp32", 2.0, 0.0), *(("sgd", final, 0.002) for final in low), ("muon", 2.0, 0.02)]
     return [
         write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=final + seed / 100 + step * (-1) ** seed, seed=seed)
@@ -55,7 +55,7 @@ def folders(tmp_path, write_run, *, seeds, low=(1.9,)):
     ]
 
 
-def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path, write_run):
+def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path):
     paths = folders(tmp_path, write_run, seeds=4)
     results = measured(paths, "fp32")
     reference, lower, same = (result.difference for result in results)
@@ -76,7 +76,7 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
     assert lines[0]["difference_p_holm"] == ""
 
 
-def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
+def test_a_pair_on_two_processors_is_marked(tmp_path):
     paths = folders(tmp_path, write_run, seeds=3)
     here = {"cpu": "one", "cpu_capability": "AVX2", "platform": "Linux"}
     for path in paths:
@@ -93,7 +93,7 @@ def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
     assert not measured(paths, "fp32")[2].difference.apart
 
 
-def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
+def test_one_seed_is_a_lead_without_an_interval(tmp_path):
     results = measured(folders(tmp_path, write_run, seeds=1), "fp32")
     for text in (to_text(results), to_markdown(results)):
         assert "run (one seed: a lead)" in text

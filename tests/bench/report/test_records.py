@@ -46,7 +46,7 @@ def test_columns_say_what_the_records_said(seed):
 
 
 def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
-    """Of its records alone: to read a small file takes a buffer for the largest that is read."""
+    """Its records are large: to read a small file takes a buffer for the largest that is read."""
     draw = random.Random(0)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(3000):

@@ -1,4 +1,4 @@
-"""What is wrong with a file is one line that names it; nothing is written, changed or run, whoever reads it."""
+"""A fault of a file is one line that names it; nothing is written, changed or run, whoever reads it."""
 
 import os
 import shutil
@@ -205,7 +205,7 @@ def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
 
 
 def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Path, grown: list[int]) -> list[str]:
-    """What is said of a damaged copy, each in a line; nothing is written, changed or run."""
+    """Return the lines about a damaged copy; nothing is written, changed or run."""
     folder = Path(shutil.copytree(whole, tmp_path / "it"))
     damage(folder / file)
     before = contents(tmp_path)

@@ -1,4 +1,4 @@
-"""How far a run has come is read from its records: whole lines alone, whatever happens to the file meanwhile."""
+"""The progress of a run is read from whole lines of its records, whatever happens to the file meanwhile."""
 
 import json
 

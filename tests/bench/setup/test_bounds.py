@@ -1,4 +1,4 @@
-"""What asks for more than there can be is refused at once, in one line that names the number."""
+"""More runs than there can be are refused at once, in one line that names the number."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ SEEDS = {"seed": {"min": 1, "max": 10**9, "scale": "linear", "points": 10**6}}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command line that must be refused says, within two seconds of a core."""
+    """Return the refusal of a command line, which takes at most two seconds of a core."""
     begun = time.process_time()
     assert main(list(words)) == 2
     assert time.process_time() - begun < 2

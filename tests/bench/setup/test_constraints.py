@@ -37,7 +37,7 @@ CASES = {
 
 
 def off(weight: torch.Tensor) -> float:
-    """How far a weight is off what its manifold asks for, by the definition."""
+    """The distance of a weight from its manifold, by the definition."""
     matrix = weight.detach().as_subclass(torch.Tensor).double()
     if isinstance(weight.manifold, geoopt.Sphere):
         return float((matrix.norm(dim=1) - 1).abs().max())
@@ -64,7 +64,7 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny, case):
 
 
 def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
-    """Of Adam's first step alone, whose length is its rate whatever the gradient."""
+    """Adam's first step alone has the length of its rate, whatever the gradient."""
     for settings in (STIEFEL, SPHERE):
         still = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant", "optimizer__constrained_lr": 1e-3}
         trainer = trainer_of(tiny(**settings, **still))

@@ -37,7 +37,7 @@ class Packed(Tensor):
 
 
 def bytes_with(**kept: Any) -> int:
-    """What an optimizer over no memory of its own holds with this in its state."""
+    """The bytes that an optimizer without memory of its own holds with this in its state."""
     layer = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     optimizer.state[layer.weight].update(kept)
@@ -98,7 +98,7 @@ class Asked(StopRequest):
 
 @pytest.mark.parametrize("rule", ["stochastic", "fisher"])
 def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, rule):
-    """Whether the last step was watched, another follows, or the run was taken up with or without a step to do."""
+    """The last step was watched or not, another follows, or the run was resumed with or without a step to do."""
     config = tiny(rule=rule, model__format="E4M3", monitor__interval=100, train__max_steps=5)
     ends = {"whole": run(config, tmp_path / "whole")}
     stop = Asked()

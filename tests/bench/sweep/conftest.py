@@ -2,19 +2,15 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from sweep_runs import small
 
 from nanogpt_bench.sweep import workers as pool_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from sweep_runs import small
 
 Write = Callable[..., Path]
 

@@ -1,4 +1,4 @@
-"""What sweeps have left in the current folder, and sweeps that train in the test's own process."""
+"""Files that sweeps leave in the current folder, and sweeps that train in the test's own process."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, pa
 
 
 def test_a_search_goes_no_further_than_its_setting(write, tmp_path):
-    """What lies beyond counts as diverged: the search ends inside, and the sweep goes on."""
+    """A value beyond counts as diverged: the search ends inside, and the sweep goes on."""
     tune = {"keys": ["optimizer.min_lr_ratio"], "seeds": [1], "span": 64}
     sweep = read_sweep(write(axes={"rule": ["sgd"]}, tune=tune, confirm={"seeds": [2]}))
     (search,) = Tuning(sweep, SweepRecord(tmp_path / "out", "tune", [])).searches

@@ -55,7 +55,7 @@ def settings_of(weight: dict[str, Any] | None, accumulation: int, clip: float, *
 
 
 def float_micro_gradients(trainer: Trainer, index: int) -> list[Grads]:
-    """Of every micro-batch of a step, of a model whose weights' gradients have no format; over their number."""
+    """The gradients of every micro-batch of a step, over their number; those of weights have no format."""
     found = []
     for micro_step in range(trainer.config.train.accumulation):
         trainer.model.zero_grad()

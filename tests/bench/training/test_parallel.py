@@ -63,7 +63,7 @@ def own_ranks() -> Ranks:
 
 
 def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
-    """What a reduction would have left, the same bits in every process."""
+    """Take steps on gradients with the same bits in every process, as a reduction leaves them."""
     for step in steps:
         for index, parameter in enumerate(trainer.model.parameters()):
             drawn = torch.Generator().manual_seed(100 * step + index)

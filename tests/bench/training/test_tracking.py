@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop import trackers as build
-from nanogpt_bench.loop.trackers import finite
+from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
 
 
@@ -132,6 +132,15 @@ def test_an_interrupted_run_finishes_its_trackers(tiny, tmp_path, recorder):
     assert recorder.calls[-1][1]["status"] == "stopped"
 
 
+def test_trackers_are_told_apart_by_name():
+    first, second = Recorder("finish"), Recorder()
+    second.__class__ = type("Other", (Recorder,), {"facts": {"name": "wandb"}})
+    trackers = Trackers([first, second])
+    trackers.finish(None)
+    assert (len(first.calls), len(second.calls)) == (1, 1)
+    assert list(trackers.dropped) == ["tensorboard"]
+
+
 def assert_every_loss_is_in_tensorboard(run_dir: Path) -> Any:
     """Returns the events of the run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -213,7 +222,7 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(tiny, tmp_path, monkeypa
 
 
 def records_of(file: Path) -> list[Any]:
-    """What lies in a file that W&B keeps offline: LevelDB's log format after 7 bytes, a protobuf message a record."""
+    """Return the records of a file of W&B's: LevelDB's log format after 7 bytes, a protobuf message a record."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, block, parts, found = file.read_bytes(), 7, 32768, b"", []
