@@ -74,7 +74,6 @@ def test_the_default_corpus_is_prepared_on_the_fly(capsys):
 
 @pytest.mark.parametrize("package", ["rich", "pydantic", "vl_convert"])
 def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
-    """As after `pip install fp8manifold` without the extra."""
     script = (
         f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
         "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"

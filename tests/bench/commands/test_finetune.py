@@ -22,16 +22,8 @@ from nanogpt_bench.setup.pretrained import read_as_codes
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 
-SMALL = {
-    "model.block_size": 16,
-    "train.max_steps": 4,
-    "eval.interval": 2,
-    "eval.batches": 1,
-    "monitor.interval": 2,
-    "monitor.watch": "[gradients, stall, ranges, trend]",
-    "optimizer.lr": 1e-3,
-    "optimizer.warmup_steps": 1,
-}
+SMALL = {"model.block_size": 16, "train.max_steps": 4, "eval.interval": 2, "eval.batches": 1, "monitor.interval": 2}
+SMALL |= {"monitor.watch": "[gradients, stall, ranges, trend]", "optimizer.lr": 1e-3, "optimizer.warmup_steps": 1}
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
 
 
@@ -83,7 +75,9 @@ def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monke
         assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
 
 
-def test_activations_in_a_format_are_measured_in_floats_first(settings):
+def test_one_learning_rate_is_for_all_and_activations_in_a_format_are_measured_in_floats_first(settings):
+    for more, rate in (({}, 1e-3), ({"optimizer__float_lr": 2e-3}, 2e-3)):
+        assert resolve(settings(rule="muon-stochastic", **more)).optimizer.float_lr == rate
     mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
     assert read_as_codes(resolve(settings(rule="stochastic-8bit"))) is not None
     assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
@@ -132,21 +126,15 @@ def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     assert f"nanogpt-bench finetune --model {name} --resume --name run --save DIR writes it as a model" in said
 
 
-def test_recomputed_activations_change_nothing(settings, tmp_path):
-    losses = [
-        [record.get("train/loss") for record in recorded(tmp_path / name)]
-        for name, recompute in (("kept", False), ("again", True))
-        if run(settings(train__recompute=recompute), tmp_path / name)
-    ]
-    assert losses[0] == losses[1]
-
-
-def test_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):
-    run(settings(checkpoint__every=2), tmp_path / "whole")
-    run(settings(train__max_steps=4, checkpoint__every=2, train__max_seconds=1e-9), tmp_path / "cut")
+def test_recomputed_activations_change_nothing_and_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):
+    for name in ("whole", "cut"):
+        run(settings(checkpoint__every=2, **({"train__max_seconds": 1e-9} if name == "cut" else {})), tmp_path / name)
+    run(settings(train__recompute=True), tmp_path / "recomputed")
     run(settings(checkpoint__every=2), tmp_path / "cut", resume=True)
-    whole, cut = (recorded(tmp_path / name) for name in ("whole", "cut"))
-    assert [record.get("train/loss") for record in whole] == [record.get("train/loss") for record in cut]
+    whole, cut, recomputed = (
+        [record.get("train/loss") for record in recorded(tmp_path / name)] for name in ("whole", "cut", "recomputed")
+    )
+    assert whole == cut == recomputed
 
 
 def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, here, capsys):
@@ -199,8 +187,3 @@ def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
     assert re.search(r"Loss on the other text \| +its difference \(95%\)", table)
     assert "+0.250, one seed: a lead" in table
     assert "also_loss" in to_csv(results).splitlines()[0]
-
-
-def test_one_learning_rate_is_for_all(settings):
-    assert resolve(settings(rule="muon-stochastic")).optimizer.float_lr == 1e-3
-    assert resolve(settings(rule="muon-stochastic", optimizer__float_lr=2e-3)).optimizer.float_lr == 2e-3

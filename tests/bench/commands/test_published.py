@@ -9,7 +9,7 @@ import fp8_folders
 import fp8_served
 import pytest
 import torch
-from bench_runs import refusal, resolved, trainer_of
+from bench_runs import flags, refusal, resolved, trainer_of
 from safetensors.torch import load_file, save_file
 
 import fp8manifold as fm
@@ -21,8 +21,8 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import free_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
-SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
-SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2", "--eval.interval", "2"]
+SMALL = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
+SMALL += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2, "eval.interval": 2})
 SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, e5m2"
 
 
@@ -107,7 +107,7 @@ def test_a_rule_of_floats_trains_the_values(words):
     assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())
 
 
-def test_the_values_of_what_was_trained_in_codes_can_be_saved(words):
+def test_the_values_of_weights_trained_in_codes_can_be_saved(words):
     finetune = [*words(FIVE), "--model.format", "null", "--rule", "stochastic"]
     assert main([*finetune, "--save", "saved"]) == 0
     assert main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"]) == 0
@@ -177,6 +177,6 @@ def test_memory_is_that_of_codes(words, monkeypatch):
 def test_a_trained_folder_says_its_formats(words):
     words(EXPERTS)
     model = load_causal("./model", quantization={"seed": 3, "rounding": "nearest"})
-    own = {name for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
-    assert own == {name for name in own if "experts" in name or name.endswith("_proj.weight")}
-    assert {value.rounding for value in model.parameters() if isinstance(value, fm.FP8Tensor)} == {"nearest"}
+    own = {name: value for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
+    assert all("experts" in name or name.endswith("_proj.weight") for name in own)
+    assert {value.rounding for value in own.values()} == {"nearest"}

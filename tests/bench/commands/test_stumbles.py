@@ -1,8 +1,6 @@
 """Messages and exit codes where a user stumbles: warm-ups, empty files, other folders, signals."""
 
-import errno
 import signal
-from pathlib import Path
 
 import pytest
 from bench_runs import flags, refusal
@@ -16,13 +14,10 @@ SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block
 SMALL |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
 
 
-def words(corpus: Path, *more: str) -> list[str]:
-    return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *flags(SMALL), *more]
-
-
 def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, here, capsys):
     for steps, said in ((1, False), (2, True)):
-        assert main(words(corpus_dir, f"--optimizer.warmup_steps={steps}")) == 0
+        given = SMALL | {"data.dir": corpus_dir, "optimizer.warmup_steps": steps}
+        assert main(["run", "bf16_baseline.yaml", *flags(given)]) == 0
         assert ("steps of warm-up are no fewer than the run's 2" in capsys.readouterr().err) is said
 
 
@@ -60,16 +55,3 @@ def test_a_signal_ends_a_command_with_its_number(number, code, monkeypatch, text
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupts)
-
-
-def test_a_full_disk_has_one_exit_code(text_file, here, monkeypatch, capsys):
-    real = Path.mkdir
-
-    def full(path, *arguments, **options):
-        if "partial" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    assert main(["prepare", "text", "--input", str(text_file), "--out", "out"]) == 1
-    assert "can't be written: No space left on device" in capsys.readouterr().err

@@ -59,12 +59,9 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained, tmp_path):
     assert names == ["E4M3-as-trained.safetensors", "E4M3.safetensors", "none.safetensors"]
 
 
-def test_it_says_why_a_loss_is_another_one(trained, capsys):
+def test_it_says_why_a_loss_is_another_one_or_that_there_is_none_to_compare_with(tiny, trained, tmp_path, capsys):
     assert main(["evaluate", str(trained["float"]), "--eval.batches", "1"]) == 0
     assert re.search(r"had val loss 3\.\d+, here it is 3\.\d+: --eval.batches$", capsys.readouterr().err.strip())
-
-
-def test_a_step_without_a_validation_has_nothing_to_be_compared_with(tiny, tmp_path, capsys):
     run(tiny(checkpoint__every=2, checkpoint__last=False, train__max_steps=5), tmp_path / "a")
     (row,) = evaluate_run(tmp_path / "a", "step-4")
     assert row.val_loss > 0
@@ -98,24 +95,20 @@ def test_without_a_checkpoint_one_line_says_how_to_get_one(trained, tmp_path, re
         assert words in refused("evaluate", name, "--formats", "E4M3")
 
 
-def test_another_text_than_the_run_s_is_never_taken_for_it(trained, corpus_dir, text_file, tmp_path, capsys):
+def test_another_text_than_the_run_s_is_never_taken_for_it(
+    tiny, trained, corpus_dir, text_file, tmp_path, refused, capsys
+):
     moved = shutil.copytree(corpus_dir, tmp_path / "moved")
-    prepare_text(text_file, tmp_path / "bytes", "byte")
     assert main(["evaluate", str(trained["float"]), f"--data.dir={moved}"]) == 0  # the same text elsewhere
-    assert main(["evaluate", str(trained["float"]), f"--data.dir={tmp_path / 'bytes'}"]) == 2
-    assert "was trained on text of tokenizer 'char'" in capsys.readouterr().err
     (tmp_path / "other.txt").write_text(text_file.read_text() + "the fox\n" * 200)
-    prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
-    assert main(["evaluate", str(trained["float"]), f"--data.dir={tmp_path / 'other'}"]) == 2
-    assert "numbers the characters of each text on its own" in capsys.readouterr().err
-
-
-def test_a_text_that_has_changed_under_a_run_is_named(tiny, text_file, tmp_path, capsys):
-    prepare_text(text_file, tmp_path / "text", "byte")
-    run(tiny(data__dir=tmp_path / "text", train__max_steps=1), tmp_path / "run")
-    (tmp_path / "other.txt").write_text(text_file.read_text()[::-1])
-    prepare_text(tmp_path / "other.txt", tmp_path / "text", "byte")
-    assert main(["evaluate", str(tmp_path / "run")]) == 2
-    assert "is not the text that" in capsys.readouterr().err
-    assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'text'}"]) == 0
+    for source, tokenizer, said in (
+        (text_file, "byte", "was trained on text of tokenizer 'char'"),
+        (tmp_path / "other.txt", "char", "numbers the characters of each text on its own"),
+    ):
+        prepare_text(source, tmp_path / tokenizer, tokenizer)
+        assert said in refused("evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}")
+    run(tiny(data__dir=tmp_path / "byte", train__max_steps=1), tmp_path / "run")
+    prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte")  # under it
+    assert "is not the text that" in refused("evaluate", tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'byte'}"]) == 0
     assert re.search(r"had val loss 5\.\d+, here it is 5\.\d+: --data.dir$", capsys.readouterr().err.strip())

@@ -97,18 +97,18 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path):
     def said(name, finals, error):
-        paths = [
+        made = {"final_val_loss_se": error}
+        ends = [(rule, seed, final) for rule in ("fp32", "sgd") for seed, final in enumerate(finals)]
+        rows = rows_of(
             write_run(
                 tmp_path / f"{name}-{rule}-{seed}",
                 rule=rule,
                 final=2.62 if rule == "fp32" else final,
                 seed=seed,
-                final_val_loss_se=error,
+                **made,
             )
-            for rule in ("fp32", "sgd")
-            for seed, final in enumerate(finals)
-        ]
-        rows = rows_of(paths)
+            for rule, seed, final in ends
+        )
         return measure(rows, rows[0])[1].verdict.text
 
     assert said("sure", (2.724,), 0.0213) == "behind"
