@@ -11,6 +11,7 @@ from damages import contents
 
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
+from nanogpt_bench.system.errors import DiskError
 
 SPLITS = {"train": ["a" * 100, "b" * 50], "val": ["c" * 80]}
 
@@ -49,7 +50,7 @@ def test_what_ends_it_leaves_what_was_there(tmp_path, there_before):
     before = contents(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(out, Failing(KeyboardInterrupt()))
-    with refusal(r"--out '.*out' can't be written: No space left on device"):
+    with pytest.raises(DiskError, match=r"--out '.*out' can't be written: No space left on device"):
         write(out, Failing(OSError(28, "No space left on device")))
     assert contents(tmp_path) == before
 

@@ -239,7 +239,7 @@ def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsy
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     monkeypatch.setattr(session_module, "threads_asked", lambda: 2)
     path = write(axes={"optimizer.lr": [0.1]})
-    path.write_text(path.read_text().replace("runtime.threads: 1\n", ""))
+    path.write_text(path.read_text().replace("  runtime.threads: 1\n", ""))
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     assert "1 at a time, 2 threads each" in capsys.readouterr().err
     assert json.loads(next(Path("out").glob("*/summary.json")).read_text())["threads"] == 2
@@ -271,7 +271,7 @@ def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
     axes = {"seed": [1, 2], **({key: asked} if isinstance(asked, list) else {})}
     path = write(axes=axes, settings={} if key in axes else {key: asked})
     if key in axes:
-        path.write_text(path.read_text().replace("runtime.threads: 1\n", "", 1))
+        path.write_text(path.read_text().replace("  runtime.threads: 1\n", "", 1))
     assert threads_set(plan_sweep(read_sweep(path))) == found
 
 
