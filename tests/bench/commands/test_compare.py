@@ -11,7 +11,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from bench_runs import refusal, summary_of, wait_until
+from bench_runs import flags, refusal, summary_of, wait_until
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, Rule
@@ -29,6 +29,9 @@ from nanogpt_bench.sweep.workers import Pool
 def run_cli(here, capsys):
     """Return a function that runs the command in an empty folder: its exit code, what it printed, and its errors."""
     return lambda *arguments: (main(["compare", *arguments]), *capsys.readouterr())
+
+
+SMALL = flags({"model.n_layer": 1, "model.n_embd": 32, "model.block_size": 16})
 
 
 def read_table(folder: Path) -> list[dict[str, str]]:
@@ -140,9 +143,8 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     monkeypatch.setattr(
         "nanogpt_bench.data.text.prepare_stdlib", lambda folder, **_: prepare_text(text_file, folder, "byte")
     )
-    small = ("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     options = ("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
-    code, printed, errors = run_cli(*options, *small)
+    code, printed, errors = run_cli(*options, *SMALL)
     assert code == 0, errors
     lines = printed.strip().splitlines()
     assert lines[-1] == str(Path("out") / "report.html")
@@ -167,9 +169,9 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     again, own = ((folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out))
     assert sorted(again) == sorted(own)
     # And against another row: nothing is trained again.
-    code, _, errors = run_cli(*options, *small, "--reference", "fp23")
+    code, _, errors = run_cli(*options, *SMALL, "--reference", "fp23")
     assert (code, "did you mean 'fp32'" in errors) == (2, True)
-    assert run_cli(*options, *small, "--reference", "fp32")[0] == 0
+    assert run_cli(*options, *SMALL, "--reference", "fp32")[0] == 0
     bf16, fp32, nearest = read_table(out)
     assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
     losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
@@ -181,16 +183,16 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     content = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [entry["label"] for entry in content] == ["bf16-mixed"] * 2 + ["fp32"] * 2 + ["E4M3 nearest"] * 2
     assert main(["report", "results.json", "--out", "of_file"]) == 0
-    for found, wanted in zip(read_table(tmp_path / "of_file"), read_table(out), strict=True):
-        assert {key: found[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")} == {
-            key: wanted[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")
-        }
+    found, wanted = (
+        [[line[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")] for line in read_table(folder)]
+        for folder in (tmp_path / "of_file", out)
+    )
+    assert found == wanted
 
 
 @pytest.mark.usefixtures("_forked_workers", "_no_figures")
 def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_dir, products):
-    small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
-    code, _, errors = run_cli(*small, "--max-steps", "2", "--out", "out")
+    code, _, errors = run_cli("--data.dir", str(corpus_dir), *SMALL, "--max-steps", "2", "--out", "out")
     assert code == 0, errors
     runs = json.loads((tmp_path / "out" / "sweep.json").read_text(encoding="utf-8"))["runs"]
     assert [run["status"] for run in runs] == ["finished"] * len(choose_rows(None, None))
@@ -198,8 +200,7 @@ def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_
 
 @pytest.mark.usefixtures("_forked_workers")
 def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir):
-    small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
-    line = ["compare", *small, "--max-steps", "100000", "--out", "out"]
+    line = ["compare", "--data.dir", str(corpus_dir), *SMALL, "--max-steps", "100000", "--out", "out"]
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     try:
         metrics = tmp_path / "out" / "bf16-mixed-seed=42" / "metrics.jsonl"

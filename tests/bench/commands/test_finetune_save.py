@@ -7,19 +7,15 @@ from typing import Any
 
 import causal_models
 import pytest
-import torch
-from bench_runs import summary_of
+from bench_runs import flags, summary_of, trainer_of
 
 from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.causal import outline, settings_of, stored_of
-from nanogpt_bench.setup.resolve import resolve
 
-SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
-SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2"]
+SMALL = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
+SMALL += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2})
 
 
 def prepared(folder: Path, text_file: Path, kind: str, **more: Any) -> list[str]:
@@ -58,8 +54,7 @@ def test_every_kind_of_layer_is_saved(kind, tied, more, rule, here, text_file):
         find_config("finetune"),
         [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32", "--model.format=null"],
     )
-    trainer = Trainer(resolve(again), load_corpus(Path("law"), 16), torch.device("cpu"))
-    assert trainer.validate() == pytest.approx(loss, rel=1e-5)
+    assert trainer_of(again).validate() == pytest.approx(loss, rel=1e-5)
 
 
 def test_what_is_in_the_way_of_saving_is_said_before_the_training(words, refused, monkeypatch):

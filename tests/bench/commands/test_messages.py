@@ -1,12 +1,14 @@
 """Messages and tables: verdicts that fit a screen, heads that count, a page that prints whole."""
 
-import json
 from pathlib import Path
 
+import causal_models
 import pytest
 from bench_runs import refusal
+from damages import put
 from safetensors.torch import load_file, save_file
 
+from nanogpt_bench.model.causal import load_causal, outline
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
@@ -34,13 +36,8 @@ def test_a_long_verdict_is_folded_and_widens_no_other_line():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_head_of_its_own_counts_whatever_the_settings_say(kind, tmp_path):
-    import causal_models
-
-    from nanogpt_bench.model.causal import load_causal, outline
-
     folder = causal_models.write(tmp_path / kind, kind, tied=False)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    put("tie_word_embeddings", True)(folder / "config.json")
     found, model = outline(str(folder)), load_causal(str(folder))
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -48,10 +45,6 @@ def test_a_head_of_its_own_counts_whatever_the_settings_say(kind, tmp_path):
 
 
 def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
-    import causal_models
-
-    from nanogpt_bench.model.causal import load_causal, outline
-
     folder = causal_models.write(tmp_path / "same")
     file = folder / "model.safetensors"
     held = load_file(file)
@@ -60,8 +53,7 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
     assert list(found.shared) == ["lm_head"]
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     other = causal_models.write(tmp_path / "none")
-    settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
+    put("tie_word_embeddings", False)(other / "config.json")
     with refusal(r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
         load_causal(str(other))
 

@@ -76,6 +76,6 @@ def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(trained
     gap = table["reference_loss"] - found["rows"][0]["val_loss"]
     for row, cell in zip(found["rows"][1:3], table["gap"][0], strict=True):  # all that is left is one layer
         assert row["gap"] == pytest.approx(gap + cell, abs=1e-9)
-    (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert main(["evaluate", str(trained["float"]), *told.split()]) == 0
+    (advised,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["evaluate", str(trained["float"]), *advised.split()]) == 0
     assert "given" in capsys.readouterr().out
