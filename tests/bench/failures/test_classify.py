@@ -211,10 +211,8 @@ def test_criteria_alerts_and_end_come_in_the_order_of_steps(make):
         (61, "criterion", "nan"),
         (61, "end", "failed"),
     ]
-    assert [diagnosis.timeline[1].text, diagnosis.timeline[-1].text] == [
-        "stall/update_lost 0.9 >= 0.5",
-        failure["message"],
-    ]
+    texts = [event.text for event in diagnosis.timeline]
+    assert (texts[1], texts[-1]) == ("stall/update_lost 0.9 >= 0.5", failure["message"])
     assert [finding.kind for finding in diagnosis.found] == ["plateau", "stall", "nan"]
     json.dumps(asdict(diagnosis), allow_nan=False)
 
@@ -237,9 +235,8 @@ def note(make, tmp_path):
         path = make("01-dead", **look)
         (path / "summary.json").unlink()
         record.folder = path.parent
-        record.note_failure(
-            PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100}), error
-        )
+        run = PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100})
+        record.note_failure(run, error)
         return path / "summary.json"
 
     return noting

@@ -168,11 +168,8 @@ def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_
 def test_what_arrived_of_all_layers_is_of_their_movement_together():
     """A layer that was asked for next to nothing says next to nothing, however many weights it has."""
     model = model_on("grid")
-    optimizer = fm.optim.StiffnessAdamW(
-        [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}],
-        stiffness=0.0,
-        writeback="nearest",
-    )
+    groups = [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}]
+    optimizer = fm.optim.StiffnessAdamW(groups, stiffness=0.0, writeback="nearest")
     record = step_once(model, optimizer, watch(model)[1], 1).record
     assert record["stall/arrived/0"] == 0.0
     assert record["stall/arrived"] == pytest.approx(record["stall/arrived/1"])

@@ -32,17 +32,9 @@ def test_watching_everything_changes_nothing(tiny, tmp_path, settings):
     assert not [key for key in unseen[-1] if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))]
 
 
-NAMESPACES = {
-    "stall": "stall/update_lost",
-    "zones": "stall/zero_gradient_zone",
-    "ranges": "quant/",
-    "bits": "bits/",
-    "attention": "attention/",
-    "gradients": "grad/l2",
-    "geometry": "geometry/",
-    "resources": "memory/",
-    "trend": "train/loss_smoothed",
-}
+NAMESPACES = {name: f"{name}/" for name in ("bits", "attention", "geometry")}
+NAMESPACES |= {"stall": "stall/update_lost", "zones": "stall/zero_gradient_zone", "ranges": "quant/"}
+NAMESPACES |= {"gradients": "grad/l2", "resources": "memory/", "trend": "train/loss_smoothed"}
 
 
 @pytest.mark.parametrize("alone", WATCHED)

@@ -27,24 +27,13 @@ from nanogpt_bench.sweep.comparison import choose_rows
 ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]
 #: values of a simulated byte are multiplied as they are, so it has no products of codes
 SIMULATED = [name for name in ONE_BYTE if RULES[name].products is None]
-#: they begin with what rounding the float weights left, which a simulated byte does not keep
 #: what a weight and its optimizer state hold in one-byte storage, scales and block scales left out
 HELD = {
-    "nearest": 9.0,
-    "stochastic": 9.0,
-    "momentum": 9.0,
-    "stiffness": 9.0,
-    "riemannian": 9.0,
+    **dict.fromkeys(("nearest", "stochastic", "momentum", "stiffness", "riemannian"), 9.0),
+    **dict.fromkeys(("stiffness-lion", "madam", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0),
+    **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
     "residual8": 10.0,
-    "stochastic-8bit": 3.0,
-    "stochastic-fp8": 3.0,
-    "stiffness-lion": 5.0,
     "muon-stochastic": 2.0,
-    "muon-residual8": 3.0,
-    "madam": 5.0,
-    "sgd-stochastic": 5.0,
-    "stiffness-sgd": 5.0,
-    "riemannian-sgd": 5.0,
 }
 
 

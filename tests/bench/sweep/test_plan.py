@@ -11,12 +11,8 @@ from nanogpt_bench.sweep.plan import plan_sweep
 
 
 def test_formats_of_all_layers_and_of_one_are_told_apart(write):
-    axes = {
-        "rule": ["fp32", "nearest"],
-        "model.format": ["E4M3", "e7m0"],
-        "model.formats.lm_head": ["none", "E5M2"],
-        "model.formats.*.activation": ["none", "E5M2"],
-    }
+    axes = {"rule": ["fp32", "nearest"], "model.format": ["E4M3", "e7m0"]}
+    axes |= dict.fromkeys(("model.formats.lm_head", "model.formats.*.activation"), ["none", "E5M2"])
     planned = plan_sweep(read_sweep(write(axes=axes)))
     assert len({run.label for run in planned}) == len(planned) == 1 + 8
     assert {run.label for run in planned} >= {
@@ -52,13 +48,8 @@ def planned(write, axes, **content):
 
 
 def test_a_reference_trains_on_what_the_points_measured_against_it_train_on(write):
-    axes = {
-        "rule": ["nearest", "stochastic"],
-        "optimizer.lr": [0.001, 0.002],
-        "data.train_tokens": [1000, 2000],
-        "train.max_steps": [3, 4],
-        "seed": [1, 2],
-    }
+    axes = {"rule": ["nearest", "stochastic"], "optimizer.lr": [0.001, 0.002], "data.train_tokens": [1000, 2000]}
+    axes |= {"train.max_steps": [3, 4], "seed": [1, 2]}
     references, runs = planned(write, axes, reference=BF16)
     assert len(runs) == 8 + 32
     assert runs[:8] == references

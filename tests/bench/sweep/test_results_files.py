@@ -19,13 +19,8 @@ def study(tmp_path_factory, corpus_dir):
     folder = tmp_path_factory.mktemp("study")
     own = {"model.format": "E4M3", "train.max_steps": 4, "eval.interval": 2, "eval.batches": 3}
     settings = small(corpus_dir, own | {"optimizer.warmup_steps": 1})
-    content = {
-        "settings": settings,
-        "axes": {"rule": ["fp32", "stochastic"]},
-        "tune": {"seeds": [1], "steps": 2, "span": 2},
-        "confirm": {"seeds": [3, 4]},
-        "reference": "fp32",
-    }
+    content = {"settings": settings, "axes": {"rule": ["fp32", "stochastic"]}, "reference": "fp32"}
+    content |= {"tune": {"seeds": [1], "steps": 2, "span": 2}, "confirm": {"seeds": [3, 4]}}
     (folder / "my.yaml").write_text(json.dumps(content))
     patch = pytest.MonkeyPatch()
     train_here(patch)

@@ -82,13 +82,8 @@ def test_formats_of_patterns_and_options_of_layers_are_axes_too(base, point, for
 
 
 def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
-    axes = {
-        "model.format": ["e4m3", "E7M0"],
-        "rule": ["fp32", "nearest"],
-        "optimizer.lr": ["1e-3", 0.002],
-        "train.batch_size": [2, 3],
-        "seed": [7, 8],
-    }
+    axes = {"model.format": ["e4m3", "E7M0"], "rule": ["fp32", "nearest"], "optimizer.lr": ["1e-3", 0.002]}
+    axes |= {"train.batch_size": [2, 3], "seed": [7, 8]}
     planned = plan_sweep(read_sweep(write(axes=axes, reference={"rule": "sgd"})))
     assert {run.label for run in planned[:4]} == {"sgd batch_size=2", "sgd batch_size=3"}  # a reference for each
     labels = [run.label for run in planned[4:]]

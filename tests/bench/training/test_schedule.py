@@ -52,18 +52,14 @@ def test_k_follows_its_course_by_name(tiny, course):
 def test_the_last_steps_are_written_back_in_another_way(tiny, rule, tmp_path):
     """Residuals come to be at the fourth of six steps."""
     options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
-    config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, **options)
-    trainer = trainer_of(config)
-    seen = []
+    config, plain = (tiny(rule=rule, model__format="E4M3", train__max_steps=6, **more) for more in (options, {}))
+    trainer, seen = trainer_of(config), []
     for number in range(1, 7):
         one_step(trainer, number)
         seen.append(any("residual" in state for state in trainer.optimizer.state.values()))
     assert seen == [False] * 3 + [True] * 3
-    whole = run(config, tmp_path / "whole")
-    assert (
-        whole["bytes_per_quantized_parameter"]
-        > run(tiny(rule=rule, model__format="E4M3"), tmp_path / "other")["bytes_per_quantized_parameter"]
-    )
+    whole, other = (run(config, tmp_path / name) for name, config in (("whole", config), ("other", plain)))
+    assert whole["bytes_per_quantized_parameter"] > other["bytes_per_quantized_parameter"]
 
 
 def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from bench_runs import one_step, recorded, summary_of, trainer_of
 
-from nanogpt_bench.data.batches import batch
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors import Observer
 
@@ -85,19 +84,6 @@ def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
     assert facts["threads"] == 1
     assert len(facts["corpus"]["splits"]["train"]["sha256"]) == 64
     assert {"command", "cpu", "cpu_capability", "python", "tokenizer"} <= set(facts)
-
-
-def test_accumulation_is_the_mean_over_the_micro_batches(tiny):
-    trainer = trainer_of(tiny(rule="fp32", train__accumulation=2, optimizer__grad_clip=0))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    step = one_step(trainer)
-    trainer.model.load_state_dict(before)
-    pairs = [batch(trainer.corpus.train, 4, 16, seed=42, step=0, micro_step=index) for index in (0, 1)]
-    loss = sum(trainer.model.loss(*pair) for pair in pairs) / 2
-    gradients = torch.autograd.grad(loss, list(trainer.model.parameters()))
-    norm = torch.sqrt(sum((gradient**2).sum() for gradient in gradients))
-    assert step.record["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert step.record["grad/norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_the_points_of_a_step_come_in_their_order(tiny):

@@ -88,12 +88,6 @@ def test_weights_move_and_stay_on_their_grid(tiny, rule, storage):
         assert not torch.equal(layer.weight_codes(), before[name]), name
 
 
-def test_the_annealed_exponent_falls_from_one_to_zero(tiny, tmp_path):
-    run(config_of(tiny, "stiffness-anneal", train__max_steps=4), tmp_path / "r")
-    records = recorded(tmp_path / "r")
-    assert [record["stiffness/exponent"] for record in records[1:]] == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
 @pytest.mark.parametrize(("rule", "storage"), [("stochastic", "grid"), ("master", "master")])
 def test_a_copy_or_a_simulated_grid_holds_floats(tiny, tmp_path, rule, storage):
     summary = run(config_of(tiny, rule, model__storage=storage), tmp_path / "r")
