@@ -12,7 +12,7 @@ from nanogpt_bench.sweep.plan import plan_sweep
 
 def test_formats_of_all_layers_and_of_one_are_told_apart(write):
     axes = {"rule": ["fp32", "nearest"], "model.format": ["E4M3", "e7m0"]}
-    axes |= dict.fromkeys(("model.formats.lm_head", "model.formats.*.activation"), ["none", "E5M2"])
+    axes |= {f"model.formats.{key}": ["none", "E5M2"] for key in ("lm_head", "*.activation")}
     planned = plan_sweep(read_sweep(write(axes=axes)))
     assert len({run.label for run in planned}) == len(planned) == 1 + 8
     assert {run.label for run in planned} >= {
