@@ -48,6 +48,7 @@ def test_each_memory_counts_once_and_a_wrapper_as_what_is_inside_it():
     whole = torch.zeros(100)
     assert bytes_with(kept=Packed(torch.zeros(100, dtype=torch.uint8))) == 100 + 4
     assert bytes_with(kept=[whole, whole.view(10, 10), whole[:3]]) == 400
+    assert bytes_with(kept={whole: 1, "b": [2.0, (whole[:3], {"c": torch.zeros(1)})]}) == 404
     assert bytes_with(kept=whole[:3]) == 400  # a view keeps all of its memory
     assert bytes_with(kept=[torch.zeros(0), torch.zeros(0)]) == 0
     layer = nn.Linear(1, 1, bias=False)
