@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,25 @@ def measured(folders: Iterable[Path], baseline: str | None = None) -> list[Resul
 def csv_lines(results: Sequence[Result]) -> list[dict[str, str]]:
     """The lines of the table as CSV, by the names of its columns."""
     return list(csv.DictReader(io.StringIO(to_csv(results))))
+
+
+class Page(HTMLParser):
+    """The elements of a page, with their attributes, and the text of each kind of element."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements = []
+        self.text = {}
+        self._open = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._open = tag
+
+    def handle_data(self, data):
+        self.text.setdefault(self._open, []).append(data)
+
+    def charts(self):
+        (text,) = [text for text in self.text["script"] if text.startswith('{"config":')]
+        return json.loads(text)["charts"]

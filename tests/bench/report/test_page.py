@@ -1,39 +1,15 @@
 """The page is one file that needs no network, carries small curves, and shows every text as text."""
 
-import json
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from bench_runs import refusal
-from run_folders import write_alerts, write_comparison, write_metrics, write_run
+from run_folders import Page, write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.report import facts_of, report, write_report
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
-
-
-class Page(HTMLParser):
-    """Collects what the tests look at: elements, and the text of each kind of element."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements = []
-        self.text = {}
-        self._open = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        self._open = tag
-
-    def handle_data(self, data):
-        self.text.setdefault(self._open, []).append(data)
-
-    def charts(self):
-        (text,) = [text for text in self.text["script"] if text.startswith('{"config":')]
-        return json.loads(text)["charts"]
 
 
 @pytest.fixture(scope="module")

@@ -25,36 +25,10 @@ from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
 
 
-class Recorder:
-    """A tracker that remembers, and raises where it is told to."""
-
-    def __init__(self, fails_in=""):
-        self.calls = []
-        self.fails_in = fails_in
-
-    @property
-    def facts(self):
-        return {"name": "tensorboard", "fails_in": self.fails_in}
-
-    def _note(self, call, content):
-        self.calls.append((call, content))
-        if call == self.fails_in:
-            raise OSError(f"{call}\nis broken")
-
-    def log(self, step, record):
-        self._note("log", (step, dict(record)))
-
-    def histograms(self, step, values):
-        self._note("histograms", (step, dict(values)))
-
-    def finish(self, summary):
-        self._note("finish", summary)
-
-
 @pytest.fixture
 def recorder(monkeypatch):
     """Takes the place of TensorBoard."""
-    tracker = Recorder()
+    tracker = Mock(facts={"name": "tensorboard", "id": "abc"})
     monkeypatch.setattr(build, "TensorBoardTracker", lambda run_dir, after: tracker)
     return tracker
 
@@ -65,25 +39,24 @@ def tracked(tiny: Tiny, **settings: object) -> Config:
 
 def test_a_tracker_gets_every_record_once_and_the_summary(tiny, tmp_path, recorder):
     summary = run(tracked(tiny), tmp_path / "r")
-    logged = [content for call, content in recorder.calls if call == "log"]
     records = recorded(tmp_path / "r")
-    assert logged == [
+    assert [call.args for call in recorder.log.call_args_list] == [
         (record["step"], {key: value for key, value in record.items() if key != "step" and value is not None})
         for record in records
     ]
-    assert recorder.calls[-1][0] == "finish"
-    assert recorder.calls[-1][1]["final_val_loss"] == summary["final_val_loss"]
+    assert recorder.method_calls[-1][0] == "finish"
+    assert recorder.finish.call_args.args[0]["final_val_loss"] == summary["final_val_loss"]
     assert summary["trackers"] == {"tensorboard": {**recorder.facts, "dropped": None}}
     assert json.loads((tmp_path / "r" / "tracking.json").read_text()) == summary["trackers"]
 
 
 @pytest.mark.parametrize("point", ["log", "histograms", "finish"])
 def test_a_tracker_that_raises_is_reported_once_and_dropped(tiny, tmp_path, recorder, caplog, point):
-    recorder.fails_in = point
+    getattr(recorder, point).side_effect = OSError(f"{point}\nis broken")
     with caplog.at_level(logging.WARNING, "nanogpt_bench"):
         summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], summary["steps"]) == ("finished", 3)
-    assert [call for call, _ in recorder.calls].count(point) == 1
+    assert getattr(recorder, point).call_count == 1
     assert [record.getMessage() for record in caplog.records] == [
         f"tracker tensorboard is dropped, the training goes on: OSError: {point} is broken"
     ]
@@ -95,11 +68,11 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(ti
     settings = {"rule": "stochastic", "model__format": "E4M3"}
     config = tiny(tracking__tensorboard=True, train__max_steps=5, **settings)
     run(config, tmp_path / "r")
-    calls = [(call, content) for call, content in recorder.calls if call in ("histograms", "log")]
-    looks = [(at, *content) for at, (call, content) in enumerate(calls) if call == "histograms"]
-    assert [step for _, step, _ in looks] == [2, 2, 4, 4, 5, 5]
-    assert all(calls[at + 1][1][0] == step for at, step, _ in looks)
-    found = looks[-2][2] | looks[-1][2]
+    calls = [(name, *arguments) for name, arguments, _ in recorder.method_calls if name in ("histograms", "log")]
+    drawn = [(at, step, values) for at, (name, step, values) in enumerate(calls) if name == "histograms"]
+    assert [step for _, step, _ in drawn] == [2, 2, 4, 4, 5, 5]
+    assert all(calls[at + 1][1] == step for at, step, _ in drawn)
+    found = drawn[-2][2] | drawn[-1][2]
     names = {name.partition("/")[2] for name in found}
     assert {"lm_head.weight", "blocks.0.attn.qkv.weight", "token_embedding.weight"} <= names
     assert found.keys() == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in names}
@@ -129,15 +102,15 @@ def test_an_interrupted_run_finishes_its_trackers(tiny, tmp_path, recorder):
 
     with pytest.raises(KeyboardInterrupt):
         run(tracked(tiny), tmp_path / "r", on_progress=interrupt)
-    assert recorder.calls[-1][1]["status"] == "stopped"
+    assert recorder.finish.call_args.args[0]["status"] == "stopped"
 
 
 def test_trackers_are_told_apart_by_name():
-    first, second = Recorder("finish"), Recorder()
-    second.__class__ = type("Other", (Recorder,), {"facts": {"name": "wandb"}})
+    first, second = Mock(facts={"name": "tensorboard"}), Mock(facts={"name": "wandb"})
+    first.finish.side_effect = OSError("broken")
     trackers = Trackers([first, second])
     trackers.finish(None)
-    assert (len(first.calls), len(second.calls)) == (1, 1)
+    assert (first.finish.call_count, second.finish.call_count) == (1, 1)
     assert list(trackers.dropped) == ["tensorboard"]
 
 
