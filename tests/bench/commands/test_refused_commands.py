@@ -60,6 +60,7 @@ REFUSED = {
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
     "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a run's folder, or one of "
     "its checkpoints: & step-6.safetensors",
+    "compare --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "compare --fromats E4M3": "--fromats & did you mean '--formats'",
     "compare --rules stochastik": "stochastik & 'stochastic'",
     "compare --rules all,residul8": "'residul8' & 'residual8'",

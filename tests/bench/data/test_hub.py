@@ -19,6 +19,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import dataset
 from nanogpt_bench.data.dataset import NotOnHubError, find_commit
+from nanogpt_bench.system.hub import within
 
 pytestmark = pytest.mark.extra("datasets")
 
@@ -217,3 +218,11 @@ def test_a_given_revision_is_not_looked_for_in_another_data_set(monkeypatch, tmp
     monkeypatch.setattr(dataset, "find_commit", Mock(side_effect=NotOnHubError("the hub has no data set 'lex_glue'")))
     with pytest.raises(NotOnHubError, match="lex_glue"):
         dataset.prepare_eurlex(tmp_path / "out", revision="v2")
+
+
+def test_within_gives_what_the_call_gives():
+    assert within(5, lambda: "done") == "done"
+    with pytest.raises(KeyError, match="lost"):
+        within(5, lambda: {}["lost"])
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, lambda: time.sleep(0.5))

@@ -65,14 +65,6 @@ def losses(config: Config, steps: int) -> list[float]:
     return [*train(trainer, steps), trainer.validate()]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the tracer's own doing
-@pytest.mark.parametrize("settings", [{"rule": "fp32"}, {"rule": "master", "model__format": "E4M3"}])
-def test_traced_runs_have_the_same_losses(tiny, monkeypatch, settings):
-    plain = losses(tiny(**settings), 3)
-    compiling_with("aot_eager", monkeypatch)
-    assert losses(tiny(**settings, runtime__compile=True), 3) == pytest.approx(plain, abs=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # what the compiler looks into
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from bench_runs import Tiny, one_step, trainer_of
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import batch, load_corpus
 from nanogpt_bench.loop.resume import capture, restore
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
@@ -160,20 +159,6 @@ def test_processes_train_on_the_batch_of_one(tiny, pools, kind):
     records, _ = trained(alone, 1)
     torch.testing.assert_close(torch.tensor(first[0][:1]), torch.tensor(records[:1]), rtol=1e-5, atol=0)
     torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(records), rtol=2e-3, atol=0)
-
-
-def drawn_by(config: Config) -> list[list[int]]:
-    trainer = trainer_of(config, own_ranks())
-    return [trainer._draw(7, 1)[0].tolist(), trainer._draw(7, 1)[1].tolist()]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_shares_are_the_batch(tiny, pools, size):
-    config = settings(tiny, "fp32", "ddp")
-    each = pools[size].run(drawn_by, config)
-    whole = batch(load_corpus(Path(config.data.dir), 16).train, 6, 16, seed=config.seed, step=7, micro_step=1)
-    for part in (0, 1):
-        assert [row for own in each for row in own[part]] == whole[part].tolist()
 
 
 # ------------------------------------------------------------------------------------------ what all do together

@@ -29,12 +29,6 @@ def test_a_schedule_has_its_factors(settings, start, expected):
     assert factors(**settings)[start : start + len(expected)] == pytest.approx(expected)
 
 
-def test_cosine_falls_to_its_floor_and_passes_the_middle_halfway():
-    values = factors(warmup_steps=0, min_lr_ratio=0.1)
-    assert (values[0], values[50], values[100]) == pytest.approx((1.0, 0.55, 0.1))
-    assert values == sorted(values, reverse=True)
-
-
 #: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps
 LEFT = {"linear": [1, 0.75, 0.5, 0.25, 0], "cosine": [1, 0.8536, 0.5, 0.1464, 0], "step": [1, 1, 0, 0, 0]}
 

@@ -64,17 +64,6 @@ def test_time_is_a_limit(tiny, tmp_path):
     assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
 
 
-def test_ctrl_c_leaves_a_summary(tiny, tmp_path):
-    def interrupt(progress):
-        if progress.step == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(), tmp_path / "r", on_progress=interrupt)
-    summary = summary_of(tmp_path / "r")
-    assert (summary["status"], summary["steps"]) == ("stopped", 4)
-
-
 def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
     threads = torch.get_num_threads()
     run(tiny(runtime__threads=1), tmp_path / "r")
