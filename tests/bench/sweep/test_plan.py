@@ -24,16 +24,12 @@ def test_formats_of_all_layers_and_of_one_are_told_apart(write):
         assert run.label.startswith(formats["*"]["weight"])
 
 
-def test_numbers_that_six_digits_do_not_tell_apart_are_written_in_full(write):
+def test_close_numbers_are_written_in_full_and_formats_under_a_rule_without_any_refused(write):
     axes = {"optimizer.lr": [0.001, 0.00100000001], "rule": ["fp32"]}
     labels = [run.label for run in plan_sweep(read_sweep(write(axes=axes)))]
     assert labels == ["fp32 lr=0.001", "fp32 lr=0.00100000001"]
-
-
-def test_an_axis_of_formats_under_a_rule_without_any_is_refused(write):
-    axes = {"model.format": ["E4M3", "E7M0"]}
     with refusal(r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
-        plan_sweep(read_sweep(write(axes=axes, settings={"rule": "fp32"})))
+        plan_sweep(read_sweep(write(axes={"model.format": ["E4M3", "E7M0"]}, settings={"rule": "fp32"})))
 
 
 BF16 = {"rule": "bf16-mixed"}
