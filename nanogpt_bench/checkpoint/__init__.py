@@ -183,9 +183,9 @@ def _prune(run_dir: Path, step: int, keep_last: int) -> None:
     """Remove the checkpoints before the one of `step` but the last ones and the best."""
     paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
     old = paths[:-keep_last]
-    kept = next(filter(says_best, reversed(paths)), None) if old else None
+    best = next(filter(says_best, reversed(paths)), None) if old else None
     for path in old:
-        if path != kept:
+        if path != best:
             _remove(path)
 
 

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
         print(memory_line(summary))
         if args.save is not None and exit_code(summary) == 0:
-            with _kept(run_dir, args.save):
+            with _weights_named(run_dir, args.save):
                 save_model(run_dir, args.save, layout)
             print(args.save)
     return exit_code(summary)
@@ -102,7 +102,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
 
 
 @contextmanager
-def _kept(run_dir: Path, out: Path) -> Iterator[None]:
+def _weights_named(run_dir: Path, out: Path) -> Iterator[None]:
     """Remove the parts of a model that could not be written, and say where its weights are."""
     try:
         yield

@@ -28,7 +28,7 @@ from nanogpt_bench.system.errors import BenchError
 Conflict = tuple[str, bool, str]
 
 #: the weights, in words, under a storage without a format of the library's
-_KEPT = {"float32": "floats", "peer": "another package's"}
+_STORED = {"float32": "floats", "peer": "another package's"}
 #: under `task: classify`, what can't be used and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
@@ -128,13 +128,13 @@ def _options(config: Config) -> Iterator[Conflict]:
 def _storage(config: Config) -> Iterator[Conflict]:
     model, own = config.model, config.model.storage
     floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
-    by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
+    by, stored = f"rule {config.rule!r}" if config.rule else f"storage {own}", _STORED.get(own or "", "")
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format"
     rules = ", ".join(name for name, rule in RULES.items() if rule.storage not in WITHOUT_FORMATS)
     others = f"add --model.format null --model.formats {{}}, or give another --rule: {rules}"
-    yield "model.formats", floats, f"can't be used with {by}, whose weights are {kept}; {others}"
-    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}"
+    yield "model.formats", floats, f"can't be used with {by}, whose weights are {stored}; {others}"
+    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {stored}"
     for key in ("rule", "model.storage"):
         why = "needs a format for the weights; give --model.format E4M3 or model.formats"
         yield key, not floats and not model.formats, why

@@ -65,13 +65,13 @@ class Sentences:
         >>> known.new("A third sentence, of which no text had a word. The second sentence is as long as that one. So.")
         'A third sentence, of which no text had a word.'
         """
-        kept, keep = [], _first(" ".join(text.split()), self._texts)
+        chosen, keep = [], _first(" ".join(text.split()), self._texts)
         for sentence in sentences(text):
             if len(words := " ".join(sentence.split())) >= SHORTEST:
                 keep = _first(words, self._sentences)
             if keep:
-                kept.append(sentence)
-        left = "".join(kept).strip()
+                chosen.append(sentence)
+        left = "".join(chosen).strip()
         return left if len(left) >= SHORTEST else ""
 
 

@@ -388,8 +388,8 @@ class OwnTokenizer(Tokenizer):
         return np.array(made(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32)
 
     def decode(self, tokens: Numbers) -> str:
-        kept = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
-        return str(_made(self.model).decode(kept, clean_up_tokenization_spaces=False))
+        words = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
+        return str(_made(self.model).decode(words, clean_up_tokenization_spaces=False))
 
     def bytes_of(self, tokens: Numbers) -> bytes:
         return self.decode(tokens).encode("utf-8", errors="replace")

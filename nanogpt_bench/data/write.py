@@ -74,10 +74,10 @@ def write_tokens(
     limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
     with _replaced(out) as folder:
         for split, tokens in splits.items():
-            path, kept = folder / f"{split}.bin", tokens[: limits[split]]
-            kept.tofile(path)
-            size = sum(tokenizer.byte_count(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
-            counts[split] = {"documents": 1, "tokens": len(kept), "bytes": size, "sha256": sha256(path)}
+            path, written = folder / f"{split}.bin", tokens[: limits[split]]
+            written.tofile(path)
+            size = sum(tokenizer.byte_count(written[start : start + CHUNK]) for start in range(0, len(written), CHUNK))
+            counts[split] = {"documents": 1, "tokens": len(written), "bytes": size, "sha256": sha256(path)}
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -133,11 +133,11 @@ class _Split:
         return self.limit is not None and self.tokens >= self.limit
 
     def _take(self, tokens: Tokens, text: str, file: BinaryIO) -> None:
-        kept = tokens if self.limit is None else tokens[: self.limit - self.tokens]
-        self.size += len(text.encode("utf-8")) if len(kept) == len(tokens) else self.tokenizer.byte_count(kept)
-        self.tokens += len(kept)
-        self.advance(characters=len(text), tokens=len(kept))
-        data = kept.astype(stored_as(self.tokenizer.vocab_size)).tobytes()
+        written = tokens if self.limit is None else tokens[: self.limit - self.tokens]
+        self.size += len(text.encode("utf-8")) if len(written) == len(tokens) else self.tokenizer.byte_count(written)
+        self.tokens += len(written)
+        self.advance(characters=len(text), tokens=len(written))
+        data = written.astype(stored_as(self.tokenizer.vocab_size)).tobytes()
         self.digest.update(data)
         file.write(data)
 

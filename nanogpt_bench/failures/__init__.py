@@ -34,9 +34,9 @@ class Series:
     values: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, looks: Sequence[tuple[int, float]]) -> Series:
+    def of(cls, readings: Sequence[tuple[int, float]]) -> Series:
         """Return the series of pairs of a step and a value."""
-        return cls(tuple(step for step, _ in looks), tuple(value for _, value in looks))
+        return cls(tuple(step for step, _ in readings), tuple(value for _, value in readings))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -117,8 +117,8 @@ def worst(evidence: Evidence, metric: str) -> Series:
     back = turns if isinstance(turns, int) else 1
     peaks = []
     for index in range(len(steps)):
-        looks = steps[max(index + 1 - back, 0) : index + 1]
-        latest = (next((values[step] for step in reversed(looks) if step in values), None) for values in found)
+        latest_steps = steps[max(index + 1 - back, 0) : index + 1]
+        latest = (next((values[step] for step in reversed(latest_steps) if step in values), None) for values in found)
         peaks.append(max(value for value in latest if value is not None))
     return Series(tuple(steps), tuple(peaks))
 
@@ -126,14 +126,14 @@ def worst(evidence: Evidence, metric: str) -> Series:
 def _over_median(evidence: Evidence) -> Series:
     """Every gradient norm but the first over the median of all before it; where that is 0 there is none."""
     norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
-    kept: list[tuple[int, float]] = []
+    ratios: list[tuple[int, float]] = []
     for step, value in zip(norms.steps, norms.values, strict=True):
         half = len(seen) // 2
         median = (seen[half] + seen[~half]) / 2 if seen else 0.0  # as they are sorted
         if median > 0:
-            kept.append((step, value / median))
+            ratios.append((step, value / median))
         insort(seen, value)
-    return Series.of(kept)
+    return Series.of(ratios)
 
 
 def _of_uniform(evidence: Evidence) -> Series:
@@ -349,11 +349,11 @@ def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
     if (excuse := evidence.excuse(kind)) is not None:
         return Finding(kind, CLEAR, None, excuse)
     rows = [row for row in CLASSES if row.kind == kind]
-    series = [(row, looks) for row in rows if (looks := evidence.of(row))]
+    series = [(row, values) for row in rows if (values := evidence.of(row))]
     if not series:
         missing = tuple(row.figure for row in rows)
         return Finding(kind, NOT_JUDGED, None, f"too little was recorded of {' or '.join(missing)}", missing=missing)
-    criteria = tuple(holds(row, looks, died=evidence.died, running=running) for row, looks in series)
+    criteria = tuple(holds(row, values, died=evidence.died, running=running) for row, values in series)
     held = [criterion for criterion in criteria if criterion.step is not None]
     if not held:
         return Finding(kind, CLEAR, None, "no criterion held", criteria=criteria)

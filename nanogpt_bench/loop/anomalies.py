@@ -123,11 +123,11 @@ def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Ten
     found: list[str] = []
 
     def watch(name: str) -> Any:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        def check(module: nn.Module, inputs: Any, output: Any) -> None:
             if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
                 found.append(f"activation of {name}")
 
-        return look
+        return check
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     with torch.random.fork_rng():

@@ -372,12 +372,12 @@ def computes_in_float32(model: nn.Module) -> bool:
         made = [module._buffers[name] for name in module._non_persistent_buffers_set]
         if any(x is not None and x.dtype in _HALVES.values() for x in made):
             return False
-    kept = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
+    linear = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
     for module in model.modules():
         if (run := _run_of(module)) is not None:
             module.forward = run
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in kept and tensor.is_floating_point():
+        if id(tensor) not in linear and tensor.is_floating_point():
             tensor.data = tensor.data.float()
     return True
 

@@ -62,13 +62,13 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def put_back(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Copy the parts in a state that was taken apart into the tensors of `own`, and return it with those."""
-    kept = {name: value for name, value in state.items() if PART not in name}
+    whole = {name: value for name, value in state.items() if PART not in name}
     for name, value in own.items():
         if is_packaged(value):
             for part, tensor in parts_of(value).items():
                 tensor.copy_(state[f"{name}{PART}{part}"])
-            kept[name] = value
-    return kept
+            whole[name] = value
+    return whole
 
 
 def save_weights(model: nn.Module, path: Path) -> None:

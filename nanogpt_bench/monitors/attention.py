@@ -107,7 +107,7 @@ def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) ->
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Put every buffer back as it was: its tensor, for some are replaced, and what the tensor held."""
-    kept = [
+    saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
@@ -116,7 +116,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer, content in kept:
+        for module, name, buffer, content in saved:
             module._buffers[name] = buffer.copy_(content)
 
 

@@ -68,8 +68,8 @@ class Capture(Observer):
         self._backward_handles = []
 
     def written(self, step: Step) -> None:
-        for kept in (self.inputs, self.gradients, self.weight_gradients, self.residuals, self.output_dtypes):
-            kept.clear()
+        for tensors in (self.inputs, self.gradients, self.weight_gradients, self.residuals, self.output_dtypes):
+            tensors.clear()
 
     def _keep_layer(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -83,11 +83,11 @@ class Capture(Observer):
 
         return keep
 
-    def _keep(self, kept: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def _keep(self, tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
         """Return a hook that keeps the last thing it is told: what came out, or what a scaler measures."""
 
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            kept[name] = (*inputs, *output)[-1].detach()
+            tensors[name] = (*inputs, *output)[-1].detach()
 
         return keep
 

@@ -120,9 +120,9 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
         # A comparison into floats costs a quarter of one into a mask.
         counts = [torch.gt(magnitude, limit, out=scratch).sum(dtype=kind).double() for limit in limits]
         found.append(torch.stack(counts))
-    beyond, clamped, nonzero, kept = torch.stack(found).sum(0).tolist()
+    beyond, clamped, nonzero, represented = torch.stack(found).sum(0).tolist()
     n = max(x.numel(), 1)
-    return {OVERFLOW: beyond / n, UNDERFLOW: (nonzero - kept) / n, CLAMPED: clamped / n}
+    return {OVERFLOW: beyond / n, UNDERFLOW: (nonzero - represented) / n, CLAMPED: clamped / n}
 
 
 def _below(value: float, dtype: torch.dtype) -> float:

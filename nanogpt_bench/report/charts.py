@@ -58,8 +58,8 @@ def lines_of(
         xs, ys = run.curve(key, against)
         if smoothed:
             ys = smooth(ys, smoothing_window(len(ys)))
-        kept = decimate(len(xs), limit)
-        drawn.append(Line(row.label, run.seed, [xs[i] for i in kept], [ys[i] for i in kept]))
+        places = decimate(len(xs), limit)
+        drawn.append(Line(row.label, run.seed, [xs[i] for i in places], [ys[i] for i in places]))
     return [line for line in drawn if any(y is not None for y in line.ys)]
 
 

@@ -117,8 +117,8 @@ def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = 
     parameters = 0 if config.model.pretrained else parameters_of(shape)
     needed = 4 * parameters
     if trained and train.parallel is None and (config.runtime.device == "cpu" or not torch.cuda.is_available()):
-        kept = 0 if train.recompute else 8 * shape.n_layer * shape.n_embd
-        needed = max(needed, bytes_each(config) * parameters + tokens * (8 * shape.vocab_size + kept))
+        activations = 0 if train.recompute else 8 * shape.n_layer * shape.n_embd
+        needed = max(needed, bytes_each(config) * parameters + tokens * (8 * shape.vocab_size + activations))
     needed += BYTES_HELD * tokens * config.eval.batches
     sizes = ", ".join(f"model.{name} {getattr(shape, name)}" for name in ("n_layer", "n_embd", "block_size"))
     asked = f"{sizes}, train.batch_size {train.batch_size} and eval.batches {config.eval.batches}"

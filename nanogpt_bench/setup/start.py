@@ -37,7 +37,7 @@ def start_shape(name: str) -> GPTShape:
         if shape.labels:
             raise BenchError(f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'")
         return shape
-    if _looks_like_one(path):
+    if _names_a_checkpoint(path):
         check_layout(path.parent.parent)
         found = [str(step_file(path.parent.parent, step)) for step in steps(path.parent.parent)]
         others = "checkpoints" + (f": {', '.join(found)}" if found else "")
@@ -46,7 +46,7 @@ def start_shape(name: str) -> GPTShape:
         return checkpoint_shape(name)
 
 
-def _looks_like_one(path: Path) -> bool:
+def _names_a_checkpoint(path: Path) -> bool:
     return path.parent.name == "checkpoints" and path.name.startswith("step-")
 
 
@@ -118,7 +118,7 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
     if not name:
         return config, None
     begun = Path(saved.model.init_from or "")
-    if not _looks_like_one(begun) or Path(name) not in (begun, begun.parent.parent):
+    if not _names_a_checkpoint(begun) or Path(name) not in (begun, begun.parent.parent):
         return config, None
     config = copy.deepcopy(config)
     config.model.init_from = saved.model.init_from

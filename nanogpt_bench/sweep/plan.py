@@ -124,8 +124,8 @@ def left_out_of_reference(sweep: SweepFile) -> str:
     """Return the optimizer's options that a reference given as settings does without, in one line; "" for none."""
     if not isinstance(sweep.reference, Mapping):
         return ""
-    kept = reference_settings(sweep.base, sweep.reference)
-    mine = (key for key in sweep.base if key.startswith("optimizer.") and key not in kept)
+    own = reference_settings(sweep.base, sweep.reference)
+    mine = (key for key in sweep.base if key.startswith("optimizer.") and key not in own)
     keys = [key for key in mine if key not in keys_where("of_formats") and sweep.base[key] is not None]
     if not keys:
         return ""
@@ -172,12 +172,12 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
     """The point; without formats where the rule keeps float weights, so that it is in the grid once."""
     if not _keeps_floats(base, point):
         return dict(point)
-    kept = {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
-    if "rule" not in point and (idle := [key for key in point if key not in kept]):
+    rest = {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
+    if "rule" not in point and (idle := [key for key in point if key not in rest]):
         raise BenchError(
             f"axes.{idle[0]}: rule {base['rule']!r} keeps float weights at every value; give another rule, or axes.rule"
         )
-    return kept
+    return rest
 
 
 def applies(key: str, value: Any, rule: Rule) -> bool:

@@ -9,26 +9,17 @@ import torch
 from nanogpt_bench.model.causal import reading
 
 WORDS = ("Line", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", ".", ":")
-SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
-    "mixtral": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-    },
-    "mamba": {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 1},
-    "bert": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
-}
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+#: class and sizes of each kind
 KINDS = {
-    "llama": "LlamaForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "bert": "BertLMHeadModel",
-    "mixtral": "MixtralForCausalLM",
-    "mamba": "MambaForCausalLM",
+    "llama": ("LlamaForCausalLM", {**WIDE, "num_hidden_layers": 2}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**WIDE, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
+    "mamba": ("MambaForCausalLM", {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
+    "bert": ("BertLMHeadModel", {**WIDE, "num_hidden_layers": 1}),
 }
 
 
@@ -36,11 +27,12 @@ def write(folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: i
     """Write a random model of about 20,000 parameters into a folder and return it."""
     with reading(str(folder)) as transformers, torch.random.fork_rng():
         torch.manual_seed(0)
-        made = getattr(transformers, KINDS[kind])
+        name, sizes = KINDS[kind]
+        made = getattr(transformers, name)
         ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         positions = {"gpt2": "n_positions", "mamba": ""}.get(kind, "max_position_embeddings")
         places = {positions: 64} if positions else {}
-        settings = {**SIZES[kind], **places, **ends, "vocab_size": vocab_size, "tie_word_embeddings": tied, **more}
+        settings = {**sizes, **places, **ends, "vocab_size": vocab_size, "tie_word_embeddings": tied, **more}
         made(made.config_class(**settings)).save_pretrained(folder)
     return write_tokenizer(folder)
 
@@ -49,10 +41,8 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
     """Write a tokenizer of some words, digits and an end of text into a folder."""
     import tokenizers
 
-    names = ["<end>", "<unknown>", *WORDS[:words], *"0123456789"]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: index for index, word in enumerate(names)}, unk_token="<unknown>")
-    )
+    names = {word: index for index, word in enumerate(["<end>", "<unknown>", *WORDS[:words], *"0123456789"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<unknown>"))
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Whitespace(), digits])
     with reading(str(folder)) as transformers:
@@ -65,20 +55,12 @@ def write_gguf(path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[n
     """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a GGUF file; tensors, too."""
     draw, width, inner = np.random.default_rng(0), 32, 48
     made = gguf.GGUFWriter(str(path), "llama")
-    made.add_context_length(64)
-    made.add_embedding_length(width)
-    made.add_block_count(1)
-    made.add_feed_forward_length(inner)
-    made.add_head_count(2)
-    made.add_head_count_kv(2)
-    made.add_layer_norm_rms_eps(1e-5)
-    made.add_vocab_size(width)
-    made.add_tokenizer_model("gpt2")
-    made.add_tokenizer_pre("smollm")
-    made.add_token_list(["<end>", "<unknown>", *"abcdefghijklmnopqrst", "Ġ", "ab"])
-    made.add_token_merges(["a b"])
-    made.add_eos_token_id(0)
-    made.add_unk_token_id(1)
+    facts = {"context_length": 64, "embedding_length": width, "block_count": 1, "feed_forward_length": inner}
+    facts |= {"head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "vocab_size": width}
+    facts |= {"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_merges": ["a b"]}
+    facts |= {"eos_token_id": 0, "unk_token_id": 1}
+    for name, fact in {**facts, "token_list": ["<end>", "<unknown>", *"abcdefghijklmnopqrst", "Ġ", "ab"]}.items():
+        getattr(made, f"add_{name}")(fact)
     square = dict.fromkeys(("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v", "blk.0.attn_output"), (width, width))
     sizes = {"token_embd": (width, width), **square, "blk.0.ffn_gate": (inner, width), "blk.0.ffn_up": (inner, width)}
     for name, size in {**sizes, "blk.0.ffn_down": (width, inner)}.items():
@@ -87,7 +69,5 @@ def write_gguf(path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[n
         made.add_tensor(f"{name}.weight", np.ones(width, np.float32))
     for name, values in (more or {}).items():
         made.add_tensor(name, values)
-    made.write_header_to_file()
-    made.write_kv_data_to_file()
-    made.write_tensors_to_file()
-    made.close()
+    for write in (made.write_header_to_file, made.write_kv_data_to_file, made.write_tensors_to_file, made.close):
+        write()

@@ -1,15 +1,12 @@
 """A small prepared corpus and the settings of a run that takes a second."""
 
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer
@@ -17,13 +14,16 @@ from nanogpt_bench.data.write import LabelledText, write_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.sweep import workers as pool_module
 
-sys.path.insert(0, str(Path(__file__).parent))
+# for the tests to find the modules that they share
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("", "monitors", "report", "sweep"))
+
+from bench_runs import flags
 
 TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_file(tmp_path_factory):
     """A UTF-8 file of 300 lines."""
     path = tmp_path_factory.mktemp("text") / "fox.txt"
     path.write_text(TEXT, encoding="utf-8")
@@ -31,7 +31,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def corpus_dir(text_file: Path) -> Path:
+def corpus_dir(text_file):
     """The file prepared with the char tokenizer."""
     out = text_file.parent / "prepared"
     prepare_text(text_file, out, "char")
@@ -39,7 +39,7 @@ def corpus_dir(text_file: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def labelled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def labelled_dir(tmp_path_factory):
     """300 short documents: a label for what each says of the dogs' number, and another for an even one."""
     numbers = [number % 7 for number in range(300)]
     texts = [f"{' '.join(str(number) * 8)} lazy dogs{'.' * (place % 3)}" for place, number in enumerate(numbers)]
@@ -53,34 +53,26 @@ def labelled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(corpus_dir: Path) -> Callable[..., Config]:
+def tiny(corpus_dir):
     """Return a function from overrides to the configuration of a one-layer model on the small corpus."""
-    base = {
-        "data.dir": str(corpus_dir),
-        "model.n_layer": 1,
-        "model.n_head": 2,
-        "model.n_embd": 16,
-        "model.block_size": 16,
-        "train.max_steps": 6,
-        "train.batch_size": 4,
-        "eval.interval": 3,
-        "eval.batches": 2,
-        "optimizer.warmup_steps": 2,
-        "monitor.interval": 2,
-    }
-
-    def config(**overrides: object) -> Config:
-        settings = {**base, **{key.replace("__", "."): value for key, value in overrides.items()}}
-        return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
-
-    return config
+    base = {"data__dir": corpus_dir, "model__n_layer": 1, "model__n_head": 2, "model__n_embd": 16}
+    base |= {"model__block_size": 16, "train__max_steps": 6, "train__batch_size": 4, "eval__interval": 3}
+    base |= {"eval__batches": 2, "optimizer__warmup_steps": 2, "monitor__interval": 2}
+    return lambda **overrides: load_config(None, flags(base | overrides))
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def here(tmp_path, monkeypatch):
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(capsys):
     """Return a function that has a command line refused: code 2, no output, one line of an error, which it returns."""
 
-    def line(*words: object) -> str:
+    def line(*words):
         capsys.readouterr()
         assert main([str(word) for word in words]) == 2
         printed = capsys.readouterr()
@@ -94,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forked_workers(monkeypatch):
     """Workers that find torch imported."""
     import torch._dynamo  # noqa: F401  (which every optimizer imports: here once, rather than in each worker)
 
@@ -102,7 +94,7 @@ def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_figures(monkeypatch):
     monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
 
 
@@ -118,7 +110,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="session")
-def trained(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def trained(tiny, tmp_path_factory):
     """A run of six steps of every kind, with a checkpoint of the third and of the last."""
     runs = tmp_path_factory.mktemp("runs")
     for kind, settings in KINDS.items():
@@ -127,7 +119,7 @@ def trained(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def hub(tmp_path_factory):
     """A hub without repositories yet, on a free port."""
     from hubs import Hub
 

@@ -1,4 +1,4 @@
-"""What may happen to a file that is read: each damage is a function of its path, and GARBAGE is what fits no reader."""
+"""Damages of a file that is read, each a function of its path; GARBAGE fits no reader."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 class Payload:
     """Pickled, it leaves a file behind when it is loaded."""
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return os.system, ("touch executed",)
 
 
@@ -38,7 +38,7 @@ def text(content: str | bytes) -> Damage:
 
 
 def more(content: str | bytes) -> Damage:
-    def damage(path: Path) -> None:
+    def damage(path):
         with path.open("ab") as file:
             file.write(content.encode() if isinstance(content, str) else content)
 
@@ -57,7 +57,7 @@ def without_line(number: int) -> Damage:
 def put(keys: str, value: Any) -> Damage:
     """Another value of a key, dotted where it lies deeper, in a file of JSON."""
 
-    def damage(path: Path) -> None:
+    def damage(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         *sections, key = keys.split(".")
         at = content
@@ -74,7 +74,7 @@ def put(keys: str, value: Any) -> Damage:
 def tensors(**values: Any) -> Damage:
     """Other tensors in a file of safetensors; two underscores stand for a dot, and GONE leaves one out."""
 
-    def damage(path: Path) -> None:
+    def damage(path):
         from safetensors.torch import load_file, save_file
 
         stored = load_file(path) | {name.replace("__", "."): value for name, value in values.items()}
@@ -101,7 +101,7 @@ def instead(make: Callable[[Path], object]) -> Damage:
 def signed(data: bytes) -> Damage:
     """Another content of a corpus' file, with the digest that belongs to it."""
 
-    def damage(path: Path) -> None:
+    def damage(path):
         path.write_bytes(data)
         split, name, _ = path.name.split(".")
         put(f"splits.{split}.{name}_sha256", hashlib.sha256(data).hexdigest())(path.with_name("meta.json"))
@@ -122,7 +122,7 @@ def linked(target: str) -> Damage:
 
 
 #: by name; what is no file of any kind, or one that attacks
-GARBAGE: dict[str, Damage] = {
+GARBAGE = {
     "gone": gone(),
     "empty": text(b""),
     "zeros": changed(lambda data: bytes(len(data))),

@@ -14,19 +14,19 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.root = root
         #: what was asked for, in order
-        self.requests: list[str] = []
+        self.requests = []
         #: a status that every answer has instead
-        self.down: int | None = None
+        self.down = None
         #: repositories that are gone from a request for /begin/NAME on, by that name
-        self.leaves: dict[str, str] = {}
-        self.gone: set[str] = set()
+        self.leaves = {}
+        self.gone = set()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -34,13 +34,13 @@ class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format, *args):  # noqa: A002
         """Keep the test's output clean."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.do_GET()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         if self.server.down:
@@ -52,13 +52,13 @@ class _Answers(BaseHTTPRequestHandler):
             return self._say(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         return self._file(repository, rest) if kind == "file" else self._facts(repository, rest)
 
-    def _split(self, parts: list[str]) -> tuple[str, str, list[str]]:
+    def _split(self, parts):
         parts = parts[1:] if parts[0] == "api" else parts
         parts = parts if parts[0] in ("datasets", "models") else ["models", *parts]  # as files of models are asked for
         kind = "file" if "resolve" in parts else "facts"
         return kind, "/".join(parts[1:3]) or "none", parts[3:]
 
-    def _facts(self, repository: str, rest: list[str]) -> None:
+    def _facts(self, repository, rest):
         folder = self.server.root / repository
         if rest[:1] == ["tree"]:
             inner = folder.joinpath(*rest[2:])
@@ -71,7 +71,7 @@ class _Answers(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in folder.rglob("*.*")]
         return self._json({"_id": "1", "id": repository, "sha": COMMIT, "siblings": siblings, **flags})
 
-    def _entry(self, path: Path, folder: Path) -> dict[str, object]:
+    def _entry(self, path, folder):
         entry = {"path": path.relative_to(folder).as_posix(), "oid": hashlib.sha1(str(path).encode()).hexdigest()}
         return (
             {**entry, "type": "directory", "size": 0}
@@ -79,7 +79,7 @@ class _Answers(BaseHTTPRequestHandler):
             else {**entry, "type": "file", "size": path.stat().st_size}
         )
 
-    def _file(self, repository: str, rest: list[str]) -> None:
+    def _file(self, repository, rest):
         path = self.server.root.joinpath(repository, *rest[2:])
         if not path.is_file() or rest[1] not in (COMMIT, "main"):
             return self._say(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
@@ -93,13 +93,23 @@ class _Answers(BaseHTTPRequestHandler):
         facts["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
         return self._say(206, part, facts)
 
-    def _json(self, content: object) -> None:
+    def _json(self, content):
         self._say(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
-    def _say(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _say(self, status, body, headers=None):
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def write_parquet(path: Path, texts: list[str | None]) -> None:
+    """Write a file as lex_glue's are: a text and the numbers of its labels a row."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    labels = pyarrow.array([[0]] * len(texts), pyarrow.list_(pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "labels": labels}), path)

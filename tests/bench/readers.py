@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import gpt2_checkpoints
 import torch
 from forked import without_drawing
+from run_folders import write_run
 from safetensors.torch import save_file
 from torch import nn
 
@@ -29,10 +29,6 @@ from nanogpt_bench.runs.read import AT_END, SUMS
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
 
-sys.path.insert(0, str(Path(__file__).parent / "report"))
-
-from run_folders import write_run
-
 SMALL = ("--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2", "--model.block_size=16", "--eval.batches=1")
 
 FROM_GPT2 = ("run", "bf16_baseline", "--model.block_size=16", "--eval.batches=1")
@@ -48,8 +44,8 @@ class Reader:
     files: dict[str, tuple[str, ...]]
     errors: tuple[type[Exception], ...] = (BenchError,)
 
-    def said(self, folder: Path) -> list[str]:
-        """What is said of the folder: the error or the notes."""
+    def said(self, folder):
+        """Return the error of the folder, or its notes."""
         try:
             notes = self.read(folder)
         except self.errors as error:
@@ -69,7 +65,7 @@ def commanded(*words: object) -> None:
 
 
 def verified(folder: Path) -> list[str]:
-    """What `verify` finds: a problem exactly where its code says so."""
+    """Return the lines of `verify`, with a problem exactly where its code says so."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main(["verify", str(folder)])
     first, *lines = out.getvalue().splitlines()
@@ -78,7 +74,7 @@ def verified(folder: Path) -> list[str]:
 
 
 def reported(folder: Path) -> tuple[str, ...]:
-    """What is noted of a run whose page has nothing of what a link leads to; figures are empty from then on."""
+    """Return the notes of a run whose page has nothing of what a link leads to; figures are empty from then on."""
     without_drawing()
     with tempfile.TemporaryDirectory() as out:
         commanded("report", folder, "--out", out)
@@ -142,7 +138,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     few_words = ("of another kind", "tag", "tag of a class", "tag of a module", "class", "pipe", "endless")
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
-    weights: dict[str, tuple[str, ...]] = {"checkpoints/step-6.safetensors": ("gone",)}
+    weights = {"checkpoints/step-6.safetensors": ("gone",)}
     of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def assert_same(found: Contents, wanted: Contents) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path, dtype):
     bits = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(4) if dtype is torch.bool else torch.arange(256).byte()
     tensors = {
         "filled": bits.view(dtype),
@@ -64,7 +63,7 @@ def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path: Path
     found.tensors["model"]["filled"].zero_()
 
 
-def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
     for step in range(1, 8):
         commit(tmp_path, contents(step, best=step in (1, 3)), keep_last=2)
     assert steps(tmp_path) == [3, 6, 7]
@@ -72,7 +71,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [7, 8]
 
 
-def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
+def test_without_checkpoints_there_is_none(tmp_path):
     assert newest(tmp_path) == (None, [])
     clean(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -80,7 +79,7 @@ def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
         verify(step_file(tmp_path, 3))
 
 
-def test_litter_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_litter_is_removed_and_nothing_else(tmp_path):
     folder = commit(tmp_path, contents(1), keep_last=1).parent
     whole = sorted(os.listdir(folder))
     for name in (".step-2.safetensors.part", "step-3.safetensors.sha256", "notes.safetensors.sha256"):
@@ -89,7 +88,7 @@ def test_litter_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == ["notes.safetensors.sha256", *whole]
 
 
-def test_others_read_it(tmp_path: Path) -> None:
+def test_others_read_it(tmp_path):
     path = commit(tmp_path, contents(1), keep_last=1)
     loaded = load_file(path)
     assert loaded["model/blocks.1.w"].equal(contents(1).tensors["model"]["blocks.1.w"])
@@ -107,9 +106,7 @@ def test_others_read_it(tmp_path: Path) -> None:
         ({"tensors": {"model": {"w": torch.ones(2).to_sparse()}}}, "sparse"),
     ],
 )
-def test_what_no_file_can_hold_is_refused_and_leaves_nothing(
-    tmp_path: Path, change: dict[str, object], words: str | None
-) -> None:
+def test_what_no_file_can_hold_is_refused_and_leaves_nothing(tmp_path, change, words):
     bad = contents(3)
     for key, value in change.items():
         setattr(bad, key, value)
@@ -120,7 +117,7 @@ def test_what_no_file_can_hold_is_refused_and_leaves_nothing(
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
 
 
-def test_at_least_one_must_be_kept(tmp_path: Path) -> None:
+def test_at_least_one_must_be_kept(tmp_path):
     with pytest.raises(ValueError, match="keep_last=0 is not allowed"):
         commit(tmp_path, contents(1), keep_last=0)
     assert os.listdir(tmp_path) == []

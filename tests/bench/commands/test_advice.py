@@ -3,10 +3,9 @@
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from laws import each
 
 import nanogpt_bench
@@ -44,22 +43,16 @@ ADVISED = sorted(
 
 
 @each("line", ADVISED)
-def test_what_is_advised_can_be_parsed(line: str) -> None:
+def test_what_is_advised_can_be_parsed(line):
+    assert len(ADVISED) > 40
     line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]
     words = [NUMBERS.get(word, word) for word in shlex.split(line)]
     parse_overrides(parse(words).overrides)
 
 
-def test_enough_is_looked_at() -> None:
-    assert len(ADVISED) > 40
-
-
-def test_the_text_s_advice_for_a_model_of_a_bare_name_works(
-    tmp_path: Path, text_file: Path, corpus_dir: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advice_for_a_model_of_a_bare_name_and_a_folder_with_blanks_works(here, text_file, corpus_dir, refused):
     import causal_models
 
-    monkeypatch.chdir(tmp_path)
     for name in ("m", "gpt2", "with blanks"):
         causal_models.write(Path(name))
         said = refused("finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16")
@@ -68,9 +61,6 @@ def test_the_text_s_advice_for_a_model_of_a_bare_name_works(
         tuned = f"--model '{name}' --data.dir 'of {name}' --model.block_size 16 --train.max_steps 1 --eval.batches 1"
         assert main(["finetune", *shlex.split(tuned)]) == 0
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "m", "--out", "bare"]) == 0
-
-
-def test_advice_names_folders_as_a_shell_reads_them(tmp_path: Path, refused: Callable[..., str]) -> None:
-    said = refused("run", "fp32.yaml", "--data.dir", tmp_path / "a folder; of mine")
+    said = refused("run", "fp32.yaml", "--data.dir", here / "a folder; of mine")  # as a shell reads it
     advised = shlex.split(said.partition("prepare it with: nanogpt-bench ")[2])
-    assert advised == ["prepare", "stdlib", "--out", str(tmp_path / "a folder; of mine")]
+    assert advised == ["prepare", "stdlib", "--out", str(here / "a folder; of mine")]

@@ -14,32 +14,24 @@ from nanogpt_bench.config.settings import defaults_yaml
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @each("command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["report"], ["verify"]])
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples_and_that_of_run_is_short(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
     assert "examples:\n  nanogpt-bench " in said
     assert command or (main([]), capsys.readouterr().out) == (0, said)
+    if command == ["run"]:
+        assert len(said.splitlines()) < 40
+        assert "nanogpt-bench run --defaults" in said
+        assert (main(["run", "--defaults"]), capsys.readouterr().out.strip()) == (0, defaults_yaml().strip())
 
 
-def test_the_help_of_run_is_short_and_names_the_file_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) < 40
-    assert "nanogpt-bench run --defaults" in text
-    assert main(["run", "--defaults"]) == 0
-    assert capsys.readouterr().out.strip() == defaults_yaml().strip()
-
-
-def test_help_and_wrong_options_load_no_torch() -> None:
+def test_help_and_wrong_options_load_no_torch():
     """All commands in one process: a module that one of them brings stays."""
     code = """if True:
         import contextlib, sys
@@ -55,37 +47,33 @@ def test_help_and_wrong_options_load_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_then_run_and_runs_without_a_name_are_numbered(text_file, capsys):
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "char", "--out", "data/fox"]) == 0
     assert "data/fox" in capsys.readouterr().out
-    assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 0
+    command = ["run", "bf16_baseline.yaml", "--data.dir", "data/fox", *QUICK]
+    assert main([*command, "--name", "a"]) == 0
     assert "finished after 3 steps" in capsys.readouterr().out
     assert json.loads(Path("runs/a/summary.json").read_text())["steps"] == 3
-    assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 2
+    assert main([*command, "--name", "a"]) == 2
+    assert [main(command), main(command)] == [0, 0]
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "bf16_baseline", "bf16_baseline-2"]
 
 
-def test_runs_without_a_name_are_numbered(corpus_dir: Path) -> None:
-    for _ in range(2):
-        assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK]) == 0
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["bf16_baseline", "bf16_baseline-2"]
-
-
-def test_a_failed_run_exits_with_1(corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_exits_with_1(corpus_dir, capsys):
     wild = ["--rule=sgd", "--optimizer.lr=1e30", "--optimizer.grad_clip=0", "--train.max_steps=30"]
     quick = [word for word in QUICK if not word.startswith("--train.max_steps")]
     assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *quick, *wild]) == 1
     assert "failed: train/loss is" in capsys.readouterr().out
 
 
-def test_the_default_corpus_is_prepared_on_the_fly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_corpus_is_prepared_on_the_fly(capsys):
     assert main(["run", "bf16_baseline", *QUICK]) == 0
     assert Path("data/stdlib/meta.json").is_file()
     assert "preparing data/stdlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["rich", "pydantic", "vl_convert"])
-def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
-    """As after `pip install fp8manifold` without the extra."""
+def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
     script = (
         f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
         "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"

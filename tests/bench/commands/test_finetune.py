@@ -2,19 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import causal_models
 import pytest
 import torch
-from bench_runs import recorded, summary_of, trainer_of
+from bench_runs import flags, one_step, recorded, summary_of, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.causal import load_causal, reading
@@ -26,45 +22,35 @@ from nanogpt_bench.setup.pretrained import read_as_codes
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 
-Settings = Callable[..., Config]
-SMALL = {
-    "model.block_size": 16,
-    "train.max_steps": 4,
-    "eval.interval": 2,
-    "eval.batches": 1,
-    "monitor.interval": 2,
-    "monitor.watch": "[gradients, stall, ranges, trend]",
-    "optimizer.lr": 1e-3,
-    "optimizer.warmup_steps": 1,
-}
+SMALL = {"model.block_size": 16, "train.max_steps": 4, "eval.interval": 2, "eval.batches": 1, "monitor.interval": 2}
+SMALL |= {"monitor.watch": "[gradients, stall, ranges, trend]", "optimizer.lr": 1e-3, "optimizer.warmup_steps": 1}
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return causal_models.write(tmp_path_factory.mktemp("finetune") / "llama")
 
 
 @pytest.fixture(scope="session")
-def law(model: Path, text_file: Path) -> Path:
+def law(model, text_file):
     out = text_file.parent / "law"
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(out)]) == 0
     return out
 
 
 @pytest.fixture(scope="session")
-def settings(model: Path, law: Path) -> Settings:
-    def made(**more: Any) -> Config:
-        given = {**SMALL, "model.pretrained": model, "data.dir": law}
-        given |= {key.replace("__", "."): value for key, value in more.items()}
+def settings(model, law):
+    def made(**more):
+        given = {**SMALL, "model.pretrained": model, "data.dir": law, **more}
         given |= {"model.format": "null"} if given.get("rule") == "fp32" else {}
-        return load_config(find_config("finetune.yaml"), [f"--{key}={value}" for key, value in given.items()])
+        return load_config(find_config("finetune.yaml"), flags(given))
 
     return made
 
 
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8", "master", "fp32"])
-def test_a_rule_trains_a_pretrained_model(settings: Settings, tmp_path: Path, rule: str) -> None:
+def test_a_rule_trains_a_pretrained_model(settings, tmp_path, rule):
     summary = run(settings(rule=rule), tmp_path / "run")
     records = recorded(tmp_path / "run")
     assert summary["status"] == "finished"
@@ -76,17 +62,9 @@ def test_a_rule_trains_a_pretrained_model(settings: Settings, tmp_path: Path, ru
     assert summary["parameters"] == 19616
 
 
-def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path) -> None:
-    trainer = trainer_of(settings(rule="fp32"))
-    tokens, targets = trainer._eval_batches[0]
-    assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
-
-
 @pytest.mark.parametrize("embeddings", [None, "E3M4"])
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
-def test_weights_are_read_as_codes(
-    settings: Settings, model: Path, law: Path, rule: str, embeddings: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monkeypatch):
     config = resolve(settings(rule=rule, **({"model.embeddings": embeddings} if embeddings else {})))
     wanted = quantize(load_causal(str(model)), config).state_dict()
     monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
@@ -97,14 +75,16 @@ def test_weights_are_read_as_codes(
         assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
 
 
-def test_activations_in_a_format_are_looked_at_in_floats_first(settings: Settings) -> None:
+def test_one_learning_rate_is_for_all_and_activations_in_a_format_are_measured_in_floats_first(settings):
+    for more, rate in (({}, 1e-3), ({"optimizer__float_lr": 2e-3}, 2e-3)):
+        assert resolve(settings(rule="muon-stochastic", **more)).optimizer.float_lr == rate
     mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
     assert read_as_codes(resolve(settings(rule="stochastic-8bit"))) is not None
     assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
 
 
 @pytest.mark.usefixtures("products")
-def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_path: Path) -> None:
+def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
     for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
         run(settings(rule="muon-stochastic", **more), tmp_path / name)
     one, other = (recorded(tmp_path / name) for name in ("after", "within"))
@@ -117,16 +97,13 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_p
     assert peaks == [4 * 19616, 4 * 64 * 32]
 
 
-def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(settings, monkeypatch):
     trainer = trainer_of(settings(**IN_BACKWARD))
     start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with monkeypatch.context() as patch:
         real = trainer._model_loss
         patch.setattr(trainer, "_model_loss", lambda *batch: real(*batch) * float("nan"))
-        step = trainer.new_step(1, last=False)
-        trainer.train_step(step, [])
+        step = one_step(trainer)
     assert step.record["loss_is_nan"] == 1
     assert all(torch.equal(start[name], value) for name, value in trainer.model.state_dict().items())
     trainer = trainer_of(settings(**IN_BACKWARD))
@@ -134,15 +111,14 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
     before, others = norm.detach().clone(), trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone()
     for number, bad in ((1, 1), (2, 0)):
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, [])
+        step = one_step(trainer, number)
         assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
         assert torch.equal(before, norm) == bool(bad)
         hook.remove()
     assert not torch.equal(others, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize())
 
 
-def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     run(settings(), tmp_path / "run")
     said = refused("evaluate", tmp_path / "run")
     assert "is of the pretrained model" in said
@@ -150,34 +126,25 @@ def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Pat
     assert f"nanogpt-bench finetune --model {name} --resume --name run --save DIR writes it as a model" in said
 
 
-def test_recomputed_activations_change_nothing(settings: Settings, tmp_path: Path) -> None:
-    losses = [
-        [record.get("train/loss") for record in recorded(tmp_path / name)]
-        for name, recompute in (("kept", False), ("again", True))
-        if run(settings(train__recompute=recompute), tmp_path / name)
-    ]
-    assert losses[0] == losses[1]
-
-
-def test_a_fine_tuning_goes_on_where_it_was(settings: Settings, tmp_path: Path) -> None:
-    run(settings(checkpoint__every=2), tmp_path / "whole")
-    run(settings(train__max_steps=4, checkpoint__every=2, train__max_seconds=1e-9), tmp_path / "cut")
+def test_recomputed_activations_change_nothing_and_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):
+    for name in ("whole", "cut"):
+        run(settings(checkpoint__every=2, **({"train__max_seconds": 1e-9} if name == "cut" else {})), tmp_path / name)
+    run(settings(train__recompute=True), tmp_path / "recomputed")
     run(settings(checkpoint__every=2), tmp_path / "cut", resume=True)
-    whole, cut = (recorded(tmp_path / name) for name in ("whole", "cut"))
-    assert [record.get("train/loss") for record in whole] == [record.get("train/loss") for record in cut]
+    whole, cut, recomputed = (
+        [record.get("train/loss") for record in recorded(tmp_path / name)] for name in ("whole", "cut", "recomputed")
+    )
+    assert whole == cut == recomputed
 
 
-def test_the_command_trains_says_its_memory_and_saves(
-    model: Path, law: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = [f"--{key}={value}" for key, value in SMALL.items()]
+def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, here, capsys):
+    options = flags(SMALL)
     words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", "stochastic", "--save", "saved"]
     assert main([*words, *options]) == 0
     said = capsys.readouterr().out
     assert "memory: weights and state" in said
     assert "float32 AdamW by arithmetic: 0.3 MiB" in said
-    loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
+    loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
     again = load_config(
         find_config("finetune"),
         [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32", "--model.format=null"],
@@ -191,12 +158,8 @@ def test_the_command_trains_says_its_memory_and_saves(
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
 @pytest.mark.parametrize(("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")])
-def test_a_fine_tuned_model_is_saved_as_others_keep_it(
-    layout: str, rule: str, model: Path, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule]
-    words += [f"--{key}={value}" for key, value in SMALL.items()]
+def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, here):
+    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule, *flags(SMALL)]
     assert main([*words, "--save", "coded", "--layout", layout]) == 0
     assert main([*words, "--resume", "--save", "floats"]) == 0
     with reading("saved") as transformers:
@@ -205,11 +168,11 @@ def test_a_fine_tuned_model_is_saved_as_others_keep_it(
     tokens = torch.arange(8).view(1, 8)
     with torch.no_grad():
         assert torch.equal(coded(tokens).logits, floats(tokens).logits)
-    size = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("coded", "floats")]
+    size = [(here / name / "model.safetensors").stat().st_size for name in ("coded", "floats")]
     assert size[0] < 0.6 * size[1]
 
 
-def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp_path: Path) -> None:
+def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
     run(settings(eval__also=law), tmp_path / "run")
     losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in recorded(tmp_path / "run")]
     assert [also is None for _, also in losses] == [False, True, False, True, False]
@@ -224,8 +187,3 @@ def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp
     assert re.search(r"Loss on the other text \| +its difference \(95%\)", table)
     assert "+0.250, one seed: a lead" in table
     assert "also_loss" in to_csv(results).splitlines()[0]
-
-
-def test_one_learning_rate_is_for_all(settings: Settings) -> None:
-    assert resolve(settings(rule="muon-stochastic")).optimizer.float_lr == 1e-3
-    assert resolve(settings(rule="muon-stochastic", optimizer__float_lr=2e-3)).optimizer.float_lr == 2e-3

@@ -1,26 +1,21 @@
 """`finetune --save`: every kind of layer is written, and what would be in the way of it is said before the training."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import causal_models
 import pytest
-import torch
-from bench_runs import summary_of
+from bench_runs import flags, summary_of, trainer_of
 
 from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.causal import outline, settings_of, stored_of
-from nanogpt_bench.setup.resolve import resolve
 
-SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
-SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2"]
+SMALL = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
+SMALL += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2})
 
 
 def prepared(folder: Path, text_file: Path, kind: str, **more: Any) -> list[str]:
@@ -33,9 +28,8 @@ def prepared(folder: Path, text_file: Path, kind: str, **more: Any) -> list[str]
 
 
 @pytest.fixture
-def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.chdir(tmp_path)
-    return prepared(tmp_path, text_file, "llama")
+def words(here, text_file):
+    return prepared(here, text_file, "llama")
 
 
 @pytest.mark.parametrize(
@@ -50,26 +44,20 @@ def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> l
         ("llama", True, ["--model.embeddings", "E4M3"], "stochastic"),
     ],
 )
-def test_every_kind_of_layer_is_saved(
-    kind: str, tied: bool, more: list[str], rule: str, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = prepared(tmp_path, text_file, kind, tied=tied)
+def test_every_kind_of_layer_is_saved(kind, tied, more, rule, here, text_file):
+    words = prepared(here, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
-    loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
+    loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
     for cache in (outline, settings_of, stored_of):  # of another case's folder "saved"
         cache.cache_clear()
     again = load_config(
         find_config("finetune"),
         [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32", "--model.format=null"],
     )
-    trainer = Trainer(resolve(again), load_corpus(Path("law"), 16), torch.device("cpu"))
-    assert trainer.validate() == pytest.approx(loss, rel=1e-5)
+    assert trainer_of(again).validate() == pytest.approx(loss, rel=1e-5)
 
 
-def test_what_is_in_the_way_of_saving_is_said_before_the_training(
-    words: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_in_the_way_of_saving_is_said_before_the_training(words, refused, monkeypatch):
     for more, told in {
         "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
         "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a directory",
@@ -86,10 +74,8 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     assert not Path("saved").exists()
 
 
-def test_weights_that_could_not_be_written_are_not_lost(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def fails(*_: Any) -> None:
+def test_weights_that_could_not_be_written_are_not_lost(words, monkeypatch, capsys):
+    def fails(*_):
         Path("saved", "model.safetensors").write_text("the beginning")
         raise ValueError("of whatever kind")
 

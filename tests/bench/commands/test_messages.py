@@ -1,28 +1,21 @@
-"""What is said in words: numbers of one, names of what is missing, what becomes of a step, tables that fit a screen."""
+"""Messages and tables: verdicts that fit a screen, heads that count, a page that prints whole."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
+import causal_models
 import pytest
+from bench_runs import refusal
+from damages import put
 from safetensors.torch import load_file, save_file
 
+from nanogpt_bench.model.causal import load_causal, outline
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.sweep.workers import check_workers
-from nanogpt_bench.system.errors import BenchError
-
-Refused = Callable[..., str]
 
 
-def test_one_core_takes() -> None:
-    with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
-        check_workers(2, "--workers", there=1)
-
-
-def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
+def test_a_long_verdict_is_folded_and_widens_no_other_line():
     why = "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu, and so on " * 2
     failed = {"status": "failed", "failure": {"kind": "BenchError", "message": why.strip(), "step": 0}, "seed": 1}
     good = {"status": "finished", "final_val_loss": 2.0, "best_val_loss": 2.0, "seed": 1}
@@ -42,25 +35,16 @@ def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_head_of_its_own_counts_whatever_the_settings_say(kind: str, tmp_path: Path) -> None:
-    import causal_models
-
-    from nanogpt_bench.model.causal import load_causal, outline
-
+def test_a_head_of_its_own_counts_whatever_the_settings_say(kind, tmp_path):
     folder = causal_models.write(tmp_path / kind, kind, tied=False)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    put("tie_word_embeddings", True)(folder / "config.json")
     found, model = outline(str(folder)), load_causal(str(folder))
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not found.shared
 
 
-def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: Path) -> None:
-    import causal_models
-
-    from nanogpt_bench.model.causal import load_causal, outline
-
+def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
     folder = causal_models.write(tmp_path / "same")
     file = folder / "model.safetensors"
     held = load_file(file)
@@ -69,13 +53,12 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: 
     assert list(found.shared) == ["lm_head"]
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     other = causal_models.write(tmp_path / "none")
-    settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
-    with pytest.raises(BenchError, match=r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
+    put("tie_word_embeddings", False)(other / "config.json")
+    with refusal(r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
         load_causal(str(other))
 
 
-def test_the_page_is_printed_whole() -> None:
+def test_the_page_is_printed_whole():
     from importlib import resources
 
     rules = resources.files("nanogpt_bench.report").joinpath("page.css").read_text().partition("@media print")[2]

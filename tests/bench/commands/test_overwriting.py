@@ -1,23 +1,20 @@
-"""What is named on a command line and holds somebody's files stays as it is: one line, code 2, not a byte changed."""
+"""Files of somebody that a command line names stay as they are: one line, code 2, not a byte changed."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from damages import GARBAGE, Damage, contents, gone, text
+from bench_runs import refusal
+from damages import GARBAGE, contents, gone, text
 from laws import each
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
+from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import locked
-
-Refused = Callable[..., str]
 
 
 def own_tokens(folder: Path) -> Path:
@@ -33,7 +30,7 @@ def prepare(text: Path, out: Path) -> list[str]:
 
 
 #: what is said of a folder, the file that is changed in it, and how
-CHANGES: dict[str, tuple[str, Damage]] = {
+CHANGES = {
     "'train.bin' without a meta.json": ("meta.json", gone()),
     "'train.bin' with a meta.json that can't be read": ("meta.json", text('{"vocab_size": 65}')),
     "'train.bin' with a meta.json that can't be read,": ("meta.json", GARBAGE["half"]),
@@ -44,9 +41,7 @@ CHANGES: dict[str, tuple[str, Damage]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_prepare_replaces_what_it_made_and_nothing_else(
-    what: str, tmp_path: Path, text_file: Path, refused: Refused, corpus_dir: Path
-) -> None:
+def test_prepare_replaces_what_it_made_and_nothing_else(what, tmp_path, text_file, refused, corpus_dir):
     folder = tmp_path / "corpus"
     shutil.copytree(corpus_dir, folder)
     assert main(prepare(text_file, folder)) == 0
@@ -59,25 +54,28 @@ def test_prepare_replaces_what_it_made_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_what_comes_while_a_text_is_prepared_stays(tmp_path: Path) -> None:
+def test_what_comes_while_a_text_is_prepared_stays(tmp_path):
     out, told = tmp_path / "out", []
 
     class Slow(ByteTokenizer):
-        def encode(self, text: str) -> Tokens:
+        def encode(self, text):
             if not out.exists():
                 told.append(own_tokens(out))
             return super().encode(text)
 
-    with pytest.raises(BenchError, match=r"holds 'train\.bin' without a meta\.json"):
+    with refusal(r"holds 'train\.bin' without a meta\.json"):
         write_corpus(out, {"train": ["a" * 99], "val": ["b" * 99]}, Slow(), {}, progress=False)
     assert told == [out]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_link_to_a_folder_is_no_folder_to_prepare(tmp_path: Path, text_file: Path, refused: Refused) -> None:
+def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, refused):
+    """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
     (tmp_path / "there").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "there")
     assert "out' is a link; give a folder" in refused(*prepare(text_file, tmp_path / "out"))
+    os.mkfifo(tmp_path / "pipe")
+    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
 
 
 #: what is written, by the command that would; each holds something of the user's
@@ -101,24 +99,15 @@ MINE = '{"mine": [1, 2, 3]}\n'
 
 @pytest.mark.parametrize("words", WRITTEN)
 @each("own", [MINE, "no JSON\n"])
-def test_a_file_of_the_users_stays(
-    words: str,
-    own: str,
-    trained: dict[str, Path],
-    corpus_dir: Path,
-    tmp_path: Path,
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / WRITTEN[words]
+def test_a_file_of_the_users_stays(words, own, trained, corpus_dir, here, refused):
+    file = here / WRITTEN[words]
     file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text(own)
-    sweep = tmp_path / "a sweep"
+    sweep = here / "a sweep"
     shutil.copytree(trained["float"], sweep / "run", dirs_exist_ok=True)
-    places = {"RUN": trained["float"], "CORPUS": corpus_dir, "FILE": file, "DIR": tmp_path / "dir", "SWEEP": sweep}
+    places = {"RUN": trained["float"], "CORPUS": corpus_dir, "FILE": file, "DIR": here / "dir", "SWEEP": sweep}
     said = refused(*(places.get(word, word) for word in words.split()))
-    assert str(file) in said or str(tmp_path / "dir") in said
+    assert str(file) in said or str(here / "dir") in said
     assert file.read_text() == own
     assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
 
@@ -128,24 +117,15 @@ AGAIN = ("evaluate RUN --out FILE", "sample RUN --tokens 2 --out FILE", "report 
 
 @pytest.mark.parametrize("words", [*AGAIN, "evaluate RUN --formats E4M3 --save DIR"])
 @pytest.mark.usefixtures("_no_figures")
-def test_what_a_command_wrote_it_writes_again(
-    words: str, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained["float"], tmp_path / "sweep" / "run")
+def test_what_a_command_wrote_it_writes_again(words, trained, here):
+    shutil.copytree(trained["float"], here / "sweep" / "run")
     Path("x.json").touch()  # as mktemp leaves one
     places = {"RUN": str(trained["float"]), "FILE": "x.json", "DIR": "dir", "SWEEP": "sweep"}
     for _ in range(2):
         assert main([places.get(word, word) for word in words.split()]) == 0
 
 
-def test_a_pipe_is_no_file_to_replace(trained: dict[str, Path], refused: Refused, tmp_path: Path) -> None:
-    """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
-    os.mkfifo(tmp_path / "pipe")
-    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
-
-
-def test_a_lock_file_of_somebody_else_stays(tmp_path: Path) -> None:
+def test_a_lock_file_of_somebody_else_stays(tmp_path):
     (tmp_path / ".lock").write_text("mine")
     with locked(tmp_path, "--out"):
         pass

@@ -1,16 +1,15 @@
 """Published FP8 folders in the bench: trained, written back and measured as they are stored; all else is refused."""
 
 import json
-from collections.abc import Callable
+import math
 from pathlib import Path
-from typing import Any
 
 import causal_models
 import fp8_folders
 import fp8_served
 import pytest
 import torch
-from bench_runs import trainer_of
+from bench_runs import flags, refusal, resolved, trainer_of
 from safetensors.torch import load_file, save_file
 
 import fp8manifold as fm
@@ -20,23 +19,21 @@ from nanogpt_bench.model.causal import load_causal, outline, settings_of, stored
 from nanogpt_bench.setup.pretrained import _bytes_each
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import free_memory
-from nanogpt_bench.system.errors import BenchError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
-SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
-SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2", "--eval.interval", "2"]
+SMALL = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
+SMALL += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2, "eval.interval": 2})
 SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, e5m2"
 
 
 @pytest.fixture
-def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def words(here, text_file):
     """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
-    monkeypatch.chdir(tmp_path)
     for cache in (outline, settings_of, stored_of):  # of another test's folder
         cache.cache_clear()
 
-    def made(layout: str) -> list[str]:
-        causal_models.write_tokenizer(fp8_folders.make(layout, tmp_path / "model"))
+    def made(layout):
+        causal_models.write_tokenizer(fp8_folders.make(layout, here / "model"))
         text = ["prepare", "text", "--input", str(text_file), "--tokenizer", "./model", "--out", "law"]
         assert main([*text, "--limit-tokens", "2000"]) == 0
         return ["finetune", "--model", "./model", "--data.dir", "law", *SMALL]
@@ -52,9 +49,7 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
     ("layout", "rule"),
     [(SQUARES, "muon-stochastic"), (SQUARES, "residual8"), (ROWS, "stochastic-8bit"), (EXPERTS, "stochastic")],
 )
-def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(
-    layout: str, rule: str, words: Callable[[str], list[str]]
-) -> None:
+def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(layout, rule, words):
     finetune = [*words(layout), "--rule", rule]
     assert main([*finetune, "--name", "whole", "--save", "saved"]) == 0
     assert main([*finetune, "--name", "cut", "--train.max_seconds", "1e-9"]) == 0
@@ -79,9 +74,7 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(
     assert torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() == loss
 
 
-def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(
-    words: Callable[[str], list[str]], capsys: Any
-) -> None:
+def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(words, capsys):
     words(SQUARES)
     evaluate = ["evaluate", "--model", "./model", "--data.dir", "law", "--windows", "3", "--model.block_size", "16"]
     assert main([*evaluate, "--out", "stored"]) == 0
@@ -92,7 +85,7 @@ def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(
     assert (stored["format"], stored["scale"], stored["gap"]) == ("E4M3", "square", None)
     found = outline("./model")
     assert stored["bytes_per_parameter"] == pytest.approx(found.stored_bytes / found.parameters, rel=0.01)
-    assert stored["quantized_parameters"] == sum(each.shape.numel() for each in map(_sized, found.stored.values()))
+    assert stored["quantized_parameters"] == sum(math.prod(each.shape) for each in found.stored.values())
     assert (floats["format"], floats["val_loss"]) == ("none", stored["val_loss"])
     assert floats["bytes_per_parameter"] == pytest.approx(4, rel=0.01)
     assert rounded["gap"] != 0
@@ -101,11 +94,7 @@ def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(
     assert window_losses(load_causal("./model", quantization={}), windows, 2) == window_losses(served, windows, 2)
 
 
-def _sized(stored: Any) -> torch.Tensor:
-    return torch.empty(stored.shape, device="meta")
-
-
-def test_a_rule_of_floats_trains_the_values(words: Callable[[str], list[str]]) -> None:
+def test_a_rule_of_floats_trains_the_values(words):
     finetune = [*words(ROWS), "--model.format", "null"]
     config = resolve(
         load_config(find_config("finetune"), [*finetune[3:], "--rule", "fp32", "--model.pretrained", "./model"])
@@ -118,7 +107,7 @@ def test_a_rule_of_floats_trains_the_values(words: Callable[[str], list[str]]) -
     assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())
 
 
-def test_the_values_of_what_was_trained_in_codes_can_be_saved(words: Callable[[str], list[str]]) -> None:
+def test_the_values_of_weights_trained_in_codes_can_be_saved(words):
     finetune = [*words(FIVE), "--model.format", "null", "--rule", "stochastic"]
     assert main([*finetune, "--save", "saved"]) == 0
     assert main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"]) == 0
@@ -137,21 +126,17 @@ REFUSED = {
 }
 
 
-def test_what_is_not_as_the_files_have_it_is_refused(
-    words: Callable[[str], list[str]], refused: Callable[..., str]
-) -> None:
+def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
     finetune = words(SQUARES)
     for more, told in REFUSED.items():
         assert told in refused(*finetune, *more.split()), more
     assert not Path("runs").exists()
     config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
     assert (config.model.formats, config.model.granularity) == ({"*": "E4M3"}, "square")
-    assert resolve(load_config(None, [])).model.granularity is None
+    assert resolved([]).model.granularity is None
 
 
-def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
-    words: Callable[[str], list[str]], refused: Callable[..., str], text_file: Path
-) -> None:
+def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, refused, text_file):
     finetune = words(SQUARES)
     state = load_file("model/model.safetensors")
     del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
@@ -164,34 +149,34 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
         assert "its scale is missing" in told
 
 
-def test_files_are_looked_into_once(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_once(words, monkeypatch):
     """On the hub that is a question to a server, which may be out of reach."""
-    asked: list[str] = []
-    published_weights = fm.published_weights
-    monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or published_weights(name))
+    asked = []
+    real = fm.published_weights
+    monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or real(name))
     finetune = words(SQUARES)
     for _ in range(2):
         resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
     assert asked == ["./model"]
 
 
-def test_memory_is_that_of_codes(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_codes(words, monkeypatch):
     finetune = words(SQUARES)
     found = outline("./model")
-    codes, scales = (sum(_sized(x).numel() for x in found.stored.values()), 0)
+    codes = sum(math.prod(each.shape) for each in found.stored.values())
     scales = sum(value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv"))
     assert found.stored_bytes == 4 * (found.parameters - codes) + codes + 4 * scales
     config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
     assert _bytes_each(config) == found.stored_bytes / found.parameters + 2 + 4  # two averages of a byte, a gradient
     monkeypatch.setattr(free_memory, "free_memory", lambda: 3 * found.parameters)
     load_causal("./model", bytes_each=found.stored_bytes / found.parameters, quantization={})
-    with pytest.raises(BenchError, match="needs about"):
+    with refusal("needs about"):
         load_causal("./model")  # codes and floats at once
 
 
-def test_a_trained_folder_says_its_formats(words: Callable[[str], list[str]]) -> None:
+def test_a_trained_folder_says_its_formats(words):
     words(EXPERTS)
     model = load_causal("./model", quantization={"seed": 3, "rounding": "nearest"})
-    own = {name for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
-    assert own == {name for name in own if "experts" in name or name.endswith("_proj.weight")}
-    assert {value.rounding for value in model.parameters() if isinstance(value, fm.FP8Tensor)} == {"nearest"}
+    own = {name: value for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
+    assert all("experts" in name or name.endswith("_proj.weight") for name in own)
+    assert {value.rounding for value in own.values()} == {"nearest"}

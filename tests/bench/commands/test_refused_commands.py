@@ -1,7 +1,6 @@
 """Every wrong command line is one line that names what is wrong, code 2, and nothing left behind."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ MEASURED = f"{MODEL} --input TEXT"
 TUNED = "finetune --model MODEL --data.dir OWN --model.block_size=16"
 COMPARED = "compare --task classify --rules fp32,stochastic --max-steps 4 --out none"
 #: what is said, its parts apart by " & ", by the words that are refused
-REFUSED: dict[str, str] = {
+REFUSED = {
     "cmpare": "did you mean 'compare'",
     # options of commands
     "prepare stdlb": "stdlb & did you mean 'stdlib'",
@@ -42,6 +41,8 @@ REFUSED: dict[str, str] = {
     "prepare stdlib --tokenizer gpt3": "gpt3 & did you mean 'gpt2' & allowed: byte, char, gpt2",
     "prepare stdlib --ouy x": "--ouy & did you mean '--out'",
     "prepare stdlib --input x": "--input & prepare text",
+    "prepare stdlib --packages oci": "--packages",
+    "prepare packages --revision main": "--revision 'main' goes with prepare eurlex and hub",
     "prepare text": "--input FILE",
     "prepare text --input gone.txt": "gone.txt & does not exist",
     "run": "CONFIG.yaml",
@@ -59,6 +60,7 @@ REFUSED: dict[str, str] = {
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
     "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a run's folder, or one of "
     "its checkpoints: & step-6.safetensors",
+    "compare --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "compare --fromats E4M3": "--fromats & did you mean '--formats'",
     "compare --rules stochastik": "stochastik & 'stochastic'",
     "compare --rules all,residul8": "'residul8' & 'residual8'",
@@ -171,7 +173,7 @@ REFUSED: dict[str, str] = {
 
 
 @pytest.fixture(scope="session")
-def pretrained(text_file: Path) -> dict[str, str]:
+def pretrained(text_file):
     """A model of transformers, and the text in its tokens."""
     import causal_models
 
@@ -181,17 +183,7 @@ def pretrained(text_file: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(words.split()[0] for words in REFUSED))
-def test_a_wrong_command_line_is_refused_in_one_line(
-    command: str,
-    refused: Callable[..., str],
-    trained: dict[str, Path],
-    corpus_dir: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_command_line_is_refused_in_one_line(command, refused, trained, corpus_dir, text_file, here, request):
     for name, text in FILES.items():
         Path(name).write_text(text)
     stand_ins = {"RUN": trained["float"], "CHARS": corpus_dir, "TEXT": text_file, "LONG": "x" * 5000, "NUL": "\0"}
@@ -204,4 +196,4 @@ def test_a_wrong_command_line_is_refused_in_one_line(
         said = refused(*given)
         assert said.isprintable(), words
         assert [part for part in REFUSED[words].split(" & ") if part not in said] == [], words
-        assert {path.name for path in tmp_path.iterdir()} == FILES.keys(), words
+        assert {path.name for path in here.iterdir()} == FILES.keys(), words

@@ -1,49 +1,39 @@
-"""What a command says and ends with where a user stumbles: seeds, warm-ups, empty files, other folders, signals."""
+"""Messages and exit codes where a user stumbles: warm-ups, empty files, other folders, signals."""
 
-import errno
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
-from bench_runs import Tiny
+from bench_runs import flags, refusal
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text, read_text
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.system.errors import BenchError
 
 SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 8, "model.size": "null"}
 SMALL |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
 
 
-def words(corpus: Path, *more: str) -> list[str]:
-    return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *(f"--{k}={v}" for k, v in SMALL.items()), *more]
-
-
-def test_a_warm_up_that_outlasts_the_run_is_said(
-    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, here, capsys):
     for steps, said in ((1, False), (2, True)):
-        assert main(words(corpus_dir, f"--optimizer.warmup_steps={steps}")) == 0
+        given = SMALL | {"data.dir": corpus_dir, "optimizer.warmup_steps": steps}
+        assert main(["run", "bf16_baseline.yaml", *flags(given)]) == 0
         assert ("steps of warm-up are no fewer than the run's 2" in capsys.readouterr().err) is said
 
 
-def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_token(tmp_path):
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + b"some words, " * 100)
     prepare_text(tmp_path / "text", tmp_path / "out", "byte")
     corpus = load_corpus(tmp_path / "out", 4)
     assert bytes(corpus.train[:4].tolist()) == b"some"
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf\n")
-    with pytest.raises(BenchError, match="is empty"):
+    with refusal("is empty"):
         read_text(tmp_path / "text")
 
 
 def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
-    tiny: Tiny, tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny, tmp_path, corpus_dir, monkeypatch, capsys
+):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     (tmp_path / "there" / "d").symlink_to(corpus_dir)
@@ -56,9 +46,7 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_command_with_its_number(
-    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, text_file: Path
-) -> None:
+def test_a_signal_ends_a_command_with_its_number(number, code, monkeypatch, text_file):
     monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
     interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -67,19 +55,3 @@ def test_a_signal_ends_a_command_with_its_number(
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupts)
-
-
-def test_a_full_disk_has_one_exit_code(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = Path.mkdir
-
-    def full(path: Path, *arguments: Any, **options: Any) -> None:
-        if "partial" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    monkeypatch.chdir(tmp_path)
-    assert main(["prepare", "text", "--input", str(text_file), "--out", "out"]) == 1
-    assert "can't be written: No space left on device" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import Tiny
 from damages import changed, cut, text
 from laws import each
 
@@ -18,7 +17,7 @@ from nanogpt_bench.runs.read import AT_END, AT_START, SUMS
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tiny, tmp_path_factory):
     """A finished run of six steps with checkpoints of the fourth and the sixth."""
     folder = tmp_path_factory.mktemp("runs") / "e4m3"
     run(tiny(model__format="E4M3", monitor__interval=3), folder)
@@ -29,18 +28,18 @@ def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
+def folder(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "e4m3"))
 
 
-def test_a_finished_run_is_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_whole(folder, capsys):
     found = check_run(folder)
     assert (found.problems, found.notes, found.last_step, found.whole) == ([], [], 6, [4, 6])
     assert main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}: whole, steps up to 6, 2 whole checkpoints\n"
 
 
-def test_what_an_interruption_leaves_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_interruption_leaves_is_noted(folder, capsys):
     (folder / "summary.json").unlink()
     cut()(folder / "metrics.jsonl")
     (folder / "checkpoints" / ".step-7.safetensors.part").touch()
@@ -55,7 +54,7 @@ def test_what_an_interruption_leaves_is_noted(folder: Path, capsys: pytest.Captu
     ]
 
 
-def test_a_folder_of_runs_stands_for_the_runs_in_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_runs_stands_for_the_runs_in_it(folder, capsys):
     shutil.copytree(folder, folder.with_name("other"))
     shutil.rmtree(folder.with_name("other") / "checkpoints")
     cut(1)(step_file(folder, 6))
@@ -83,7 +82,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_no_file_of_a_finished_run_is_damaged_without_a_word(folder: Path, damage: str) -> None:
+def test_no_file_of_a_finished_run_is_damaged_without_a_word(folder, damage):
     for name in [*(name for name in AT_END if name != "alerts.jsonl"), SUMS]:
         whole = (folder / name).read_bytes()
         DAMAGES[damage](folder / name)
@@ -95,7 +94,7 @@ def test_no_file_of_a_finished_run_is_damaged_without_a_word(folder: Path, damag
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_nor_are_settings_and_environment_of_a_run_that_was_killed(folder: Path, damage: str) -> None:
+def test_nor_are_settings_and_environment_of_a_run_that_was_killed(folder, damage):
     known = (folder / SUMS).read_text().splitlines(keepends=True)
     (folder / SUMS).write_text("".join(known[: len(AT_START)]))
     (folder / "summary.json").unlink()
@@ -108,7 +107,7 @@ def test_nor_are_settings_and_environment_of_a_run_that_was_killed(folder: Path,
 
 
 @each("left", [*range(1, len(AT_END) - 1), -1])
-def test_digests_cut_to_whole_lines_are_noticed(finished: Path, folder: Path, left: int) -> None:
+def test_digests_cut_to_whole_lines_are_noticed(finished, folder, left):
     lines = (finished / SUMS).read_text().splitlines(keepends=True)
     kept = lines[:left] if left > 0 else lines[:2] + lines[3:]
     (folder / SUMS).write_text("".join(kept))
@@ -116,8 +115,12 @@ def test_digests_cut_to_whole_lines_are_noticed(finished: Path, folder: Path, le
     assert len(kept) < len(lines)
 
 
-def test_a_kill_before_the_digests_leaves_none(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: object) -> None:
+def test_a_run_may_have_no_digests(folder, tiny, monkeypatch):
+    """As those of older versions, and one that was killed before it wrote them."""
+    (folder / SUMS).unlink()
+    assert check_run(folder).problems == []
+
+    def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "failures_of", killed)
@@ -127,12 +130,7 @@ def test_a_kill_before_the_digests_leaves_none(folder: Path, tiny: Tiny, monkeyp
     assert check_run(folder.parent / "killed").problems == []
 
 
-def test_runs_of_older_versions_have_no_digests(folder: Path) -> None:
-    (folder / SUMS).unlink()
-    assert check_run(folder).problems == []
-
-
-def test_digests_are_those_of_the_run_that_goes_on(tiny: Tiny, tmp_path: Path) -> None:
+def test_digests_are_those_of_the_run_that_goes_on(tiny, tmp_path):
     config = {"checkpoint__every": 2, "monitor__watch": "[trend]"}
     run(tiny(train__max_steps=4, **config), tmp_path / "r")
     run(tiny(train__max_steps=6, **config), tmp_path / "r", resume=True, allow_config_change=True)

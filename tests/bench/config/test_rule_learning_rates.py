@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from laws import each
@@ -18,7 +17,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "rule_learning_rates.py"
 
 
 @pytest.fixture(scope="module")
-def search() -> ModuleType:
+def search():
     spec = importlib.util.spec_from_file_location("rule_learning_rates", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -28,13 +27,13 @@ def search() -> ModuleType:
     return module
 
 
-def test_its_examples_run(search: ModuleType) -> None:
+def test_its_examples_run(search):
     result = doctest.testmod(search)
     assert result.attempted > 0
     assert result.failed == 0
 
 
-def test_every_rule_has_a_grid_that_holds_its_default_or_lies_around_it(search: ModuleType) -> None:
+def test_every_rule_has_a_grid_that_holds_its_default_or_lies_around_it(search):
     for name, entry in RULES.items():
         powers = math.log2(entry.lr / search.lr_at(name, 0))
         assert abs(powers) <= search.MOST_POWERS, name
@@ -53,14 +52,12 @@ def test_every_rule_has_a_grid_that_holds_its_default_or_lies_around_it(search: 
         ({power: 10.0 - power for power in range(-1, 9)}, []),  # it ends somewhere
     ],
 )
-def test_the_grid_grows_where_the_best_is_at_an_end(search: ModuleType, losses: object, grown: list[int]) -> None:
+def test_the_grid_grows_where_the_best_is_at_an_end(search, losses, grown):
     assert search.wanted(losses, 3) == grown
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(
-    search: ModuleType, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(search, tmp_path, text_file, capsys):
     prepare_text(text_file, tmp_path / "corpus", "byte")
     command = ["--rules", "fp32,stochastic", "--max-steps", "1", "--points", "1", "--out", str(tmp_path)]
     folder = tmp_path / "1-steps-seed-42" / "fp32" / "0.001"
@@ -81,7 +78,7 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(
     assert second.out == first.out
 
 
-def test_an_unknown_rule_is_answered_with_the_nearest(search: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_rule_is_answered_with_the_nearest(search, capsys):
     with pytest.raises(SystemExit) as ended:
         search.main(["--rules", "stocastic"])
     assert ended.value.code == 2

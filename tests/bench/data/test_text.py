@@ -2,49 +2,41 @@
 
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_runs import refusal
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text, stdlib_documents
 from nanogpt_bench.data.tokenizers import make_tokenizer, tokenizer_from_meta
-from nanogpt_bench.system.errors import BenchError
 
 
-def test_char_scheme_splits_nine_to_one(tmp_path: Path, text_file: Path) -> None:
-    text = text_file.read_text()
-    meta = prepare_text(text_file, tmp_path / "out", "char")
-    tokenizer = tokenizer_from_meta(meta)
-    train = np.fromfile(tmp_path / "out" / "train.bin", dtype=np.uint16)
-    val = np.fromfile(tmp_path / "out" / "val.bin", dtype=np.uint16)
+def test_char_scheme_splits_nine_to_one_and_keeps_line_ends(tmp_path, text_file):
+    text = text_file.read_text().replace("\n", "\r\n")
+    (tmp_path / "dos.txt").write_bytes(text.encode())
+    meta = prepare_text(tmp_path / "dos.txt", tmp_path / "out", "char")
+    train, val = (np.fromfile(tmp_path / "out" / f"{split}.bin", dtype=np.uint16) for split in ("train", "val"))
     assert meta["vocab_size"] == len(set(text))
     assert len(train) == int(0.9 * len(text))
+    tokenizer = tokenizer_from_meta(meta)
     assert tokenizer.decode(train) + tokenizer.decode(val) == text
-
-
-def test_line_ends_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "dos.txt"
-    path.write_bytes(b"one line\r\n" * 100)
-    meta = prepare_text(path, tmp_path / "out", "char")
-    assert "\r" in meta["characters"]
 
 
 TEXT = "To be, or not to be: that is the question. Grüße.\n" * 90
 
 
 class Trap:
-    """What runs code where it is unpickled."""
+    """A class that runs code where it is unpickled."""
 
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+    def __reduce__(self):
         return pytest.fail, ("meta.pkl was read",)
 
 
 def folder_of(folder: Path, tokenizer: str) -> Path:
-    """What nanoGPT's own scripts write, and a meta.pkl that nobody may read."""
+    """Files as nanoGPT's own scripts write them, and a meta.pkl that nobody may read."""
     folder.mkdir()
     made = make_tokenizer(tokenizer, TEXT)
     cut = int(len(TEXT) * 0.9)
@@ -56,7 +48,7 @@ def folder_of(folder: Path, tokenizer: str) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "gpt2"])
-def test_the_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
     given, out = folder_of(tmp_path / "shakespeare", tokenizer), tmp_path / "out"
     assert main(["prepare", "nanogpt", "--input", str(given), "--tokenizer", tokenizer, "--out", str(out)]) == 0
     assert f"{tokenizer} tokenizer, vocabulary" in capsys.readouterr().out
@@ -69,7 +61,7 @@ def test_the_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: str, capsys
     assert corpus.meta["source"] == {"kind": "nanogpt", "file": "shakespeare"}
 
 
-def test_a_limit_takes_the_first_tokens(tmp_path: Path) -> None:
+def test_a_limit_takes_the_first_tokens(tmp_path):
     given = folder_of(tmp_path / "in", "byte")
     meta = prepare_nanogpt(given, tmp_path / "out", "byte", limit=700)
     assert [meta["splits"][split]["tokens"] for split in ("train", "val")] == [700, 70]
@@ -90,24 +82,20 @@ def test_a_limit_takes_the_first_tokens(tmp_path: Path) -> None:
         (lambda f: None, "bpe-512", "byte, char, gpt2"),
     ],
 )
-def test_what_is_no_such_data_is_refused(
-    tmp_path: Path, damage: Callable[[Path], object], tokenizer: str, message: str
-) -> None:
+def test_what_is_no_such_data_is_refused(tmp_path, damage, tokenizer, message):
     given = folder_of(tmp_path / "in", "char" if tokenizer == "char" else "byte")
     damage(given)
-    with pytest.raises(BenchError, match=message):
+    with refusal(message):
         prepare_nanogpt(given, tmp_path / "out", tokenizer)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tokenizer_is_named_and_where_to_name_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
     given = folder_of(tmp_path / "in", "byte")
     assert main(["prepare", "nanogpt", "--input", str(given)]) == 2
     assert "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled" in capsys.readouterr().err
     line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
-    with pytest.raises(BenchError, match=line):
+    with refusal(line):
         load_corpus(given, 16)
 
 
@@ -130,22 +118,15 @@ def fake_library(root: Path) -> Path:
     return root
 
 
-def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path: Path) -> None:
-    assert stdlib_documents(fake_library(tmp_path)) == [
-        "first\n",
-        "last\n",
-        "a class\n\na coroutine\n",
-        "JSON, with an \\d escape.\n\nF.\n\nMore.\n",
-    ]
+def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path):
+    with refusal("no standard library sources"):
+        stdlib_documents(tmp_path)
+    written = ["first\n", "last\n", "a class\n\na coroutine\n", "JSON, with an \\d escape.\n\nF.\n\nMore.\n"]
+    assert stdlib_documents(fake_library(tmp_path)) == written
     assert "nowhere" not in sys.modules
 
 
-def test_an_installation_without_sources_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="no standard library sources"):
-        stdlib_documents(tmp_path)
-
-
-def test_the_real_library_gives_over_a_million_bytes_of_prose(tmp_path: Path) -> None:
+def test_the_real_library_gives_over_a_million_bytes_of_prose(tmp_path):
     meta = prepare_stdlib(tmp_path / "a")
     assert meta["splits"]["train"]["bytes"] > 1_000_000
     assert meta["splits"]["val"]["bytes"] > 50_000

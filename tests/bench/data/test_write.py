@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_runs import refusal
 from damages import contents
 
-from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
+from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import DiskError
 
 SPLITS = {"train": ["a" * 100, "b" * 50], "val": ["c" * 80]}
 
@@ -20,12 +20,12 @@ def write(out: Path, tokenizer: ByteTokenizer | None = None) -> dict[str, object
     return write_corpus(out, SPLITS, tokenizer or ByteTokenizer(), {"kind": "test"}, progress=False)
 
 
-def test_files_and_meta_agree(tmp_path: Path) -> None:
+def test_files_and_meta_agree(tmp_path):
     meta = write(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "meta.json").read_text()) == meta
     train = np.fromfile(tmp_path / "out" / "train.bin", dtype="<u2")
     assert train.tolist() == [97] * 100 + [256] + [98] * 50 + [256]
-    counts = meta["splits"]["train"]  # type: ignore[index]
+    counts = meta["splits"]["train"]
     digest = hashlib.sha256((tmp_path / "out" / "train.bin").read_bytes()).hexdigest()
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
 
@@ -33,50 +33,50 @@ def test_files_and_meta_agree(tmp_path: Path) -> None:
 class Failing(ByteTokenizer):
     """Fails in the second document: as Ctrl-C would, or where there is no room for it."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         self.error = error
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text):
         if text.startswith("b"):
             raise self.error
         return super().encode(text)
 
 
 @pytest.mark.parametrize("there_before", [False, True])
-def test_what_ends_it_leaves_what_was_there(tmp_path: Path, there_before: bool) -> None:
+def test_what_ends_it_leaves_what_was_there(tmp_path, there_before):
     out = tmp_path / "out"
     if there_before:
         write(out)
     before = contents(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(out, Failing(KeyboardInterrupt()))
-    with pytest.raises(BenchError, match=r"--out '.*out' can't be written: No space left on device"):
+    with pytest.raises(DiskError, match=r"--out '.*out' can't be written: No space left on device"):
         write(out, Failing(OSError(28, "No space left on device")))
     assert contents(tmp_path) == before
 
 
-def test_a_prepared_corpus_is_replaced(tmp_path: Path) -> None:
+def test_a_prepared_corpus_is_replaced(tmp_path):
     write(tmp_path / "out")
     write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path: Path) -> None:
+def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(BenchError, match=r"thesis\.tex"):
+    with refusal(r"thesis\.tex"):
         write(tmp_path)
-    with pytest.raises(BenchError, match="is a file"):
+    with refusal("is a file"):
         write(tmp_path / "thesis.tex")
-    with pytest.raises(BenchError, match="too short: its val split has 11 tokens, at least 65"):
+    with refusal("too short: its val split has 11 tokens, at least 65"):
         write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
     assert contents(tmp_path) == {"thesis.tex": b"precious"}
 
 
-def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path: Path) -> None:
+def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path):
     taken = []
 
-    def stream() -> Iterator[str]:
+    def stream():
         for index in range(1000):
             taken.append(index)
             yield "x" * 99
@@ -87,17 +87,9 @@ def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path: Path) -> None:
     assert {split: count["tokens"] for split, count in meta["splits"].items()} == {"train": 800, "val": 80}
 
 
-def test_a_cut_character_counts_the_bytes_that_are_kept(tmp_path: Path) -> None:
-    splits = {"train": ["é" * 500], "val": ["y" * 100]}
-    meta = write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=False, limit=651)
-    assert meta["splits"]["train"]["bytes"] == 651
-
-
 @pytest.mark.parametrize("limit", [None, 800])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_bar_is_drawn_on_standard_error_only(
-    limit: int | None, stream: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_is_drawn_on_standard_error_only(limit, stream, tmp_path, capsys, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value)
     splits = {name: iter(texts * 10) if stream else texts * 10 for name, texts in SPLITS.items()}

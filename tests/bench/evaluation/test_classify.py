@@ -3,24 +3,20 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_runs import Tiny, recorded, summary_of
+from bench_runs import flags, recorded, refusal, summary_of, train, trainer_of
 from damages import put, signed
 from laws import each
 from torch import Tensor
 from torch.nn import functional
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.commands.sample import Draw, sample_run
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.report.results import measure
@@ -29,14 +25,13 @@ from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import document_losses, f1_scores, r_precision
-from nanogpt_bench.system.errors import BenchError
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50, labels=5)
 FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")
 
 
 @pytest.fixture
-def classify(tiny: Tiny, labelled_dir: Path) -> Tiny:
+def classify(tiny, labelled_dir):
     """The settings of a classifier that takes a second."""
     return lambda **more: tiny(**{"task": "classify", "data__dir": labelled_dir, **more})
 
@@ -53,7 +48,7 @@ def answers(seed: int, *, documents: int = 40, labels: int = 9) -> tuple[Tensor,
 
 @pytest.mark.extra("sklearn")
 @each("seed", range(5))
-def test_figures_are_scikit_learns(seed: int) -> None:
+def test_figures_are_scikit_learns(seed):
     from sklearn import metrics as judge
 
     logits, held = answers(seed)
@@ -67,18 +62,14 @@ def test_figures_are_scikit_learns(seed: int) -> None:
     known = true.sum(1) > 0
     expected = judge.precision_score(true[known], top[known], average="samples", zero_division=0)
     assert r_precision(logits, held) == pytest.approx(expected, abs=1e-12)
+    logits_of_none, none = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
+    assert r_precision(logits_of_none, none) is None
+    assert f1_scores(logits_of_none, none)[0] == f1_scores(-torch.ones(2, 3), torch.zeros(2, 3))[1] == 0.0
     losses = [judge.log_loss(row, p, labels=[0, 1]) for row, p in zip(true, logits.double().sigmoid(), strict=True)]
     assert document_losses(logits, held).tolist() == pytest.approx(losses, abs=1e-6)
 
 
-def test_figures_of_nothing() -> None:
-    logits, none = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
-    assert r_precision(logits, none) is None
-    assert f1_scores(-torch.ones(2, 3), torch.zeros(2, 3)) == (0.0, 0.0)
-    assert f1_scores(torch.ones(2, 3), torch.ones(2, 3)) == (1.0, 1.0)
-
-
-def test_a_head_sees_a_document_whatever_stands_behind_it() -> None:
+def test_a_head_sees_a_document_whatever_stands_behind_it():
     model = build_model(SMALL, seed=0)
     assert isinstance(model, Classifier)
     document = torch.tensor([[3, 1, 4]])
@@ -88,11 +79,11 @@ def test_a_head_sees_a_document_whatever_stands_behind_it() -> None:
     for logits in (model(document)[0], model(padded)[0]):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     model(padded)[0].sum().backward()
-    touched = model.token_embedding.weight.grad.abs().sum(1).nonzero().flatten().tolist()  # type: ignore[union-attr]
+    touched = model.token_embedding.weight.grad.abs().sum(1).nonzero().flatten().tolist()
     assert touched == [1, 3, 4]
 
 
-def test_the_loss_is_the_mean_over_documents_and_labels() -> None:
+def test_the_loss_is_the_mean_over_documents_and_labels():
     model = build_model(SMALL, seed=0)
     tokens, labels = torch.tensor([[3, 1, 4], [1, 5, PADDING]]), torch.tensor([[1.0, 0, 0, 1, 0], [0, 0, 0, 0, 1]])
     p = model(tokens).double().sigmoid()
@@ -101,12 +92,7 @@ def test_the_loss_is_the_mean_over_documents_and_labels() -> None:
     assert document_losses(model(tokens), labels).mean().item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_a_classifier_writes_no_text() -> None:
-    with pytest.raises(TypeError, match="a classifier writes no text"):
-        next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
-
-
-def test_a_run_learns_what_its_documents_say(classify: Tiny, tmp_path: Path) -> None:
+def test_a_run_learns_what_its_documents_say(classify, tmp_path):
     settings = {"train__max_steps": 150, "eval__interval": 50, "optimizer__lr": 1e-2, "train__batch_size": 16}
     config = classify(**settings, model__block_size=64, model__n_embd=32, eval__batches=4, rule="fp32")
     summary = run(config, tmp_path / "r")
@@ -120,18 +106,18 @@ def test_a_run_learns_what_its_documents_say(classify: Tiny, tmp_path: Path) -> 
     assert summary["bits_per_byte"] is None
 
 
-def test_a_language_run_has_no_figures_of_labels(tiny: Tiny, tmp_path: Path) -> None:
-    summary = run(tiny(), tmp_path / "r")
+def test_a_language_run_on_the_same_folder_has_no_figures_of_labels(tiny, labelled_dir, tmp_path):
+    summary = run(tiny(data__dir=labelled_dir), tmp_path / "r")
+    assert summary["status"] == "finished"
     assert not {"micro_f1", "macro_f1", "r_precision"} & summary.keys()
     assert not any(key in record for record in recorded(tmp_path / "r") for key in FIGURES)
 
 
-def test_a_validation_is_the_mean_over_different_documents(classify: Tiny) -> None:
-    config = resolve(classify(eval__batches=50, train__batch_size=7))
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+def test_a_validation_is_the_mean_over_different_documents(classify):
+    trainer = trainer_of(classify(eval__batches=50, train__batch_size=7))
     losses = trainer.validation_losses()
     assert len(losses) == 60
-    val = documents_of(open_corpus(config), "val")
+    val = documents_of(trainer.corpus, "val")
     tokens, labels = val.rows(np.arange(60), 16)
     with trainer.precision():
         whole = functional.binary_cross_entropy_with_logits(trainer.model(tokens).float(), labels)
@@ -139,7 +125,7 @@ def test_a_validation_is_the_mean_over_different_documents(classify: Tiny) -> No
     assert trainer.task.bits_per_byte(1.0) is None
 
 
-def test_tokens_are_counted_without_padding(classify: Tiny, tmp_path: Path) -> None:
+def test_tokens_are_counted_without_padding(classify, tmp_path):
     config = classify(model__block_size=64, train__accumulation=2, rule="fp32")
     summary = run(config, tmp_path / "r")
     corpus = open_corpus(resolve(config))
@@ -148,33 +134,22 @@ def test_tokens_are_counted_without_padding(classify: Tiny, tmp_path: Path) -> N
     assert summary["tokens"] == sum(int((train.ends - train.starts)[which].sum()) for which in draws)
 
 
-def test_the_head_follows_its_pattern(classify: Tiny) -> None:
+def test_the_head_follows_its_pattern(classify):
     for formats, quantised in (("{'*': E4M3}", True), ("{'*': E4M3, lm_head: none}", False), ("{lm_head: E4M3}", True)):
-        config = resolve(classify(rule="stochastic", model__formats=formats))
-        trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        trainer = trainer_of(classify(rule="stochastic", model__formats=formats))
         assert ("lm_head" in quantized_layers(trainer.model)) is quantised
         assert trainer.model.lm_head.weight.shape == (8, 16)
 
 
-def test_a_text_without_labels_is_refused(classify: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"'classify' needs documents with labels.*prepare eurlex --task labels"):
-        run(classify(data__dir=corpus_dir), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
-
-
-def test_a_language_model_trains_on_the_same_folder(tiny: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
-    assert run(tiny(data__dir=labelled_dir), tmp_path / "r")["status"] == "finished"
-
-
 @pytest.fixture(scope="module")
-def classified(tiny: Tiny, labelled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def classified(tiny, labelled_dir, tmp_path_factory):
     """A run in E4M3 of six steps."""
     folder = tmp_path_factory.mktemp("classified") / "r"
     run(tiny(task="classify", data__dir=labelled_dir, rule="stochastic", model__format="E4M3"), folder)
     return folder
 
 
-def test_evaluate_measures_its_weights(classified: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_evaluate_measures_its_weights(classified, capsys, tmp_path):
     rows = evaluate_run(classified, formats=["E7M0", "none"])
     assert "had the val loss of the first row, to the bit" in capsys.readouterr().err
     summary = summary_of(classified)
@@ -189,59 +164,52 @@ def test_evaluate_measures_its_weights(classified: Path, capsys: pytest.CaptureF
     assert written[0]["r_precision"] == summary["r_precision"]
 
 
-def test_sample_is_refused(classified: Path) -> None:
-    with pytest.raises(BenchError, match="is of task 'classify': such weights write no text; nanogpt-bench evaluate"):
-        sample_run(classified, Draw())
-
-
-def test_a_report_of_formats_is_refused(classified: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(classified), "--formats", "all"]) == 2
-    assert "is of task 'classify', and a report of formats measures windows of a text;" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("task", ["language", "classify"])
-def test_nothing_starts_from_a_classifier(classified: Path, classify: Tiny, task: str) -> None:
-    with pytest.raises(BenchError, match=r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"):
-        resolve(classify(task=task, model__init_from=classified))
+def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
+    classified, classify, corpus_dir, tmp_path, refused
+):
+    with pytest.raises(TypeError, match="a classifier writes no text"):
+        next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
+    assert "is of task 'classify': such weights write no text; nanogpt-bench" in refused("sample", classified)
+    said = refused("evaluate", classified, "--formats", "all")
+    assert "is of task 'classify', and a report of formats measures windows of a text;" in said
+    for task in ("language", "classify"):
+        said = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
+        with refusal(said):
+            resolve(classify(task=task, model__init_from=classified))
+    with refusal(r"'classify' needs documents with labels.*prepare eurlex --task labels"):
+        run(classify(data__dir=corpus_dir), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_classifier_starts_from_a_language_model(
-    classify: Tiny, tiny: Tiny, labelled_dir: Path, tmp_path: Path, tied: bool
-) -> None:
+def test_a_classifier_starts_from_a_language_model(classify, tiny, labelled_dir, tmp_path, tied):
     run(tiny(data__dir=labelled_dir, model__tie_weights=tied), tmp_path / "before")
     settings = classify(model__init_from=tmp_path / "before", rule="fp32")
-    config = resolve(settings)
-    language = Trainer(resolve(tiny(data__dir=labelled_dir, model__init_from=tmp_path / "before")), *_place(config))
-    own = Trainer(config, *_place(config))
+    language = trainer_of(tiny(data__dir=labelled_dir, model__init_from=tmp_path / "before"))
+    own, fresh = trainer_of(settings), trainer_of(classify(rule="fp32"))
     theirs = language.model.state_dict()
     for name, value in own.model.state_dict().items():
         assert name == "lm_head.weight" or torch.equal(value, theirs[name]), name
-    fresh = Trainer(resolve(classify(rule="fp32")), *_place(config)).model
-    assert torch.equal(own.model.lm_head.weight, fresh.lm_head.weight)
+    assert torch.equal(own.model.lm_head.weight, fresh.model.lm_head.weight)
     assert run(settings, tmp_path / "after")["status"] == "finished"
 
 
-def _place(config: Config) -> tuple[Any, torch.device]:
-    return open_corpus(config), torch.device("cpu")
-
-
-def test_other_labels_are_another_corpus(classified: Path, classify: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
+def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp_path):
     shutil.copytree(classified, tmp_path / "r")
     other, renamed = (Path(shutil.copytree(labelled_dir, tmp_path / name)) for name in ("flipped", "renamed"))
     for path in other.glob("*.labels.bin"):
         signed((1 - np.fromfile(path, np.uint8)).tobytes())(path)
     settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other}
-    with pytest.raises(BenchError, match="the corpus is not the one that the run was begun on"):
+    with refusal("the corpus is not the one that the run was begun on"):
         run(classify(**settings), tmp_path / "r", resume=True)
     put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(renamed / "meta.json")
-    with pytest.raises(BenchError, match="was trained on other labels than those of"):
+    with refusal("was trained on other labels than those of"):
         evaluate_run(classified, overrides=["--data.dir", str(renamed)])
     (row,) = evaluate_run(classified, overrides=["--data.dir", str(other)])[:1]
     assert row.val_loss > 0.7
 
 
-def test_the_table_has_the_figures_and_the_unit(classified: Path, classify: Tiny, tiny: Tiny, tmp_path: Path) -> None:
+def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, tmp_path):
     run(classify(), tmp_path / "base")
     run(tiny(), tmp_path / "language")
     loaded = [load_run(path) for path in (tmp_path / "base", classified)]
@@ -262,19 +230,14 @@ def test_the_table_has_the_figures_and_the_unit(classified: Path, classify: Tiny
 
 
 @pytest.mark.usefixtures("_forked_workers")
-def test_compare_takes_the_task(labelled_dir: Path, tmp_path: Path) -> None:
+def test_compare_takes_the_task(labelled_dir, tmp_path):
     small = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 4}
     words = ["compare", "--task", "classify", "--rules", "fp32,stochastic", "--max-steps", "4", "--out"]
-    settings = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    assert main([*words, str(tmp_path / "c"), "--data.dir", str(labelled_dir), *settings]) == 0
+    assert main([*words, str(tmp_path / "c"), "--data.dir", str(labelled_dir), *flags(small)]) == 0
     page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("R-precision", "nats per label", "Macro F1"))
 
 
-def test_it_is_compiled_to_the_same_loss(classify: Tiny) -> None:
-    losses = []
-    for compiled in (False, True):
-        config = resolve(classify(rule="fp32", runtime__compile=compiled))
-        trainer = Trainer(config, *_place(config))
-        losses.append([trainer.train_step(trainer.new_step(number, last=False), []) for number in (1, 2, 3)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+def test_it_is_compiled_to_the_same_loss(classify):
+    plain, compiled = (train(trainer_of(classify(rule="fp32", runtime__compile=on)), 3) for on in (False, True))
+    assert plain == pytest.approx(compiled, rel=1e-4)

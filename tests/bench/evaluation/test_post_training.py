@@ -16,11 +16,10 @@ from nanogpt_bench.evaluation.report import ALL
 
 def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:
     assert main(["evaluate", str(run_dir), "--out", str(out), *more]) == 0
-    found: dict[str, Any] = json.loads((out / "evaluation.json").read_text())
-    return found
+    return json.loads((out / "evaluation.json").read_text())
 
 
-def test_every_format_and_scale_of_a_run_beside_its_floats(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_every_format_and_scale_of_a_run_beside_its_floats(trained, tmp_path):
     run_dir = trained["float"]
     found = report_of(run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor")
     rows = found["rows"]
@@ -36,14 +35,14 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained: dict[str, Pa
     assert all(name in page for name in ALL)
 
 
-def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained, tmp_path):
     rows = report_of(trained["one byte"], tmp_path / "out", "--formats", "E4M3,E2M1", "--scales", "channel")["rows"]
     recorded = summary_of(trained["one byte"])["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
     assert abs(rows[1]["gap"]) < 1e-4 < abs(rows[2]["gap"])
 
 
-def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
     words = ["--formats", "E4M3,E2M5", "--budget", "2.0", "--save", str(tmp_path / "w")]
     found = report_of(trained["float"], tmp_path / "out", *words)
     mixture = found["rows"][-1]
@@ -61,9 +60,7 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained: dict[str, P
     assert {weight.format.name for weight in weights} == {"E2M5"}
 
 
-def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
-    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(trained, tmp_path, capsys):
     words = ["--formats", "E4M3,E2M5", "--budget", "3", "--model.formats.attn", "none"]
     words += ["--model.formats.blocks.0.mlp.fc", "none", "--model.formats.lm_head", "E5M2"]
     found = report_of(trained["float"], tmp_path / "out", *words)
@@ -79,6 +76,6 @@ def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
     gap = table["reference_loss"] - found["rows"][0]["val_loss"]
     for row, cell in zip(found["rows"][1:3], table["gap"][0], strict=True):  # all that is left is one layer
         assert row["gap"] == pytest.approx(gap + cell, abs=1e-9)
-    (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert main(["evaluate", str(trained["float"]), *told.split()]) == 0
+    (advised,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["evaluate", str(trained["float"]), *advised.split()]) == 0
     assert "given" in capsys.readouterr().out

@@ -2,16 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import yaml
 
-Make = Callable[..., Path]
 #: the settings the classification reads
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "rule": "nearest",
     "seed": 42,
     "model": {"storage": "fp8", "block_size": 64, "formats": {"*": "E4M3"}},
@@ -26,18 +24,10 @@ def falling(steps: int = 200) -> list[float]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path):
     """Return a function that writes a run folder: per-step series by metric, a value or a null each."""
 
-    def folder(
-        name: str = "run",
-        *,
-        series: Mapping[str, Sequence[float | int | None] | Mapping[int, float | None]] | None = None,
-        loss: Sequence[float | None] | None = None,
-        settings: Mapping[str, Mapping[str, Any]] | None = None,
-        alerts: Sequence[Mapping[str, Any]] = (),
-        summary: Mapping[str, Any] | None = None,
-    ) -> Path:
+    def folder(name="run", *, series=None, loss=None, settings=None, alerts=(), summary=None):
         path = tmp_path / name
         path.mkdir()
         config = {
@@ -58,7 +48,7 @@ def make(tmp_path: Path) -> Make:
 
 def _records(series: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Records of steps 1, 2, …; a mapping gives the steps at which a metric was looked at."""
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step = {}
     for metric, values in series.items():
         pairs = values.items() if isinstance(values, Mapping) else enumerate(values, start=1)
         for step, value in pairs:

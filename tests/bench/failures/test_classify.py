@@ -1,14 +1,11 @@
 """The classes on constructed figures: found where they must be, at the right step, and nowhere else; the timeline."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny
 from laws import each
 from torch import nn
 
@@ -23,7 +20,6 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.record import SweepRecord
 
-Make = Callable[..., Path]
 LOOKS = range(20, 201, 20)
 
 
@@ -42,7 +38,7 @@ def judged(path: Path, kind: str) -> Finding:
 
 
 #: everything the bench can watch, as a healthy run would show it
-HEALTHY: dict[str, Any] = {
+HEALTHY = {
     "grad/norm": [1.0 + 0.1 * (step % 3) for step in range(200)],
     "stall/update_lost": at_looks(0.2),
     "quant/overflow/weight": at_looks(0.0),
@@ -58,7 +54,7 @@ HEALTHY: dict[str, Any] = {
     "geometry/off_grid": at_looks(0.0),
 }
 #: class -> the figures that make it, and the step at which it must be found
-FAILING: dict[str, tuple[dict[str, Any], int]] = {
+FAILING = {
     "stall": ({"stall/update_lost": at_looks(0.2, 0.97)}, 40),
     "overflow": ({"quant/overflow/weight": at_looks(0.0, 0.0, 0.02)}, 60),
     "outlier_explosion": ({"quant/kurtosis/residual": at_looks(3.0, 5.0, 9.0, 40.0)}, 80),
@@ -71,7 +67,7 @@ FAILING: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def test_a_healthy_run_has_clear_classes_only(make: Make) -> None:
+def test_a_healthy_run_has_clear_classes_only(make):
     findings = classify(make(series=HEALTHY))
     assert [finding.kind for finding in findings] == list(KINDS)
     assert {finding.kind: finding.state for finding in findings} == dict.fromkeys(KINDS, "clear")
@@ -79,7 +75,7 @@ def test_a_healthy_run_has_clear_classes_only(make: Make) -> None:
 
 
 @each("kind", FAILING)
-def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step(make: Make, kind: str) -> None:
+def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step(make, kind):
     figures, step = FAILING[kind]
     entries = failures_of(make(kind, series=HEALTHY | figures))
     assert [(entry["kind"], entry["step"]) for entry in entries] == [(kind, step)]
@@ -88,7 +84,7 @@ def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step(make: Ma
 
 
 @each("kind", FAILING)
-def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -> None:
+def test_one_look_beyond_the_threshold_is_not_a_failure(make, kind):
     figures, step = FAILING[kind]
     if kind in ("nan", "off_manifold"):
         return  # one is enough: there is no mild NaN
@@ -100,7 +96,7 @@ def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -
     assert failures_of(make(kind, series=HEALTHY | {metric: once})) == []
 
 
-def test_what_was_not_recorded_is_not_judged_and_named(make: Make) -> None:
+def test_what_was_not_recorded_is_not_judged_and_named(make):
     findings = classify(make())
     missing = {finding.kind: finding.missing for finding in findings if finding.state == "not judged"}
     assert missing["stall"] == ("stall/update_lost",)
@@ -108,42 +104,27 @@ def test_what_was_not_recorded_is_not_judged_and_named(make: Make) -> None:
     assert missing["zero_gradients"] == ("grad/norm", "grad/zero", "grad/dead")
     assert set(missing) == set(KINDS) - {"nan", "plateau", "divergence"}
     assert all(metric in the(kind, findings).message for kind, metrics in missing.items() for metric in metrics[:1])
+    assert {finding.state for finding in classify(make("empty", loss=[]))} == {"not judged"}
 
 
-def test_an_empty_run_is_judged_in_nothing(make: Make) -> None:
-    assert {finding.state for finding in classify(make(loss=[]))} == {"not judged"}
-
-
-@each(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
-def test_an_update_that_is_kept_or_returned_on_average_is_no_stall(
-    make: Make, storage: str, writeback: str | None
-) -> None:
-    settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
-    path = make(
-        storage, series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings
-    )
-    assert judged(path, "stall").state == "clear"
-
-
-def test_the_stall_names_its_worst_layer(make: Make) -> None:
-    layers = {"stall/update_lost/mlp.fc": at_looks(0.97), "stall/update_lost/attn.qkv": at_looks(0.4)}
-    finding = judged(make(series={"stall/update_lost": at_looks(0.6), **layers}), "stall")
-    assert finding.evidence["worst_layer"] == "mlp.fc"
-    assert finding.evidence["worst_value"] == pytest.approx(0.97)
-    assert "most of all in mlp.fc" in finding.message
-
-
-def test_overflow_in_one_layer_is_found_where_the_whole_hides_it(make: Make) -> None:
-    series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": at_looks(0.3)}
-    finding = judged(make(series=series), "overflow")
-    assert (finding.step, finding.evidence["worst_layer"]) == (20, "lm_head")
-    assert finding.evidence["extreme"] == pytest.approx(0.3)
+@each(
+    ("kind", "metric", "whole", "layers", "worst"),
+    [
+        ("stall", "stall/update_lost", 0.6, {"mlp.fc": 0.97, "attn.qkv": 0.4}, ("worst_value", 0.97)),
+        ("overflow", "quant/overflow/gradient", 0.002, {"lm_head": 0.3}, ("extreme", 0.3)),  # which the whole hides
+    ],
+)
+def test_the_worst_layer_is_named(make, kind, metric, whole, layers, worst):
+    series = {metric: whole, **{f"{metric}/{layer}": value for layer, value in layers.items()}}
+    finding = judged(make(kind, series={name: at_looks(value) for name, value in series.items()}), kind)
+    name = next(iter(layers))
+    assert (finding.step, finding.evidence["worst_layer"]) == (20, name)
+    assert finding.evidence[worst[0]] == pytest.approx(worst[1])
+    assert f"most of all in {name}" in finding.message
 
 
 @pytest.mark.parametrize(("turns", "state"), [(4, "found"), (1, "clear")])
-def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(
-    make: Make, turns: int, state: str
-) -> None:
+def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(make, turns, state):
     """In every fourth look it is there; of layers that are always looked at that would be four looks apart."""
     own = {step: 0.3 for index, step in enumerate(LOOKS) if index % 4 == 0}
     series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": own}
@@ -151,19 +132,13 @@ def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn
     assert (finding.state, finding.step) == (state, 20 if state == "found" else None)
 
 
-def test_kurtosis_that_was_high_from_the_first_look_is_no_explosion(make: Make) -> None:
+def test_kurtosis_that_was_high_from_the_first_look_is_no_explosion(make):
     assert judged(make(series={"quant/kurtosis/residual": at_looks(30.0, 40.0)}), "outlier_explosion").state == "clear"
     one_look = make("one", series={"quant/kurtosis/residual": {200: 500.0}})
     assert judged(one_look, "outlier_explosion").state == "not judged"
 
 
-def test_a_loss_that_is_null_is_not_finite(make: Make) -> None:
-    path = make(loss=[5.0, 4.0, None], summary={"status": "failed"})
-    finding = judged(path, "nan")
-    assert (finding.step, finding.evidence["metric"]) == (3, "loss_is_nan")
-
-
-def test_gradients_that_explode_in_the_last_steps_of_a_dying_run_are_found(make: Make) -> None:
+def test_gradients_that_explode_in_the_last_steps_of_a_dying_run_are_found(make):
     norms = [1.0] * 30 + [1e4]
     dead = make(loss=[5.0] * 31, series={"grad/norm": norms}, summary={"status": "failed"})
     assert judged(dead, "exploding_gradients").step == 31
@@ -175,63 +150,53 @@ def wobble(level: float, steps: int) -> list[float]:
     return [level + 0.02 * (step % 2) for step in range(steps)]
 
 
-def test_a_loss_that_stays_where_it_came_early_is_a_plateau(make: Make) -> None:
-    finding = judged(make(loss=[5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)]), "plateau")
-    assert finding.found
-    assert finding.step is not None
-    assert finding.step <= 12
+LATE = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
+FALLING = [5.5 - 3.0 * step / 99 for step in range(100)]
+#: losses, the class that they are asked about, and the steps within which it is found, if it is
+COURSES = {
+    "at rest early": ([5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)], "plateau", range(13)),
+    "at rest late": (LATE, "plateau", None),
+    "risen again": ([5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)], "plateau", None),
+    "above its first": ([*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)], "divergence", range(21, 25)),
+    "up from its lowest": ([*FALLING, *wobble(3.4, 100)], "divergence", range(101, 111)),
+    "up and back": ([*FALLING, *wobble(3.4, 30), *wobble(2.4, 70)], "divergence", None),
+    "null": ([5.0, 4.0, None], "nan", range(3, 4)),
+}
 
 
-def test_a_loss_that_comes_to_rest_late_or_rises_again_is_none(make: Make) -> None:
-    late = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
-    assert judged(make(loss=late), "plateau").state == "clear"
-    risen = [5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)]
-    assert judged(make("risen", loss=risen), "plateau").state == "clear"
+@each("name", COURSES)
+def test_the_course_of_a_loss_is_judged(make, name):
+    loss, kind, steps = COURSES[name]
+    finding = judged(make(name, loss=loss, summary={"status": "failed" if kind == "nan" else "finished"}), kind)
+    assert finding.state == ("clear" if steps is None else "found")
+    assert steps is None or finding.step in steps
+    if name == "above its first":
+        assert finding.evidence["extreme"] == pytest.approx(4.0, abs=0.1)
+    if name == "null":
+        assert finding.evidence["metric"] == "loss_is_nan"
 
 
-def test_a_loss_above_its_first_diverged_even_if_it_came_back(make: Make) -> None:
-    finding = judged(make(loss=[*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)]), "divergence")
-    assert finding.found
-    assert finding.step is not None
-    assert 21 <= finding.step <= 24
-    assert finding.evidence["extreme"] == pytest.approx(4.0, abs=0.1)
-
-
-def test_a_loss_that_rises_from_its_lowest_diverged_if_it_stays_up(make: Make) -> None:
-    up = [*falling_to(2.5, 100), *wobble(3.4, 100)]
-    finding = judged(make(loss=up), "divergence")
-    assert finding.step is not None
-    assert 101 <= finding.step <= 110
-    back = [*falling_to(2.5, 100), *wobble(3.4, 30), *wobble(2.4, 70)]
-    assert judged(make("back", loss=back), "divergence").state == "clear"
-
-
-def falling_to(level: float, steps: int) -> list[float]:
-    return [5.5 + (level - 5.5) * step / (steps - 1) for step in range(steps)]
-
-
-def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make: Make) -> None:
+def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make):
     """There is no share of it, and the record is null; of fewer than three validations nothing is said."""
     assert judged(make(series={"train/excess": {20: 0.0, 40: None, 60: None, 80: None}}), "divergence").step == 80
     two = make("two", series={"train/excess": {20: 0.5, 40: 0.5}})
     assert judged(two, "divergence").state == "clear"
 
 
-def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make: Make) -> None:
-    late = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
+def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
     rest = {"status": "stopped", "stop": {"kind": "plateau", "message": "no fall in 5 validations", "step": 200}}
-    finding = judged(make("rest", loss=late, summary=rest), "plateau")
+    finding = judged(make("rest", loss=LATE, summary=rest), "plateau")
     assert finding.step is not None
     assert 140 <= finding.step <= 155
 
 
-def test_a_run_that_goes_on_is_judged_by_as_many_looks_as_patience_asks_for(make: Make) -> None:
+def test_a_run_that_goes_on_is_judged_by_as_many_looks_as_patience_asks_for(make):
     evidence = read(make(series={"stall/update_lost": {20: 0.9, 40: 0.9}}))
     states = [the("stall", list(judge(evidence, running=running))).state for running in (False, True)]
     assert states == ["found", "clear"]
 
 
-def test_criteria_alerts_and_end_come_in_the_order_of_steps(make: Make) -> None:
+def test_criteria_alerts_and_end_come_in_the_order_of_steps(make):
     """Alerts of earlier runs have other names."""
     stalled = {"stall/update_lost": dict.fromkeys(range(20, 61, 10), 0.9)}
     alerts = [{"step": step, "level": "WARN", "kind": "kurtosis", "message": "kurtosis 14"} for step in (40, 60)]
@@ -246,15 +211,13 @@ def test_criteria_alerts_and_end_come_in_the_order_of_steps(make: Make) -> None:
         (61, "criterion", "nan"),
         (61, "end", "failed"),
     ]
-    assert [diagnosis.timeline[1].text, diagnosis.timeline[-1].text] == [
-        "stall/update_lost 0.9 >= 0.5",
-        failure["message"],
-    ]
+    texts = [event.text for event in diagnosis.timeline]
+    assert (texts[1], texts[-1]) == ("stall/update_lost 0.9 >= 0.5", failure["message"])
     assert [finding.kind for finding in diagnosis.found] == ["plateau", "stall", "nan"]
     json.dumps(asdict(diagnosis), allow_nan=False)
 
 
-def test_a_last_line_that_was_cut_off_changes_nothing(make: Make) -> None:
+def test_a_last_line_that_was_cut_off_changes_nothing(make):
     path = make(series=HEALTHY | FAILING["stall"][0], alerts=[{"step": 40, "kind": "bit_stall", "level": "WARN"}])
     whole = asdict(diagnose(path))
     for name in ("metrics.jsonl", "alerts.jsonl"):
@@ -264,50 +227,44 @@ def test_a_last_line_that_was_cut_off_changes_nothing(make: Make) -> None:
 
 
 @pytest.fixture
-def note(make: Make, tmp_path: Path) -> Make:
+def note(make, tmp_path):
     """Return a function that has a sweep note how a run without a summary failed; gives the summary's path."""
     record = SweepRecord(tmp_path / "out", "grid")
 
-    def noting(error: dict[str, object], **look: object) -> Path:
+    def noting(error, **look):
         path = make("01-dead", **look)
         (path / "summary.json").unlink()
         record.folder = path.parent
-        record.note_failure(
-            PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100}), error
-        )
+        run = PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100})
+        record.note_failure(run, error)
         return path / "summary.json"
 
     return noting
 
 
-def test_the_sweep_judges_what_a_dead_process_left(note: Make) -> None:
+def test_the_sweep_judges_what_a_dead_process_left(note):
     look = {"loss": [5.0, 4.9, 30.0, 300.0], "series": {"grad/norm": [1.0, 1.2, 400.0, None]}}
     summary = json.loads(note({"kind": "crash", "message": "out of memory"}, **look).read_text())
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "crash")
-    assert {entry["kind"]: entry["step"] for entry in summary["failures"]} == {
-        "divergence": 3,
-        "exploding_gradients": 3,
-        "nan": 4,
-    }
+    found = {entry["kind"]: entry["step"] for entry in summary["failures"]}
+    assert found == {"divergence": 3, "exploding_gradients": 3, "nan": 4}
 
 
-def test_nothing_is_written_of_a_run_that_a_full_disk_ended(note: Make) -> None:
+def test_nothing_is_written_of_a_run_that_a_full_disk_ended(note):
     assert not note({"kind": "disk", "message": "no space", "step": 1}, loss=[5.0, 4.9]).exists()
 
 
 LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
 
 
-def test_the_write_backs_are_the_librarys() -> None:
+def test_the_write_backs_are_the_librarys():
     """The configuration knows them without importing torch."""
     assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
     assert tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates) == schema.LOSING
 
 
 @each("rule", available_rules())
-def test_a_rule_loses_steps_for_everybody_or_nobody(
-    rule: str, tiny: Tiny, make: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
     quantized = RULES[rule].storage not in schema.WITHOUT_FORMATS
     folder = tmp_path / f"alerts of {rule}"
     folder.mkdir()
@@ -315,7 +272,7 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(
     storage, writeback = config.model.storage, config.optimizer.writeback
     lost = {"stall/update_lost": 0.99, "stall/update_lost/lm_head": 0.99}
 
-    raised: list[str] = []
+    raised = []
     observer = AlertObserver(config, folder, lambda alert: raised.append(alert.kind))
     for number in range(1, 4):
         step = Step(number, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_runs import records_of
+from bench_runs import flags, records_of
 
 from nanogpt_bench.config.settings import Resolved, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
@@ -98,26 +98,20 @@ def check(config: Resolved, folder: Path, moves: float) -> None:
     assert max(ours) - min(ours) > moves
 
 
-def test_a_small_model_has_the_losses_of_transformers(tmp_path: Path, text_file: Path) -> None:
+def test_a_small_model_has_the_losses_of_transformers(tmp_path, text_file):
     prepare_text(text_file, tmp_path / "data", "gpt2")
     small = {"model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 24, "train.batch_size": 3}
     small |= {"train.max_steps": 12, "optimizer.warmup_steps": 4, "eval.batches": 1, "eval.interval": 12}
-    config = settings(tmp_path / "data", *(f"--{key}={value}" for key, value in small.items()))
+    config = settings(tmp_path / "data", *flags(small))
     assert config.train.accumulation == 2
     check(config, tmp_path / "run", moves=0.5)
 
 
 @pytest.mark.slow
-def test_the_whole_model_has_the_losses_of_transformers(tmp_path: Path, text_file: Path) -> None:
+def test_the_whole_model_has_the_losses_of_transformers(tmp_path, text_file):
     (tmp_path / "long.txt").write_text(text_file.read_text(encoding="utf-8") * 8, encoding="utf-8")
     prepare_text(tmp_path / "long.txt", tmp_path / "data", "gpt2")
-    few = {
-        "train.max_steps": 3,
-        "train.batch_size": 1,
-        "train.accumulation": 1,
-        "optimizer.warmup_steps": 1,
-        "eval.batches": 1,
-    }
-    config = settings(tmp_path / "data", *(f"--{key}={value}" for key, value in few.items()))
+    ones = ("train.batch_size", "train.accumulation", "optimizer.warmup_steps", "eval.batches")
+    config = settings(tmp_path / "data", "--train.max_steps=3", *flags(dict.fromkeys(ones, 1)))
     assert (config.model.n_layer, config.model.n_embd, config.model.block_size) == (12, 768, 1024)
     check(config, tmp_path / "run", moves=0.02)

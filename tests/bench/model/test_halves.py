@@ -29,16 +29,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)]
 )
-def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(
-    kind: str, dtype: torch.dtype, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(kind, dtype, text_file, tmp_path, monkeypatch):
     """Figures are those of floats that are held beside their codes."""
     model = written(tmp_path / kind, kind, dtype)
     words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "3", "--model.block_size=16"]
     words += ["--formats", "E4M3,E2M1", "--scales", "tensor,channel"]
-    held: list[set[torch.dtype]] = []
+    held = []
 
-    def losses(model: Any, *rest: Any) -> list[float]:
+    def losses(model, *rest):
         layers = [each for each in model.modules() if is_linear(each) or isinstance(each, fm.QuantizedLinear)]
         codes = [isinstance(each.weight, fm.FP8Tensor) for each in layers if each is not model.get_output_embeddings()]
         held.append({torch.uint8} if all(codes) else {each.weight.dtype for each in layers})
@@ -54,16 +52,14 @@ def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(
 
 
 @pytest.mark.parametrize("options", [["--sensitivity"], ["--embeddings"], ["--model.formats.embeddings", "E4M3"]])
-def test_what_is_measured_beside_floats_holds_them(
-    options: list[str], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_measured_beside_floats_holds_them(options, text_file, tmp_path, monkeypatch):
     model = written(tmp_path / "llama", "llama", torch.bfloat16)
     monkeypatch.setattr(report, "load_narrow", lambda _: pytest.fail("read without its floats"))
     words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "2", "--model.block_size=16"]
     assert main([*words, "--formats", "E4M3", *options, "--out", str(tmp_path / "out")]) == 0
 
 
-def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path: Path) -> None:
+def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path):
     assert load_narrow(str(causal_models.write(tmp_path / "floats"))) is None
     narrow = load_narrow(str(written(tmp_path / "llama", "llama", torch.bfloat16)))
     assert narrow is not None

@@ -14,7 +14,7 @@ from nanogpt_bench.monitors.attention import attention_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entropy_is_the_sum_by_hand(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropy_is_the_sum_by_hand(dtype, monkeypatch):
     query, key = normal(5, 2, 6, 4, seed=1, std=2).to(dtype), normal(5, 2, 6, 4, seed=2).to(dtype)
     scores = (query.double() @ key.double().transpose(2, 3)) / 2
     p = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -math.inf).softmax(-1)
@@ -24,7 +24,7 @@ def test_entropy_is_the_sum_by_hand(dtype: torch.dtype, monkeypatch: pytest.Monk
     assert attention_entropy(query, key).tolist() == pytest.approx(expected, rel=1e-4)
 
 
-def test_entropy_at_the_edges() -> None:
+def test_entropy_at_the_edges():
     one_hot = torch.eye(5).expand(1, 1, 5, 5) * 100
     assert attention_entropy(one_hot, one_hot).item() == pytest.approx(0, abs=1e-6)
     query, key = normal(5, 2, 6, 4, seed=1), normal(5, 2, 6, 4, seed=2)
@@ -33,7 +33,7 @@ def test_entropy_at_the_edges() -> None:
     assert attention_entropy(query[:0], key[:0]).tolist() == [0, 0]
 
 
-def test_attention_that_looks_at_everything_alike_has_the_entropy_of_that() -> None:
+def test_attention_that_looks_at_everything_alike_has_the_entropy_of_that():
     model = GPT(GPTShape(2, 2, 8, 4, vocab_size=5))
     for block in model.blocks:
         nn.init.zeros_(block.attn.qkv.weight)
@@ -45,7 +45,7 @@ def test_attention_that_looks_at_everything_alike_has_the_entropy_of_that() -> N
     assert [*heads, record["attention/entropy"], record["attention/entropy_min"]] == pytest.approx([uniform] * 6)
 
 
-def test_looking_at_attention_leaves_the_scales() -> None:
+def test_looking_at_attention_leaves_the_scales():
     spec = {"activation": {"format": "E4M3", "policy": "delayed", "history": 16}}
     model = fm.quantize_model(GPT(GPTShape(1, 2, 8, 4, vocab_size=5)), {"*": spec}, "master")
     tokens = torch.zeros(3, 4, dtype=torch.long)

@@ -13,7 +13,7 @@ from nanogpt_bench.monitors.bits import CODES_USED, TOP_EXPONENT, UNIFORMITY, bi
 
 
 @each("name", NAMES)
-def test_figures_are_the_counts(name: str) -> None:
+def test_figures_are_the_counts(name):
     fmt = of(name)
     x = normal(1000, seed=5, std=2.0 if name == "E7M0" else fmt.max / 4)
     codes = [reference.encode(v, fmt) for v in fm.round_to_grid(x, fmt).tolist()]
@@ -31,7 +31,7 @@ def test_figures_are_the_counts(name: str) -> None:
     assert not found
 
 
-def test_codes_that_are_no_number_are_left_out() -> None:
+def test_codes_that_are_no_number_are_left_out():
     counts = code_histogram(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
     assert counts[127] == 1
     size, found = bit_figures(counts, of("E4M3"))
@@ -41,7 +41,7 @@ def test_codes_that_are_no_number_are_left_out() -> None:
 
 
 @each("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_counts_are_those_of_encode(dtype: torch.dtype) -> None:
+def test_counts_are_those_of_encode(dtype):
     for fmt in map(of, NAMES):
         x = normal(3, 60_000, dtype=dtype)  # more than a piece
         x[0, :3] = torch.tensor([math.inf, -math.inf, 1e30])
@@ -51,14 +51,11 @@ def test_counts_are_those_of_encode(dtype: torch.dtype) -> None:
         assert torch.equal(code_histogram(codes, fmt), counts)
 
 
-def test_weights_have_the_codes_of_their_layer() -> None:
+def test_weights_and_activations_that_are_quantised_have_codes():
     model = layer_of({"weight": {"format": "E4M3", "scale": 1.0}}, torch.tensor([[1.0, 1.5, 448.0, 448.0]]))
     record = one_step(model, observers_of(watched(model), "bits"), torch.ones(1, 4)).record
     assert record["bits/uniformity/weight/0"] == 1.5 / math.log2(254)
     assert record["bits/top_exponent/weight/0"] == 0.5
-
-
-def test_activations_that_are_quantised_have_codes() -> None:
     model = layer_of({"activation": {"format": "E2M1", "scale": 1.0}}, torch.ones(1, 2))
     record = one_step(model, observers_of(watched(model), "bits"), torch.tensor([[1.0, 6.0]])).record
     assert record["bits/codes_used/activation/0"] == 2 / 16

@@ -4,9 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-from bench_runs import Tiny
-
 import nanogpt_bench
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, TOGETHER, WATCHED, Metric
@@ -28,7 +25,7 @@ NAME = re.compile(
 )
 
 
-def test_no_metric_is_named_outside_its_own_module() -> None:
+def test_no_metric_is_named_outside_its_own_module():
     paths = [path for path in SOURCES.rglob("*.py") if path not in ALLOWED]
     found = {path: NAME.findall(re.sub(r'"""[\s\S]*?"""|#.*', "", path.read_text(encoding="utf-8"))) for path in paths}
     assert not {path.relative_to(SOURCES): names for path, names in found.items() if names}
@@ -40,11 +37,10 @@ def test_no_metric_is_named_outside_its_own_module() -> None:
     )
 
 
-def test_what_is_said_of_a_metric_holds() -> None:
+def test_what_is_said_of_a_metric_holds():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
-        assert metric.title, metric
-        assert metric.meaning.endswith("."), metric
+        assert (bool(metric.title), metric.meaning[-1]) == (True, "."), metric
         assert metric.bad in ("", ABOVE, BELOW), metric
         assert metric.monitor in ("", "shadow", *WATCHED), metric
         assert metric.over in ("", MEAN, LARGEST, TOGETHER), metric
@@ -61,14 +57,12 @@ def registered(key: str) -> Metric | None:
     return None
 
 
-def test_all_that_a_watched_run_writes_is_registered(
-    tiny: Tiny, corpus_dir: Path, labelled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_a_watched_run_writes_is_registered(tiny, corpus_dir, labelled_dir, tmp_path, monkeypatch):
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
     monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
     speed = {"eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
-    seen: set[str] = set()
+    seen = set()
     residual = {"rule": "muon-residual8", "model__formats": "{'*': {weight: E4M3, gradient: E5M2}}"}
     for name, settings in {
         "residual": {**residual, **shadow, **speed},

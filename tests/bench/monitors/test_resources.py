@@ -2,17 +2,16 @@
 
 import pytest
 import torch
+from bench_runs import resolved
 
-from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.monitors import Step
 from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.resources import Resources, flops_per_token
-from nanogpt_bench.setup.resolve import resolve
 
 
-def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve(load_config(None))
+def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
+    config = resolved()
     model = GPT(GPTShape(4, 4, 128, 64))
     flops = flops_per_token(model, config)
     assert flops == 6 * (4 * 12 * 128 * 128 + 257 * 128) + 12 * 4 * 128 * 64

@@ -23,7 +23,7 @@ from nanogpt_bench.monitors.stall import (
 )
 
 
-def test_shares_are_the_counts() -> None:
+def test_shares_are_the_counts():
     draw = torch.Generator().manual_seed(1)
     before, target, after = torch.randint(0, 3, (3, 1000), generator=draw).float()
     rows = list(zip(before.tolist(), target.tolist(), after.tolist(), strict=True))
@@ -32,7 +32,7 @@ def test_shares_are_the_counts() -> None:
     assert code_unchanged(*codes, before, after) == sum(b != a and b // 2 == a // 2 for b, _, a in rows) / 1000
 
 
-def test_special_values() -> None:
+def test_special_values():
     """A NaN asked for and refused is a lost update; +0 and -0 are one weight."""
     one, nan = torch.ones(1), torch.tensor([math.nan])
     assert (update_lost(one, nan, one), update_lost(one, nan, nan), update_lost(nan, one, nan)) == (1.0, 0.0, 0.0)
@@ -45,7 +45,7 @@ def test_special_values() -> None:
     assert update_ulps(one, one * math.inf, of("E4M3")) == math.inf
 
 
-def test_sizes_are_in_spacings_at_the_weight_to_the_last_digit() -> None:
+def test_sizes_are_in_spacings_at_the_weight_to_the_last_digit():
     for fmt in map(of, NAMES):
         before = on_grid(fmt.name, 300) * 0.25
         target = before + normal(300, seed=1) * 0.3 * fm.ulp(before / 0.25, fmt) * 0.25
@@ -56,7 +56,7 @@ def test_sizes_are_in_spacings_at_the_weight_to_the_last_digit() -> None:
     assert update_ulps(large, torch.nextafter(large, 2 * large), of("E4M3")) == 2.0**-15 / 32
 
 
-def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_step() -> None:
+def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_step():
     for fmt in map(of, NAMES):
         std = 0.2 * fmt.max if fmt.max < 100 else 1.0
         before = on_grid(fmt.name, 200_000, seed=3, std=std).clamp(-fmt.max / 4, fmt.max / 4)
@@ -69,7 +69,7 @@ def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_
         assert update_arrived(before, target, target).share == 1.0
 
 
-def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates() -> None:
+def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates():
     before, target = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
     found = update_arrived(before, target, torch.tensor([2.0, 2.0]))
     assert (found.projected, found.requested, found.share) == (0.5, 1.25, 0.4)
@@ -107,13 +107,13 @@ def step_once(
 
 
 @pytest.mark.parametrize(("lr", "stalled"), [(1e-6, 1.0), (10.0, 0.0)])
-def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr: float, stalled: float) -> None:
+def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr, stalled):
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=lr, stiffness=0.0, writeback="nearest")
     stall, observer = watch(model)
     record = step_once(model, optimizer, observer, 1).record
     lost = {key: value for key, value in record.items() if key.startswith("stall/update_lost")}
-    assert lost == {"stall/update_lost": stalled, "stall/update_lost/0": stalled, "stall/update_lost/1": stalled}
+    assert lost == dict.fromkeys(("stall/update_lost", "stall/update_lost/0", "stall/update_lost/1"), stalled)
     assert stall.mean == stalled
     assert stall.arrived == record["stall/arrived"]
     assert (stall.arrived == 0.0) is (stalled == 1.0)
@@ -121,7 +121,7 @@ def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr: float, s
 
 
 @pytest.mark.parametrize(("lr", "stalled"), [(1e-6, 1.0), (10.0, 0.0)])
-def test_with_a_master_copy_the_codes_are_compared(lr: float, stalled: float) -> None:
+def test_with_a_master_copy_the_codes_are_compared(lr, stalled):
     model = model_on("master")
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for layer in quantized_layers(model).values():
@@ -136,7 +136,7 @@ def test_with_a_master_copy_the_codes_are_compared(lr: float, stalled: float) ->
     assert record["stall/code_unchanged"] == pytest.approx(stalled, abs=0.25)
 
 
-def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
+def test_it_looks_at_its_interval_and_at_the_last_step():
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
     stall, observer = watch(model, interval=3)
@@ -150,9 +150,7 @@ def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
 
 
 @pytest.mark.parametrize(("writeback", "share"), [("stochastic", 1.0), ("residual8", 1.0), ("nearest", 0.0)])
-def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_it_stalls(
-    writeback: str, share: float
-) -> None:
+def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_it_stalls(writeback, share):
     torch.manual_seed(0)  # two layers whose updates lie far below a spacing
     model = fm.quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8, bias=False)), "E4M3", "fp8")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-4, stiffness=1.0, writeback=writeback)
@@ -167,14 +165,11 @@ def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_
     assert ("stall/residual_saturation/0" in records[-1]) is (writeback == "residual8")
 
 
-def test_what_arrived_of_all_layers_is_of_their_movement_together() -> None:
+def test_what_arrived_of_all_layers_is_of_their_movement_together():
     """A layer that was asked for next to nothing says next to nothing, however many weights it has."""
     model = model_on("grid")
-    optimizer = fm.optim.StiffnessAdamW(
-        [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}],
-        stiffness=0.0,
-        writeback="nearest",
-    )
+    groups = [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}]
+    optimizer = fm.optim.StiffnessAdamW(groups, stiffness=0.0, writeback="nearest")
     record = step_once(model, optimizer, watch(model)[1], 1).record
     assert record["stall/arrived/0"] == 0.0
     assert record["stall/arrived"] == pytest.approx(record["stall/arrived/1"])

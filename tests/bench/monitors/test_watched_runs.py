@@ -1,10 +1,7 @@
 """Whole runs under watch: nothing changes, and what is not watched is gone."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from bench_runs import Tiny, records_of
+from bench_runs import records_of
 
 from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.loop.trainer import Trainer
@@ -24,7 +21,7 @@ GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stocha
     ],
     ids=lambda settings: settings["rule"],
 )
-def test_watching_everything_changes_nothing(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_watching_everything_changes_nothing(tiny, tmp_path, settings):
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
     seen = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
     unseen = records_of(tiny(**settings, monitor__watch="[]", alerts__enabled=False), tmp_path / "unseen")
@@ -35,21 +32,13 @@ def test_watching_everything_changes_nothing(tiny: Tiny, tmp_path: Path, setting
     assert not [key for key in unseen[-1] if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))]
 
 
-NAMESPACES = {
-    "stall": "stall/update_lost",
-    "zones": "stall/zero_gradient_zone",
-    "ranges": "quant/",
-    "bits": "bits/",
-    "attention": "attention/",
-    "gradients": "grad/l2",
-    "geometry": "geometry/",
-    "resources": "memory/",
-    "trend": "train/loss_smoothed",
-}
+NAMESPACES = {name: f"{name}/" for name in ("bits", "attention", "geometry")}
+NAMESPACES |= {"stall": "stall/update_lost", "zones": "stall/zero_gradient_zone", "ranges": "quant/"}
+NAMESPACES |= {"gradients": "grad/l2", "resources": "memory/", "trend": "train/loss_smoothed"}
 
 
 @pytest.mark.parametrize("alone", WATCHED)
-def test_a_monitor_is_watched_alone_or_left_out(tiny: Tiny, tmp_path: Path, alone: str) -> None:
+def test_a_monitor_is_watched_alone_or_left_out(tiny, tmp_path, alone):
     settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
     others = set(WATCHED) - {alone}
     for watch in ({alone}, others):
@@ -57,10 +46,10 @@ def test_a_monitor_is_watched_alone_or_left_out(tiny: Tiny, tmp_path: Path, alon
         assert {name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)} == watch
 
 
-def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_skipped_is_measured_too(tiny, tmp_path, monkeypatch):
     original = Trainer._accumulate
 
-    def accumulate(trainer: Trainer, *arguments: Any) -> float:
+    def accumulate(trainer, *arguments):
         trainer.model.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
         return original(trainer, *arguments)
 

@@ -22,7 +22,7 @@ def zone_by_trial(w: torch.Tensor, x: torch.Tensor, fmt: str, scale: Any, output
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
-def test_zones_are_found_by_trial(output: torch.dtype) -> None:
+def test_zones_are_found_by_trial(output):
     for name in ("E4M3", "E5M2", "E7M0"):
         for rows in (1, 4):
             w = on_grid(name, 5, 40, std=3.0) * SCALES[0]
@@ -33,7 +33,7 @@ def test_zones_are_found_by_trial(output: torch.dtype) -> None:
             assert 0 < found < 1
 
 
-def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch):
     w, x = on_grid("E4M3", 30, 50, std=0.2), normal(32, 50, seed=1) * torch.logspace(-4, 0, 50)
     shares = [zero_gradient_zone(w, x[:n], of("E4M3")) for n in (0, 1, 4, 32)]
     assert shares[0] == 1
@@ -43,7 +43,7 @@ def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch: pytest.Mon
     assert zero_gradient_zone(w, x[:4], of("E4M3")) == shares[2]
 
 
-def test_zones_at_the_edges() -> None:
+def test_zones_at_the_edges():
     w = on_grid("E4M3", 2, 3)
     assert zero_gradient_zone(w, torch.zeros(4, 3), of("E4M3")) == 1
     assert zero_gradient_zone(w, torch.ones(4, 3), of("E4M3"), output=torch.float32) == 0
@@ -53,7 +53,7 @@ def test_zones_at_the_edges() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "share"), [(0.0, 1.0), (1.0, 0.0)])
-def test_weights_that_meet_no_input_are_in_a_zone(inputs: float, share: float) -> None:
+def test_weights_that_meet_no_input_are_in_a_zone(inputs, share):
     model = layer_of({"weight": "E4M3"}, normal(4, 4))
     record = one_step(model, observers_of(watched(model), "zones"), torch.full((2, 4), inputs)).record
     assert record["stall/zero_gradient_zone/0"] == record["stall/zero_gradient_zone"] == share

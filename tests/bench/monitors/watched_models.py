@@ -42,9 +42,9 @@ def layer_of(spec: dict[str, object], weight: Tensor, storage: str = "master") -
 def watched(
     model: nn.Module, look: Callable[[int], object] = lambda one_in: None, interval: int = 1, **settings: object
 ) -> Watched:
-    """What monitors of a model are made from, each step a look."""
+    """The facts that monitors of a model are made from; every step is watched."""
     config, layers = Config(), quantized_layers(model)
-    config.monitor = MonitorConfig(interval=interval, **settings)  # type: ignore[arg-type]
+    config.monitor = MonitorConfig(interval=interval, **settings)
     config.model.storage = next(iter(layers.values())).storage if layers else "float32"
     return Watched.of(config, model, torch.device("cpu"), look)
 
@@ -63,21 +63,13 @@ def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: fl
     if any(isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()):
         optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest")
     step = Step(number, model, optimizer, last=True)
-    points: list[Callable[[Observer], Callable[[Step], None]]] = [
-        lambda o: o.before_forward,
-        lambda o: o.after_forward,
-        lambda o: o.after_backward,
-        lambda o: o.before_step,
-        lambda o: o.after_step,
-        lambda o: o.written,
-    ]
-    for index, point in enumerate(points):
-        if index == 1:
+    for point in ("before_forward", "after_forward", "after_backward", "before_step", "after_step", "written"):
+        if point == "after_forward":
             loss = model(inputs).sum()
-        if index == 2:
+        if point == "after_backward":
             loss.backward()
-        if index == 4:
+        if point == "after_step":
             optimizer.step()
         for observer in observers:
-            point(observer)(step)
+            getattr(observer, point)(step)
     return step

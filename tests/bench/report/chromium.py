@@ -10,23 +10,20 @@ import select
 import shutil
 import subprocess
 import time
-from pathlib import Path
-from typing import Any
 
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update"),
     # Nothing but files of this machine can be reached, so a page that needs a network fails here.
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--remote-debugging-pipe",
+    *("--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"),
 )
 
 
 class Chromium:
     """One browser with one tab; everything it says on the console, and every uncaught error, is kept in `said`."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile):
         to_child, self._write = os.pipe()
         self._read, from_child = os.pipe()
         # The browser expects the pipe at 3 and 4; numbers well above keep the two from being each other's target.
@@ -42,25 +39,25 @@ class Chromium:
         for end in (to_child, from_child, *ends):
             os.close(end)
         self._buffer, self._number, self._session = b"", 0, ""
-        self.said: list[str] = []
+        self.said = []
         self._attach()
 
-    def _attach(self) -> None:
+    def _attach(self):
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
-    def __enter__(self) -> Chromium:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._process.kill()
         self._process.wait()
         os.close(self._read)
         os.close(self._write)
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def call(self, method, **parameters):
         """One command of the DevTools protocol and its answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
@@ -71,11 +68,10 @@ class Chromium:
             answer = self._receive()
             if answer.get("id") == self._number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                result: dict[str, Any] = answer["result"]
-                return result
+                return answer["result"]
             self._note(answer)
 
-    def _receive(self, seconds: float = 120.0) -> dict[str, Any]:
+    def _receive(self, seconds=120.0):
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], seconds)
             assert ready, f"Chromium said nothing for {seconds:g} s"
@@ -83,10 +79,9 @@ class Chromium:
             assert part, "Chromium ended"
             self._buffer += part
         whole, _, self._buffer = self._buffer.partition(b"\0")
-        message: dict[str, Any] = json.loads(whole)
-        return message
+        return json.loads(whole)
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _note(self, event):
         facts = event.get("params", {})
         if event.get("method") == "Runtime.consoleAPICalled":
             self.said.append(" ".join(str(part.get("value", part.get("description"))) for part in facts["args"]))
@@ -96,37 +91,37 @@ class Chromium:
         elif event.get("method") == "Log.entryAdded":
             self.said.append(facts["entry"]["text"])
 
-    def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
+    def screen(self, *, width, height=900, dark=False):
         """The screen and the theme that pages see from now on."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[theme])
 
-    def open(self, address: str) -> None:
+    def open(self, address):
         """Go to a page afresh and wait until its charts are drawn."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
         self.wait("location.href !== 'about:blank' && document.documentElement?.dataset.charts === 'drawn'")
 
-    def wait(self, condition: str, seconds: float = 120.0) -> None:
+    def wait(self, condition, seconds=120.0):
         """Until an expression is true in the page."""
         end = time.monotonic() + seconds
         while not self.evaluate(condition):
             assert time.monotonic() < end, f"still not: {condition}; the console says {self.said}"
             time.sleep(0.05)
 
-    def evaluate(self, expression: str) -> Any:
+    def evaluate(self, expression):
         """The value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
+    def mouse(self, kind, x, y, clicks=1):
         """`mouseMoved`, `mousePressed` or `mouseReleased` at a place of the window, with the left button."""
         button = {"button": "left", "buttons": 1, "clickCount": clicks} if kind != "mouseMoved" else {}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
-    def screenshot(self) -> bytes:
+    def screenshot(self):
         """The whole page as a PNG, as high as it is."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, A
     metric = None if rule not in STALL else "code_unchanged" if rule == "master" else "update_lost"
     found = []
     for step in range(steps + 1):
-        record: dict[str, Any] = {
+        record = {
             "step": step,
             "train/loss": loss_at(step, steps, final - 0.05, 0.08),
             "lr": 1e-3 * (1 - step / (steps + 1)),
@@ -73,34 +74,15 @@ def write_run(
     folder.mkdir(parents=True)
     metrics = records(rule, final, steps, 20)
     storage = "float32" if fmt == "none" else "master" if rule == "master" else "grid"
-    config = {
-        "rule": rule,
-        "seed": seed,
-        "model": {"formats": {"*": fmt}, "storage": storage},
-        "optimizer": {"lr": lr, "writeback": "nearest" if rule == "nearest" else "stochastic"},
-    }
+    optimizer = {"lr": lr, "writeback": "nearest" if rule == "nearest" else "stochastic"}
+    config = {"rule": rule, "seed": seed, "model": {"formats": {"*": fmt}, "storage": storage}, "optimizer": optimizer}
     stall = [(key, metrics[-1][key]) for key in ("stall/update_lost", "stall/code_unchanged") if key in metrics[-1]]
-    summary = {
-        "name": folder.name,
-        "rule": rule,
-        "format": fmt,
-        "storage": storage,
-        "seed": seed,
-        "parameters": 820_000,
-        "steps": steps,
-        "steps_planned": steps,
-        "status": "finished",
-        "failure": None,
-        "first_val_loss": metrics[0]["val/loss"],
-        "final_val_loss": final,
-        "best_val_loss": final - 0.01,
-        "bytes_per_parameter": 12.0 if fmt == "none" else 9.3,
-        "stall": stall[0][1] if stall else None,
-        "stall_metric": stall[0][0] if stall else None,
-        "tokens_per_s": 11234.5,
-        "seconds": 12.5,
-        "lr": lr,
-    } | changes
+    summary = {"name": folder.name, "rule": rule, "format": fmt, "storage": storage, "seed": seed, "lr": lr}
+    summary |= {"parameters": 820_000, "steps": steps, "steps_planned": steps, "status": "finished", "failure": None}
+    summary |= {"first_val_loss": metrics[0]["val/loss"], "final_val_loss": final, "best_val_loss": final - 0.01}
+    summary |= {"stall": stall[0][1] if stall else None, "stall_metric": stall[0][0] if stall else None}
+    summary |= {"bytes_per_parameter": 12.0 if fmt == "none" else 9.3, "tokens_per_s": 11234.5, "seconds": 12.5}
+    summary |= changes
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     (folder / "environment.json").write_text(json.dumps({"python": "3.12.1", "torch": "2.13.0"}), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics), encoding="utf-8")
@@ -150,3 +132,25 @@ def measured(folders: Iterable[Path], baseline: str | None = None) -> list[Resul
 def csv_lines(results: Sequence[Result]) -> list[dict[str, str]]:
     """The lines of the table as CSV, by the names of its columns."""
     return list(csv.DictReader(io.StringIO(to_csv(results))))
+
+
+class Page(HTMLParser):
+    """The elements of a page, with their attributes, and the text of each kind of element."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements = []
+        self.text = {}
+        self._open = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._open = tag
+
+    def handle_data(self, data):
+        self.text.setdefault(self._open, []).append(data)
+
+    def charts(self):
+        (text,) = [text for text in self.text["script"] if text.startswith('{"config":')]
+        return json.loads(text)["charts"]

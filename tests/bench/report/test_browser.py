@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chromium import EXECUTABLE, Chromium
+from run_folders import write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.report import report
 
@@ -52,7 +53,7 @@ FAINT = """(() => {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, write_run, write_comparison, write_metrics, write_alerts):
+def page(tmp_path_factory):
     """A report with every kind of chart: nine rows, a sweep of learning rates, monitors, alerts and a failed run."""
     folder = tmp_path_factory.mktemp("report")
     runs = write_comparison(folder / "runs")
@@ -74,10 +75,18 @@ def browser(tmp_path_factory):
         yield chromium
 
 
+@pytest.fixture
+def opened(page, browser):
+    """A browser that shows the page on a wide screen."""
+    browser.screen(width=1280)
+    browser.open(Path(page).resolve().as_uri())
+    return browser
+
+
 @pytest.mark.parametrize(("width", "dark"), SCREENS, ids=lambda value: str(value))
 def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
     browser.said.clear()
-    browser.look(width=width, dark=dark)
+    browser.screen(width=width, dark=dark)
     browser.open(Path(page).resolve().as_uri())
     assert browser.said == []
     assert browser.evaluate(UNDRAWN) == []
@@ -93,27 +102,25 @@ def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
 
 
 def test_the_charts_follow_a_change_of_theme(page, browser):
-    browser.look(width=1280, dark=False)
+    browser.screen(width=1280, dark=False)
     browser.open(Path(page).resolve().as_uri())
     ink = "getComputedStyle(document.querySelector('#chart-val-step .role-axis-label text')).fill"
     assert browser.evaluate(ink) == "rgb(26, 26, 26)"
-    browser.look(width=1280, dark=True)
+    browser.screen(width=1280, dark=True)
     browser.wait(f"{ink} === 'rgb(240, 240, 240)'")
 
 
-def test_a_row_is_hidden_everywhere_by_one_press(page, browser):
-    browser.look(width=1280)
-    browser.open(Path(page).resolve().as_uri())
+def test_a_row_is_hidden_everywhere_by_one_press(opened):
     shown = "document.querySelectorAll('#chart-val-step .mark-line path').length"
-    before = browser.evaluate(shown)
-    browser.evaluate("document.querySelector('button.key[data-row=\"E4M3 nearest\"]').click()")
-    browser.wait(f"{shown} < {before}")
+    before = opened.evaluate(shown)
+    opened.evaluate("document.querySelector('button.key[data-row=\"E4M3 nearest\"]').click()")
+    opened.wait(f"{shown} < {before}")
     pressed = "[...document.querySelectorAll('button.key[data-row=\"E4M3 nearest\"]')].map((k) => k.ariaPressed)"
-    assert set(browser.evaluate(pressed)) == {"false"}
+    assert set(opened.evaluate(pressed)) == {"false"}
 
 
 def test_a_failure_page_has_an_address(page, browser):
-    browser.look(width=1280)
+    browser.screen(width=1280)
     browser.open(Path(page).resolve().as_uri() + "#failure-0")
     assert browser.evaluate("document.getElementById('failure-0').open")
     plot = "document.querySelector('#failure-0 .vega-embed svg').getBoundingClientRect().width"
@@ -124,44 +131,38 @@ LABELS = """[...document.querySelectorAll('#chart-val-step .role-axis-label text
   .filter((text) => text.getAttribute('opacity') !== '0').map((text) => text.textContent).sort().join()"""
 
 
-def test_a_drag_magnifies_and_two_presses_go_back(page, browser):
-    browser.look(width=1280)
-    browser.open(Path(page).resolve().as_uri())
-    before = browser.evaluate(LABELS)
-    browser.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
-    box = browser.evaluate("document.querySelector('#chart-val-step svg').getBoundingClientRect().toJSON()")
+def test_a_drag_magnifies_and_two_presses_go_back(opened):
+    before = opened.evaluate(LABELS)
+    opened.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
+    box = opened.evaluate("document.querySelector('#chart-val-step svg').getBoundingClientRect().toJSON()")
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     for kind, shift in (("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 80)):
-        browser.mouse(kind, x + shift, y + shift)
-    browser.wait(f"{LABELS} !== {json.dumps(before)}")
-    assert browser.evaluate("document.querySelector('.box').hidden")
+        opened.mouse(kind, x + shift, y + shift)
+    opened.wait(f"{LABELS} !== {json.dumps(before)}")
+    assert opened.evaluate("document.querySelector('.box').hidden")
     for clicks in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
-            browser.mouse(kind, x, y, clicks)
-    browser.wait(f"{LABELS} === {json.dumps(before)}")
-    assert browser.said == []
+            opened.mouse(kind, x, y, clicks)
+    opened.wait(f"{LABELS} === {json.dumps(before)}")
+    assert opened.said == []
 
 
-def test_the_point_under_the_pointer_is_told(page, browser):
-    browser.look(width=1280)
-    browser.open(Path(page).resolve().as_uri())
-    browser.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
-    (x, y) = browser.evaluate("""(() => {
+def test_the_point_under_the_pointer_is_shown(opened):
+    opened.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
+    (x, y) = opened.evaluate("""(() => {
       const last = [...document.querySelectorAll('#chart-val-step .role-mark.mark-symbol path')].at(-5);
       const box = last.getBoundingClientRect();
       return [box.x + box.width / 2, box.y + box.height / 2];
     })()""")
-    browser.mouse("mouseMoved", x, y)
-    told = browser.evaluate("document.querySelector('.tip').textContent")
+    opened.mouse("mouseMoved", x, y)
+    told = opened.evaluate("document.querySelector('.tip').textContent")
     assert told.splitlines()[0].endswith("seed 0")
     assert [part.replace(".", "").isdigit() for part in told.splitlines()[1].split(": ")] == [True, True]
 
 
-def test_a_page_evaluates_no_text(page, browser):
+def test_a_page_evaluates_no_text(opened):
     """Vega's expressions are read by its interpreter: the page's own policy lets nothing be compiled."""
-    browser.look(width=1280)
-    browser.open(Path(page).resolve().as_uri())
     compiled = "(() => { try { return new Function('return 1')() } catch (e) { return e.name } })()"
-    answer = browser.call("Runtime.evaluate", expression=compiled, allowUnsafeEvalBlockedByCSP=False)
+    answer = opened.call("Runtime.evaluate", expression=compiled, allowUnsafeEvalBlockedByCSP=False)
     assert answer["result"]["value"] == "EvalError"
-    assert browser.evaluate(UNDRAWN) == []
+    assert opened.evaluate(UNDRAWN) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from laws import each
-from run_folders import measured, rows_of
+from run_folders import measured, rows_of, write_run
 
 from nanogpt_bench.report.chart import styles
 from nanogpt_bench.report.results import Judgement, measure
@@ -16,9 +16,9 @@ from nanogpt_bench.report.tables import to_text
 CONFIG = {
     "data": {"train_tokens": None},
     "optimizer": {},
+    "eval": {"batches": 20, "seed": 1337},
     "model": {"init_from": None, "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32},
     "train": {"max_steps": 200, "batch_size": 12, "accumulation": 1},
-    "eval": {"batches": 20, "seed": 1337},
 }
 
 
@@ -36,11 +36,11 @@ def described(folder: Path, *, text: str = "fox", tokenizer: str = "char", **set
 
 
 @pytest.fixture
-def judged(tmp_path, write_run):
+def judged(tmp_path):
     """The result of a run that differs from its reference as given."""
     made = iter(range(100))
 
-    def compare(**differences: object):
+    def compare(**differences):
         folder = tmp_path / str(next(made))
         base = described(write_run(folder / "a"))
         other = described(write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences)
@@ -73,10 +73,10 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, dif
 
 
 @pytest.fixture
-def grid(tmp_path, write_run):
+def grid(tmp_path):
     """The rows of every rule given at 100 and 200 steps; the losses of the longer runs are 1 lower."""
 
-    def rows(*rules: tuple[str, str, float], **settings: dict[str, object]):
+    def rows(*rules, **settings):
         runs = []
         for steps in (100, 200):
             for rule, fmt, final in rules:
@@ -100,7 +100,7 @@ def test_each_number_of_steps_has_the_reference_of_its_own(grid):
     assert len({(style.colour, style.dash) for style in shown.values()}) == 4
 
 
-def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(tmp_path, write_run):
+def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(tmp_path):
     runs = []
     for steps, lr in ((100, 0.1), (200, 0.3), (200, 0.1), (200, 0.2)):
         folder = write_run(tmp_path / f"{steps}-{lr}", rule="nearest", fmt="E4M3")
@@ -114,7 +114,7 @@ def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(
     assert "gap to E4M3 nearest |" in heading
 
 
-def test_tuned_rates_do_not_decide_which_row_stands_in_for_the_reference(tmp_path, write_run):
+def test_tuned_rates_do_not_decide_which_row_stands_in_for_the_reference(tmp_path):
     """On another text a row may be best at the rates that another row has on this one."""
     runs = []
     for text, beta2, lr in (("hen", 0.95, 0.1), ("egg", 0.99, 0.1), ("egg", 0.95, 0.2)):

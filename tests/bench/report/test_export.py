@@ -1,16 +1,17 @@
-"""What of a folder goes into a results file, and folders of which nothing does."""
+"""Results files: the runs of a folder that is not finished, and files of the same runs."""
 
 import csv
 import json
 
 import pytest
 from bench_runs import summary_of
+from run_folders import write_run
 
 from nanogpt_bench.cli import main
 
 
 @pytest.fixture
-def unfinished(tmp_path, write_run):
+def unfinished(tmp_path):
     """A sweep of four rows and two seeds: three runs ended, one half done, two not begun; one row was given up."""
     folder = tmp_path / "study"
     entries = []
@@ -60,7 +61,7 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_what_several_files_hold_counts_once(tmp_path, unfinished, write_run):
+def test_what_several_files_hold_counts_once(tmp_path, unfinished):
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert main(["results", "export", str(unfinished), "--out", str(before)]) == 0
     write_run(tmp_path / "again", rule="nearest", fmt="E4M3", final=2.4, seed=4)

@@ -1,7 +1,7 @@
 """Failed runs get a page with what was found, when, and what came first."""
 
 import pytest
-from run_folders import measured, rows_of
+from run_folders import measured, rows_of, write_alerts, write_metrics, write_run
 
 from nanogpt_bench.failures import diagnose
 from nanogpt_bench.report.chart import styles
@@ -11,7 +11,7 @@ from nanogpt_bench.runs.load import load_run
 
 
 @pytest.fixture
-def exploded(tmp_path, write_run, write_metrics, write_alerts):
+def exploded(tmp_path):
     """A run whose residual outputs grow heavy tails and whose loss then leaves everything finite, and its section."""
     failure = {"kind": "nan", "message": "train/loss is nan at step 200", "step": 200}
     folder = write_run(
@@ -49,7 +49,7 @@ def test_the_chart_marks_the_first_step_of_each_class(exploded):
     assert chart.rows == ()  # shown whether or not the row is hidden elsewhere
 
 
-def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path, write_run, write_alerts):
+def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path):
     failure = {"kind": "nan", "message": "gone", "step": 200}
     folder = write_run(tmp_path / "a", status="failed", failure=failure)
     write_alerts(folder, ("early_divergence", 110), ("early_divergence", 150))

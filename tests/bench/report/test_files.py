@@ -1,10 +1,10 @@
 """Files are replaced whole, and no link in a folder that someone else has made leads a writing out of it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
@@ -15,25 +15,23 @@ SECRET = "what was there before"
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
+def secret(tmp_path):
     path = tmp_path / "elsewhere" / "secret"
     path.parent.mkdir()
     path.write_text(SECRET)
     return path
 
 
-def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+def test_a_failure_leaves_the_old_file_and_no_part(tmp_path):
     path = write_text(tmp_path / "a", "old")
     with pytest.raises(TypeError), replacing(path) as file:
-        file.writelines([b"half", "text"])  # type: ignore[list-item]
+        file.writelines([b"half", "text"])
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "old"
 
 
-def test_a_name_that_is_taken_by_a_link_is_not_written_through(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
+def test_a_name_that_is_taken_by_a_link_is_not_written_through(tmp_path, secret, monkeypatch):
+    names = []
     with replacing(tmp_path / "a") as file:
         names.append(Path(file.name).name)
     with replacing(tmp_path / "a") as file:
@@ -46,7 +44,7 @@ def test_a_name_that_is_taken_by_a_link_is_not_written_through(
     assert secret.read_text() == SECRET
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     (tmp_path / f".a.{'0f' * 8}.part").write_text("half")
     for name in (".a.part", "a.0f0f0f0f0f0f0f0f.part", ".keep", "metrics.jsonl"):
         (tmp_path / name).write_text("kept")
@@ -54,25 +52,22 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_long_name_and_half_a_surrogate_pair_are_written(tmp_path: Path) -> None:
+def test_a_long_name_and_half_a_surrogate_pair_are_written(tmp_path):
     assert write_text(tmp_path / ("x" * 250), "\ud800").read_bytes() == b"\\ud800"
 
 
 @pytest.fixture
-def _corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _corpus(here):
     """A corpus in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("a line of text\n" * 200)
-    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
+    (here / "text").write_text("a line of text\n" * 200)
+    prepare_text(here / "text", here / "corpus", "byte")
 
 
 SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")
 
 
 @pytest.mark.usefixtures("_corpus")
-def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
-    tmp_path: Path, secret: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(tmp_path, secret, capsys):
     words = ["run", "bf16_baseline", "--name=a", "--data.dir=corpus", *SMALL, "--checkpoint.every=2"]
     assert main([*words, "--train.max_steps=4"]) == 0
     run = tmp_path / "runs" / "a"
@@ -93,7 +88,7 @@ def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
 
 
 @pytest.mark.usefixtures("_corpus")
-def test_a_sweep_has_no_run_behind_a_link(tmp_path: Path, secret: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_has_no_run_behind_a_link(tmp_path, secret, capsys):
     from nanogpt_bench.sweep.file import read_sweep
     from nanogpt_bench.sweep.plan import plan_sweep
 
@@ -109,9 +104,7 @@ def test_a_sweep_has_no_run_behind_a_link(tmp_path: Path, secret: Path, capsys: 
     assert [path.name for path in secret.parent.iterdir()] == ["secret"]
 
 
-def test_a_report_writes_to_no_file_that_lies_elsewhere(
-    tmp_path: Path, secret: Path, write_run: Callable[..., Path]
-) -> None:
+def test_a_report_writes_to_no_file_that_lies_elsewhere(tmp_path, secret):
     runs = [write_run(tmp_path / "runs" / name, rule=name) for name in ("fp32", "nearest")]
     out = tmp_path / "out"
     (out / "figures").mkdir(parents=True)

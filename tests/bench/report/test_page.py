@@ -1,55 +1,27 @@
 """The page is one file that needs no network, carries small curves, and shows every text as text."""
 
-import json
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from bench_runs import refusal
+from run_folders import Page, write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.report import facts_of, report, write_report
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.system.errors import BenchError
-
-
-class Page(HTMLParser):
-    """Collects what the tests look at: elements, and the text of each kind of element."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: dict[str, list[str]] = {}
-        self._open = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        self._open = tag
-
-    def handle_data(self, data):
-        self.text.setdefault(self._open, []).append(data)
-
-    def charts(self):
-        (text,) = [text for text in self.text["script"] if text.startswith('{"config":')]
-        return json.loads(text)["charts"]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory, write_comparison):
+def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("comparison")
     write_comparison(folder / "runs")
     return report([folder / "runs"], out=folder / "out")
 
 
-def test_the_folder_holds_page_tables_and_figures_and_no_litter(built):
+def test_it_is_one_file_beside_tables_and_figures_and_loads_nothing_from_elsewhere(built):
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
-    drawn = ("loss_curves", "stall")
-    figures = [f"figures/{name}.svg" for name in drawn]
-    assert names == [*figures, "report.html", "results.csv", "table.md"]
-
-
-def test_nothing_is_loaded_from_elsewhere(built):
+    assert names == ["figures/loss_curves.svg", "figures/stall.svg", "report.html", "results.csv", "table.md"]
     page = Page(built.read_text(encoding="utf-8"))
     for tag, attributes in page.elements:
         assert tag not in {"img", "link", "iframe", "object"}
@@ -72,7 +44,7 @@ def test_it_has_every_section_and_chart(built):
     assert "+0.450 (+21.4%)" in page.text["td"]
 
 
-def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path, write_run):
+def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "summary.json").unlink()
     rows = [Row("bf16-mixed", "bf16-mixed", "none", (load_run(folder),)), Row("fp32", "fp32", "none", ())]
@@ -80,18 +52,18 @@ def test_a_run_without_an_end_and_a_row_without_runs_say_so(tmp_path, write_run)
     assert {"unfinished at step 200", "not run"} <= set(Page(text).text["td"])
 
 
-def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_folder_is_refused(tmp_path, write_run):
+def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_folder_is_refused(tmp_path):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.0)]
-    with pytest.raises(BenchError, match=r"config\.yaml"):
+    with refusal(r"config\.yaml"):
         report(paths, out=write_run(tmp_path / "c") / "config.yaml")
-    with pytest.raises(BenchError, match=r"'fp23'; did you mean 'fp32'\? allowed: bf16-mixed, fp32"):
+    with refusal(r"'fp23'; did you mean 'fp32'\? allowed: bf16-mixed, fp32"):
         report(paths, out=tmp_path / "out", baseline="fp23")
     assert not (tmp_path / "out").exists()
     page = Page(report(paths, out=tmp_path / "out", baseline="fp32").read_text(encoding="utf-8"))
     assert "+0.100 (+5.0%)" in page.text["td"]
 
 
-def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
+def test_every_alert_is_listed_once_a_kind(tmp_path):
     folder = write_run(tmp_path / "a")
     write_alerts(folder, ("kurtosis", 7), ("overflow", 8), ("kurtosis", 9))
     cells = Page(report([folder], out=tmp_path / "out").read_text(encoding="utf-8")).text["td"]
@@ -102,7 +74,7 @@ def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
 
 
 @pytest.mark.slow
-def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_run, write_metrics):
+def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path):
     layers = [f"blocks.{block}.{name}" for block in range(4) for name in ("qkv", "proj", "fc", "out")]
     keys = [f"{key}/{layer}" for key in ("quant/overflow", "bits/uniformity", "grad/l2") for layer in layers]
     watched = ["grad/cosine", "grad/snr", "stall/update_ulps", "attention/entropy", "quant/kurtosis/residual"]
@@ -115,7 +87,7 @@ def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_ru
     assert built.stat().st_size < 8e6
 
 
-def test_a_source_of_many_files_is_named_shortly() -> None:
+def test_a_source_of_many_files_is_named_shortly():
     files = {"a.parquet": "715e920aa9985689", "b.parquet": "22576ea2c159107b"}
     corpus = {"source": {"kind": "copy", "files": files, "limit": None}, "splits": {"train": {"tokens": 1200}}}
     said = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]

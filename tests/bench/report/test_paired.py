@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from laws import each
-from run_folders import csv_lines, measured
+from run_folders import csv_lines, measured, write_run
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report import report
@@ -30,13 +29,9 @@ def test_seeds_are_paired_and_those_without_a_twin_left_out():
     assert (found.mean, found.seeds) == (pytest.approx(0.45), 2)
     assert difference({1: 2.0}, {2: 2.0}) is None
     assert difference({1: 2.0}, {1: 1.5}) == Difference(0.5, 1)
-
-
-@each(("apart", "found"), [(0.0, False), (0.25, True)])
-def test_seeds_that_agree_to_the_last_bit(apart, found):
-    result = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
-    assert (result.mean, result.low, result.high) == (apart, apart, apart)
-    assert result.is_found == found
+    for apart in (0.0, 0.25):  # seeds that agree to the last bit
+        found = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
+        assert (found.mean, found.low, found.high, found.is_found) == (apart, apart, apart, apart > 0)
 
 
 def test_holm_over_the_rows_that_were_tested():
@@ -47,15 +42,11 @@ def test_holm_over_the_rows_that_were_tested():
     # Holm (1979): 0.005 * 4, 0.01 * 3, 0.03 * 2, and what follows no smaller.
     assert [each and each.holm for each in found] == [pytest.approx(0.03), None, 0.06, 0.06, 0.02, None]
     assert found[-1] == lead
-
-
-def test_a_row_that_is_the_reference_is_one_of_the_family():
     same, near = difference({1: 2.0, 2: 2.5}, {1: 2.0, 2: 2.5}), Difference(0.1, 5, 0.05, 0.15, 0.03)
-    assert same.p == 1.0
-    assert [each.holm for each in adjusted([same, near])] == [1.0, 0.06]
+    assert [same.p, *(each.holm for each in adjusted([same, near]))] == [1.0, 1.0, 0.06]  # the reference's own row
 
 
-def folders(tmp_path, write_run, *, seeds, low=(1.9,)):
+def folders(tmp_path, *, seeds, low=(1.9,)):
     rows = [("fp32", 2.0, 0.0), *(("sgd", final, 0.002) for final in low), ("muon", 2.0, 0.02)]
     return [
         write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=final + seed / 100 + step * (-1) ** seed, seed=seed)
@@ -64,7 +55,7 @@ def folders(tmp_path, write_run, *, seeds, low=(1.9,)):
     ]
 
 
-def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path, write_run):
+def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path):
     paths = folders(tmp_path, write_run, seeds=4)
     results = measured(paths, "fp32")
     reference, lower, same = (result.difference for result in results)
@@ -85,7 +76,7 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
     assert lines[0]["difference_p_holm"] == ""
 
 
-def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
+def test_a_pair_on_two_processors_is_marked(tmp_path):
     paths = folders(tmp_path, write_run, seeds=3)
     here = {"cpu": "one", "cpu_capability": "AVX2", "platform": "Linux"}
     for path in paths:
@@ -102,7 +93,7 @@ def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
     assert not measured(paths, "fp32")[2].difference.apart
 
 
-def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
+def test_one_seed_is_a_lead_without_an_interval(tmp_path):
     results = measured(folders(tmp_path, write_run, seeds=1), "fp32")
     for text in (to_text(results), to_markdown(results)):
         assert "run (one seed: a lead)" in text

@@ -17,7 +17,7 @@ def some_records(seed: int) -> list[dict[str, object]]:
     """Records with gaps, nulls, flags and what no run writes."""
     draw = random.Random(seed)
     values = (1, 2.5, -0.0, 1e300, None, True, False, 2**60, math.inf, math.nan, 10**400)
-    made: list[dict[str, object]] = []
+    made = []
     for step in range(60):
         chosen = [name for name in NAMES[1:] if draw.random() < 0.6]
         made.append({"step": step, **{name: draw.choice(values) for name in chosen}, "note": "x", "deep": [1]})
@@ -29,7 +29,7 @@ def known(value: object) -> float | None:
 
 
 @each("seed", range(5))
-def test_columns_say_what_the_records_said(seed: int) -> None:
+def test_columns_say_what_the_records_said(seed):
     made = some_records(seed)
     columns = Records(made)
     plain = [{name: known(value) for name, value in record.items() if name in NAMES} for record in made]
@@ -46,7 +46,7 @@ def test_columns_say_what_the_records_said(seed: int) -> None:
 
 
 def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
-    """Of its records alone: to read a small file takes a buffer for the largest that is read."""
+    """Its records are large: to read a small file takes a buffer for the largest that is read."""
     draw = random.Random(0)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(3000):

@@ -1,16 +1,16 @@
-"""What runs say together: heat maps, learning rates, parallel coordinates, and files that do not fit."""
+"""Charts of many runs: heat maps, learning rates, parallel coordinates; files that do not fit."""
 
 import json
 
 import pytest
-from run_folders import rows_of
+from run_folders import rows_of, write_run
 
 from nanogpt_bench.report.chart import styles
 from nanogpt_bench.report.charts import ABOVE, parallel_chart, rate_chart, sensitivity_charts
 from nanogpt_bench.report.results_file import read_studies
 
 
-def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):
+def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path):
     ended = {"status": "failed", "failure": {"kind": "nan", "message": "x", "step": 3}, "final_val_loss": None}
     runs = [(lr, seed) for lr in (0.1, 0.2) for seed in (0, 1)]
     paths = [
@@ -26,7 +26,7 @@ def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, wr
     assert cross["y"] > 2.7
 
 
-def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path, write_run):
+def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path):
     failed = {"status": "failed", "final_val_loss": None}
     paths = [
         write_run(tmp_path / "a"),

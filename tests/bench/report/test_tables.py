@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from laws import each
-from run_folders import csv_lines, measured
+from run_folders import csv_lines, measured, write_comparison, write_run
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.report import report
@@ -52,11 +52,11 @@ def headings(results: list[Result]) -> list[str]:
 
 
 @pytest.fixture
-def results(tmp_path, write_comparison):
+def results(tmp_path):
     return measured(write_comparison(tmp_path))
 
 
-def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
+def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
     results = [result(*row) for row in ROWS]
     shown = headings(results)
     assert not {"best val loss", "grad cosine"} & set(shown)
@@ -66,19 +66,14 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
         assert [word for word in shown if word not in table] == []
 
 
-def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
-    results = [result(f"row {loss}", loss, 9.0, None, None, 1) for loss in (2.5, 2.62)]
-    assert "best val loss" not in headings(results)
-    first = replace(results[0], best_val_loss=Figure(2.4))
-    assert "best val loss" in headings([first, results[1]])
-
-
 @each(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)])
-def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool) -> None:
+def test_alerts_and_the_best_loss_are_shown_where_they_differ(alerts, shown):
     results = [
         replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
     ]
     assert ("alerts" in headings(results)) == shown
+    assert "best val loss" not in headings(results)
+    assert "best val loss" in headings([replace(results[0], best_val_loss=Figure(2.4)), *results[1:]])
 
 
 def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
@@ -94,7 +89,7 @@ def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
 
 
 @pytest.mark.parametrize("text", ["=HYPERLINK(0)", "+1+cmd", "-2+3", "@SUM(A1)"])
-def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_path, write_run, text):
+def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_path, text):
     failures = [{"kind": text, "step": 3}]
     paths = [
         write_run(tmp_path / "a"),
@@ -115,7 +110,7 @@ def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
     assert "93.0% code" in lines[4]
 
 
-def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path, write_run):
+def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path):
     paths = [
         write_run(tmp_path / "a"),
         write_run(tmp_path / "b", rule="stochastic", fmt="E4M3", final=2.5, stall=0.89, arrived=0.998, lr=2.0),
@@ -130,7 +125,7 @@ def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tm
     assert (shown["arrived"], shown["lr"]) == (["-", "99.8%", "21.0%"], ["0.001", "2", "0.001"])
 
 
-def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
+def test_without_a_reference_nothing_speaks_of_one(tmp_path):
     folders = [write_run(tmp_path / "a", rule="fp32"), write_run(tmp_path / "b", rule="sgd")]
     results = measured(folders)
     page = report(folders, out=tmp_path / "out").read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 from laws import each
-from run_folders import rows_of
+from run_folders import rows_of, write_run
 
 from nanogpt_bench.report.results import Evidence, Judgement, judge, measure
 from nanogpt_bench.runs.load import load_run
@@ -12,7 +12,7 @@ CRASH = {"kind": "crash", "message": "gone", "step": None}
 
 
 @pytest.fixture
-def run(tmp_path, write_run):
+def run(tmp_path):
     """Makes a run in whose records some classes of failure were found, with the summary changed as asked."""
     made = iter(range(100))
 
@@ -95,20 +95,20 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
     assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith("plateau; failed at step 37")
 
 
-def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path, write_run):
+def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path):
     def said(name, finals, error):
-        paths = [
+        made = {"final_val_loss_se": error}
+        ends = [(rule, seed, final) for rule in ("fp32", "sgd") for seed, final in enumerate(finals)]
+        rows = rows_of(
             write_run(
                 tmp_path / f"{name}-{rule}-{seed}",
                 rule=rule,
                 final=2.62 if rule == "fp32" else final,
                 seed=seed,
-                final_val_loss_se=error,
+                **made,
             )
-            for rule in ("fp32", "sgd")
-            for seed, final in enumerate(finals)
-        ]
-        rows = rows_of(paths)
+            for rule, seed, final in ends
+        )
         return measure(rows, rows[0])[1].verdict.text
 
     assert said("sure", (2.724,), 0.0213) == "behind"
@@ -117,7 +117,7 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
     assert said("wide", (2.9, 2.5, 2.8), 0.0213) == "within 10%"
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path, write_run):
+def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path):
     def labels(*runs):
         """The labels of runs (name, seed, learning rate, value of four settings) and the size of their rows."""
         paths = []

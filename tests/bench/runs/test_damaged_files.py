@@ -1,10 +1,8 @@
-"""What is wrong with a file is one line that names it; nothing is written, changed or run, whoever reads it."""
+"""A fault of a file is one line that names it; nothing is written, changed or run, whoever reads it."""
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import damages
 import numpy as np
@@ -15,7 +13,6 @@ from readers import Reader, readers
 from watched import MIB, watched
 
 from nanogpt_bench.checkpoint import Contents, commit
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.untrusted import MOST_YAML_VALUES
 
@@ -39,7 +36,7 @@ YAML = {
     "text('[' * 101 + ']' * 101)": "nests more than 100 deep",
     "text('1: a\\n0x1: b')": "'0x1' is given twice",
 }
-DAMAGED: dict[str, dict[str, str]] = {
+DAMAGED = {
     "config": {
         **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
         "a.yaml: text('model:\\n  n_layer: 1\\nseed: 3\\nmodel:\\n  n_head: 1')": "'model' is given twice, on lines 1 "
@@ -175,7 +172,7 @@ def commit_to(step: int) -> Damage:
     return lambda path: commit(path.parent, Contents(step, {}), keep_last=9)
 
 
-NAMES: dict[str, Any] = {**vars(damages), "np": np, "torch": torch, "commit_to": commit_to}
+NAMES = {**vars(damages), "np": np, "torch": torch, "commit_to": commit_to}
 PLACES = [
     (name, file, garbage)
     for name, reader in readers(Path(), Path(), Path()).items()
@@ -186,9 +183,7 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def every(
-    corpus_dir: Path, labelled_dir: Path, tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Reader, Path]]:
+def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
     """Every reader with what it reads, whole."""
     folder = tmp_path_factory.mktemp("whole")
     run(tiny(model__format="E4M3", monitor__interval=3), folder / "a")
@@ -210,7 +205,7 @@ def every(
 
 
 def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Path, grown: list[int]) -> list[str]:
-    """What is said of a damaged copy, each in a line; nothing is written, changed or run."""
+    """Return the lines about a damaged copy; nothing is written, changed or run."""
     folder = Path(shutil.copytree(whole, tmp_path / "it"))
     damage(folder / file)
     before = contents(tmp_path)
@@ -220,19 +215,13 @@ def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Pa
     assert contents(tmp_path) == before
     assert found.grown <= 2 * size + 64 * MIB
     grown.append(found.grown)
-    said: list[str] = found.returned
+    said = found.returned
     assert all(line.isprintable() and len(line) < 1000 for line in said), said
     return said
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damage_is_named(
-    name: str,
-    every: dict[str, tuple[Reader, Path]],
-    tmp_path: Path,
-    attacks: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_damage_is_named(name, every, tmp_path, attacks, monkeypatch):
     for number, (damage, words) in enumerate(DAMAGED[name].items()):
         (folder := tmp_path / str(number)).mkdir()
         monkeypatch.chdir(folder)
@@ -246,20 +235,11 @@ def test_a_damage_is_named(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "file", "garbage"), PLACES)
-def test_garbage_is_refused_by_every_reader(
-    name: str,
-    file: str,
-    garbage: str,
-    every: dict[str, tuple[Reader, Path]],
-    tmp_path: Path,
-    attacks: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = said_of(*every[name], file, GARBAGE[garbage], tmp_path, attacks)
-    assert any(Path(file).name in line or str(tmp_path / "it") in line for line in said), said
+def test_garbage_is_refused_by_every_reader(name, file, garbage, every, here, attacks):
+    said = said_of(*every[name], file, GARBAGE[garbage], here, attacks)
+    assert any(Path(file).name in line or str(here / "it") in line for line in said), said
 
 
-def test_an_execution_would_be_seen() -> None:
+def test_an_execution_would_be_seen():
     found = watched(lambda: [exec("1"), os.system("true")])
     assert {"exec", "compile", "os.system"} <= {event.split()[0] for event in found.executions}

@@ -1,7 +1,6 @@
-"""How far a run has come is read from its records: whole lines alone, whatever happens to the file meanwhile."""
+"""The progress of a run is read from whole lines of its records, whatever happens to the file meanwhile."""
 
 import json
-from pathlib import Path
 
 from nanogpt_bench.sweep.workers import MOST_BYTES, NewRecords
 
@@ -10,7 +9,7 @@ def line(step: int, **more: float) -> str:
     return json.dumps({"step": step, "train/loss": 3.0, "time/elapsed_s": float(step), **more}) + "\n"
 
 
-def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path: Path) -> None:
+def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = NewRecords({"run_dir": str(tmp_path), "settings": {"train.max_steps": 9}})
     assert records.new() is None
@@ -24,7 +23,7 @@ def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path: Path) 
     assert records.new() == first
 
 
-def test_of_a_long_file_the_end_is_read(tmp_path: Path) -> None:
+def test_of_a_long_file_the_end_is_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(map(line, range(MOST_BYTES // 40))))
     found = NewRecords({"run_dir": str(tmp_path)}).new()
     assert found is not None

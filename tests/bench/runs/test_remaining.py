@@ -8,12 +8,6 @@ from rich.console import Console
 from nanogpt_bench.sweep import session
 from nanogpt_bench.sweep.session import Bar, Entry
 from nanogpt_bench.sweep.workers import Event
-from nanogpt_bench.system.errors import rough_time
-
-
-def test_times_are_said_no_better_than_they_are_known() -> None:
-    words = ["some seconds", "about 20 s", "about 2 min", "about 89 min", "about 1 h 30 min", "about 30 h 0 min"]
-    assert [rough_time(seconds) for seconds in (0, 17, 90, 5340, 5400, 108000)] == words
 
 
 def progress(step: int) -> dict[str, object]:
@@ -21,13 +15,13 @@ def progress(step: int) -> dict[str, object]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_runs_count_by_their_size_and_those_to_come_too(clock: list[float]) -> None:
+def test_runs_count_by_their_size_and_those_to_come_too(clock):
     bar = Bar(Console(file=io.StringIO()))
     for size in (3.0, 1.0):
         bar.entries.append(Entry(f"run {size}", size))
@@ -45,7 +39,7 @@ def test_runs_count_by_their_size_and_those_to_come_too(clock: list[float]) -> N
     assert (bar.share(), bar.words().split(",")[0]) == (4 / 8, "2 of 2 runs ended")
 
 
-def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(clock: list[float]) -> None:
+def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(clock):
     text = io.StringIO()
     bar = Bar(Console(file=text, width=100))
     for name in ("a", "b"):
@@ -62,7 +56,7 @@ def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(cloc
     assert lines[-2:] == ["[  300 s] a: done  val 2.000", "[  300 s] b: failed  one line"]
 
 
-def test_a_terminal_has_one_bar_and_lines_above_it(clock: list[float]) -> None:
+def test_a_terminal_has_one_bar_and_lines_above_it(clock):
     text = io.StringIO()
     with Bar(Console(file=text, width=100, force_terminal=True)) as bar:
         bar.entries.append(Entry("a"))
@@ -70,4 +64,4 @@ def test_a_terminal_has_one_bar_and_lines_above_it(clock: list[float]) -> None:
         bar.show(Event(0, "progress", progress(50)))
         bar.show(Event(0, "done"))
     assert "a: done  val 2.000" in text.getvalue()
-    assert "] 0 of 1 runs ended" not in text.getvalue()  # no line of the estimate, which stands beside the bar
+    assert "] 0 of 1 runs ended" not in text.getvalue()  # no line of the estimate, which the bar has

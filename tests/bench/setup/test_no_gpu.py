@@ -1,6 +1,5 @@
 """A GPU that is asked for and not there: one line and exit code 2 before anything is prepared, started or written."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,11 +30,10 @@ COMMANDS = {
 
 
 @pytest.fixture
-def places(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def places(here, corpus_dir, monkeypatch):
     """A folder with sweep files, on a machine without a GPU, where no worker can be started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
-    monkeypatch.chdir(tmp_path)
     files = {"axes.yaml": AXES, "tuned.yaml": AXES + TUNED, "device.yaml": AXES.replace("cuda", "cpu")}
     files["device.yaml"] = files["device.yaml"].replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
     files["device.yaml"] = files["device.yaml"].replace("runtime.device: cpu, ", "")
@@ -49,9 +47,7 @@ def places(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @each("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(
-    words: str, places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, places, tmp_path, capsys):
     if "MODEL" in words:
         import causal_models
 
@@ -66,18 +62,18 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
 
 @each("name", ["cuda:7", "mps", "gpu", ""])
 @each("command", ["run fp32.yaml", "compare", "sweep formats.yaml"])
-def test_other_devices_are_not_known(command: str, name: str, refused: Callable[..., str]) -> None:
+def test_other_devices_are_not_known(command, name, refused):
     said = refused(*command.split(), "--runtime.device", name)
     assert f"runtime.device: {name!r} is not known" in said
     assert "allowed: auto, cpu, cuda" in said
 
 
-def test_a_cluster_is_asked_for_its_own_gpus(tmp_path: Path) -> None:
+def test_a_cluster_is_asked_for_its_own_gpus(tmp_path):
     class Nodes:
-        def __init__(self, gpus: float) -> None:
+        def __init__(self, gpus):
             self.gpus = gpus
 
-        def cluster_resources(self) -> dict[str, float]:
+        def cluster_resources(self):
             return {"CPU": 4.0} | ({"GPU": self.gpus} if self.gpus else {})
 
     RayCluster(Nodes(1.0), tmp_path).check_device("cuda")

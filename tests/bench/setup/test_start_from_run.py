@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, summary_of
+from bench_runs import recorded, refusal, resolved, summary_of
 
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
 from nanogpt_bench.config.settings import load_config
@@ -17,11 +16,10 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.runs.trained import choose
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.system.errors import BenchError
 
 
 @pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
-def test_a_model_starts_from_the_very_weights_of_a_run(tiny: Tiny, trained: dict[str, Path], kind: str) -> None:
+def test_a_model_starts_from_the_very_weights_of_a_run(tiny, trained, kind):
     settings = load_config(trained[kind] / "config.yaml")
     theirs = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
     restore(read(step_file(trained[kind], 6)), theirs, [])
@@ -34,7 +32,7 @@ def test_a_model_starts_from_the_very_weights_of_a_run(tiny: Tiny, trained: dict
         assert torch.equal(weight, expected), name
 
 
-def test_a_run_goes_on_where_the_other_one_ended(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_goes_on_where_the_other_one_ended(tiny, trained, tmp_path):
     first = run(tiny(model__init_from=trained["float"]), tmp_path / "more")
     other = summary_of(trained["float"])
     assert first["first_val_loss"] == other["final_val_loss"]
@@ -45,9 +43,7 @@ def test_a_run_goes_on_where_the_other_one_ended(tiny: Tiny, trained: dict[str, 
     assert (named.init_from, named.size, named.n_layer) == (facts["checkpoint"], None, 1)
 
 
-def test_it_resumes_to_the_same_bits_whatever_became_of_the_other(
-    tiny: Tiny, trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_it_resumes_to_the_same_bits_whatever_became_of_the_other(tiny, trained, tmp_path):
     start = shutil.copytree(trained["one byte"], tmp_path / "start")
     settings = {"rule": "nearest", "model__format": "E5M2", "checkpoint__every": 3}
     whole = run(tiny(model__init_from=step_file(start, 3), **settings), tmp_path / "cut")
@@ -59,7 +55,7 @@ def test_it_resumes_to_the_same_bits_whatever_became_of_the_other(
     assert again["final_val_loss"] == whole["final_val_loss"]
 
 
-def test_without_either_nothing_begins(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_without_either_nothing_begins(tiny, trained, tmp_path):
     start = shutil.copytree(trained["float"], tmp_path / "start")
     config = tiny(model__init_from=start, checkpoint__every=3)
     run(config, tmp_path / "cut")
@@ -67,38 +63,29 @@ def test_without_either_nothing_begins(tiny: Tiny, trained: dict[str, Path], tmp
     step_file(start, 6).unlink()
     for path in (tmp_path / "cut" / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BenchError, match="does not exist any more, and nothing whole to go on from"):
+    with refusal("does not exist any more, and nothing whole to go on from"):
         run(config, tmp_path / "cut", resume=True, say=lambda _: None)
 
 
-def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny: Tiny, trained: dict[str, Path]) -> None:
+def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny, trained):
     start = f"--model.init_from={trained['float']}"
     said = load_config(trained["float"] / "config.yaml", ["--model.size=0.8M", start])
     assert said.model.size == "0.8M"
     assert resolve(said).model.size is None
-    with pytest.raises(BenchError, match=r"model.size: '10M' can't be used"):
+    with refusal(r"model.size: '10M' can't be used"):
         resolve(load_config(None, ["--model.size=10M", f"--model.init_from={trained['float']}"]))
 
 
-def test_a_run_without_checkpoints_says_how_to_get_one(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
-    bare = shutil.copytree(trained["float"], tmp_path / "bare")
-    shutil.rmtree(bare / "checkpoints")
-    with pytest.raises(BenchError, match=r"has no checkpoint; nanogpt-bench run .*config.yaml --checkpoint.last true"):
-        resolve(tiny(model__init_from=bare))
-
-
-def test_a_damaged_checkpoint_and_another_text_are_refused(
-    tiny: Tiny, trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_path):
     hurt = shutil.copytree(trained["float"], tmp_path / "hurt")
     path = step_file(hurt, 6)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(BenchError, match=r"model.init_from: checkpoint .* does not have the sha256"):
+    with refusal(r"model.init_from: checkpoint .* does not have the sha256"):
         resolve(tiny(model__init_from=hurt))
     (tmp_path / "other.txt").write_text("".join(map(chr, range(65, 106))) * 40)  # as many characters, other ones
     prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
-    with pytest.raises(BenchError, match="numbers the characters of each text on its own"):
+    with refusal("numbers the characters of each text on its own"):
         initial_model(config, open_corpus(config))
 
 
@@ -115,14 +102,14 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(
         ),
     ],
 )
-def test_a_checkpoint_that_attacks_is_one_line(tmp_path: Path, changed: dict[str, object], words: str) -> None:
+def test_a_checkpoint_that_attacks_is_one_line(tmp_path, changed, words):
     tensors = {"token_embedding.weight": torch.ones(3, 8)}
     folder = commit(tmp_path, Contents(1, {"model": tensors}, facts=changed), keep_last=1)
-    with pytest.raises(BenchError, match=words):
-        resolve(load_config(None, [f"--model.init_from={folder}"]))
+    with refusal(words):
+        resolved([f"--model.init_from={folder}"])
 
 
-def test_the_best_checkpoint_is_kept(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept(tiny, tmp_path):
     settings = {"eval__interval": 1, "train__max_steps": 4, "optimizer__lr": 0.5, "optimizer__warmup_steps": 6}
     found = run(tiny(checkpoint__best=True, checkpoint__keep=1, **settings), tmp_path / "a")
     losses = {record["step"]: record["val/loss"] for record in recorded(tmp_path / "a")}
@@ -132,17 +119,11 @@ def test_the_best_checkpoint_is_kept(tiny: Tiny, tmp_path: Path) -> None:
     assert steps(tmp_path / "a") == [lowest, 4]
     assert choose(tmp_path / "a", "best") == step_file(tmp_path / "a", lowest)
     run(tiny(**settings), tmp_path / "b")
-    with pytest.raises(BenchError, match=r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
+    with refusal(r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
         choose(tmp_path / "b", "best")
-    for other in ("metrics.jsonl", "summary.json"):  # watching for the best changes nothing else
-        names = ("train/loss", "val/loss", "final_val_loss", "best_val_loss")
+    for names in (("train/loss", "val/loss"), ("final_val_loss", "best_val_loss")):  # watching changes nothing else
         ours, theirs = (
-            [{name: json.loads(line).get(name) for name in names} for line in _lines(tmp_path / run_dir / other)]
-            for run_dir in "ab"
+            [{name: record.get(name) for name in names} for record in [*recorded(folder), summary_of(folder)]]
+            for folder in (tmp_path / "a", tmp_path / "b")
         )
         assert ours == theirs
-
-
-def _lines(path: Path) -> list[str]:
-    text = path.read_text()
-    return [text] if path.suffix == ".json" else text.splitlines()

@@ -2,17 +2,15 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from sweep_runs import small
 
 from nanogpt_bench.sweep import workers as pool_module
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 
 Write = Callable[..., Path]
 
@@ -39,27 +37,17 @@ def stub(job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(here, corpus_dir):
     """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
-    monkeypatch.chdir(tmp_path)
-    small = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
-    train = {"max_steps": 4, "batch_size": 4, "precision": "float32"}
+    base = small(
+        corpus_dir, {"model.n_layer": 2, "train.max_steps": 4, "eval.interval": 2, "optimizer.warmup_steps": 1}
+    )
 
-    def writer(**content: object) -> Path:
-        settings = {
-            "data.dir": str(corpus_dir),
-            **{f"model.{name}": value for name, value in small.items()},
-            **{f"train.{name}": value for name, value in train.items()},
-            "eval.interval": 2,
-            "eval.batches": 2,
-            "optimizer.warmup_steps": 1,
-            "runtime.threads": 1,
-        }
+    def writer(**content):
         own = content.get("settings", {})
-        rest = {key: value for key, value in settings.items() if key.partition(".")[0] not in own}
-        merged = {**content, "settings": {**rest, **own}}
-        path = tmp_path / "my.yaml"
-        path.write_text(yaml.safe_dump(merged, sort_keys=False))
+        rest = {key: value for key, value in base.items() if key.partition(".")[0] not in own}
+        path = here / "my.yaml"
+        path.write_text(yaml.safe_dump({**content, "settings": {**rest, **own}}, sort_keys=False))
         return path
 
     return writer

@@ -1,10 +1,8 @@
-"""What sweeps have left in the current folder, and sweeps that train in the test's own process."""
+"""Files that sweeps leave in the current folder, and sweeps that train in the test's own process."""
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,19 +16,19 @@ from nanogpt_bench.sweep.workers import Event
 class PoolOfNone:
     """Does the jobs itself, one after another: what a worker process takes to import torch is more than a tiny run."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_):
         pass
 
-    def __enter__(self) -> PoolOfNone:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         pass
 
-    def kill(self) -> None:
+    def kill(self):
         pass
 
-    def run(self, jobs: list[dict], order: deque[int]) -> Iterator[Event]:
+    def run(self, jobs, order):
         while order:
             job = order.popleft()
             yield Event(job, "started")
@@ -47,7 +45,7 @@ def train_here(patch: pytest.MonkeyPatch) -> None:
 
 def small(corpus_dir: Path, more: dict[str, object]) -> dict[str, object]:
     """Settings of a model that trains in a moment, and more."""
-    settings: dict[str, object] = {"data.dir": str(corpus_dir), "runtime.threads": 1}
+    settings = {"data.dir": str(corpus_dir), "runtime.threads": 1}
     settings |= {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16}
     settings |= {"train.batch_size": 4, "train.precision": "float32", "eval.interval": 1000, "eval.batches": 2}
     return settings | more

@@ -35,7 +35,7 @@ def swept(folder: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lengths(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
+def lengths(tmp_path_factory, corpus_dir):
     """Two rules, two seeds and two lengths, trained."""
     folder = tmp_path_factory.mktemp("lengths")
     axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
@@ -43,14 +43,14 @@ def lengths(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sizes(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
+def sizes(tmp_path_factory, corpus_dir):
     """Two rules, two seeds and two sizes, trained."""
     folder = tmp_path_factory.mktemp("sizes")
     axes = {"rule": ["fp32", "sgd"], "data.train_tokens": [800, 200], "train.max_steps": [4], "seed": [1, 2]}
     return swept(folder, sweep_file(folder, corpus_dir, axes=axes))
 
 
-def test_every_length_has_the_whole_of_its_schedule(lengths: Path) -> None:
+def test_every_length_has_the_whole_of_its_schedule(lengths):
     for steps in (4, 8):
         rates = [record["lr"] for record in recorded(lengths / f"sgd-max_steps={steps}-seed=1")[1:]]
         cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1))) for step in range(1, steps)]
@@ -58,7 +58,7 @@ def test_every_length_has_the_whole_of_its_schedule(lengths: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["length", "data"])
-def test_each_row_is_measured_against_the_reference_of_its_own(by: str, lengths: Path, sizes: Path) -> None:
+def test_each_row_is_measured_against_the_reference_of_its_own(by, lengths, sizes):
     out, rungs = (lengths, (4, 8)) if by == "length" else (sizes, (200, 800))
     labels = {r: f"max_steps={r}" if by == "length" else f"train_tokens={r} max_steps=4" for r in rungs}
     rows = {row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())}
@@ -72,7 +72,7 @@ def test_each_row_is_measured_against_the_reference_of_its_own(by: str, lengths:
         assert row["difference_seeds"] == "2"
 
 
-def test_a_validation_states_its_standard_error(lengths: Path) -> None:
+def test_a_validation_states_its_standard_error(lengths):
     for run in find_runs([lengths]):
         assert 0 < summary_of(run)["final_val_loss_se"] == recorded(run)[-1]["val/loss_se"] < 1
     assert "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]  # intervals of seeds take its place
@@ -81,9 +81,7 @@ def test_a_validation_states_its_standard_error(lengths: Path) -> None:
 
 
 @pytest.mark.parametrize(("settings", "searches"), [({}, 4), ({"data.train_tokens": None}, 2)])
-def test_sizes_share_a_search_where_the_trials_have_one_text(
-    settings: dict[str, object], searches: int, tmp_path: Path, corpus_dir: Path
-) -> None:
+def test_sizes_share_a_search_where_the_trials_have_one_text(settings, searches, tmp_path, corpus_dir):
     tune, axes = TUNE | {"settings": settings}, {"rule": ["fp32", "sgd"], "data.train_tokens": [200, 800]}
     path = sweep_file(tmp_path, corpus_dir, axes=axes, reference=None, tune=tune, confirm={"seeds": [1]})
     tuning = Tuning(read_sweep(path), SweepRecord(tmp_path / "out", "tune"))

@@ -19,13 +19,8 @@ def study(tmp_path_factory, corpus_dir):
     folder = tmp_path_factory.mktemp("study")
     own = {"model.format": "E4M3", "train.max_steps": 4, "eval.interval": 2, "eval.batches": 3}
     settings = small(corpus_dir, own | {"optimizer.warmup_steps": 1})
-    content = {
-        "settings": settings,
-        "axes": {"rule": ["fp32", "stochastic"]},
-        "tune": {"seeds": [1], "steps": 2, "span": 2},
-        "confirm": {"seeds": [3, 4]},
-        "reference": "fp32",
-    }
+    content = {"settings": settings, "axes": {"rule": ["fp32", "stochastic"]}, "reference": "fp32"}
+    content |= {"tune": {"seeds": [1], "steps": 2, "span": 2}, "confirm": {"seeds": [3, 4]}}
     (folder / "my.yaml").write_text(json.dumps(content))
     patch = pytest.MonkeyPatch()
     train_here(patch)
@@ -77,12 +72,17 @@ def test_the_file_is_a_list_of_flat_runs_with_what_a_result_depends_on(study):
         assert search["trial.loss"] == search["trial.loss.1"]
 
 
-def test_another_reference_may_be_named(study, capsys):
+def test_another_reference_may_be_named_and_no_label_commands_the_terminal(study, tmp_path, capsys):
     file, _ = study
     assert main(["results", "show", str(file), "--reference", "E4M3 stochastic"]) == 0
     assert "gap to E4M3 stochastic" in capsys.readouterr().out
     assert main(["results", "show", str(file), "--reference", "fp23"]) == 2
     assert "did you mean 'fp32'" in capsys.readouterr().err
+    content = json.loads(file.read_text())
+    content[-1]["label"] = content[0]["label"] = "E4M3 \x1b]0;title\x07"
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    assert main(["results", "show", str(tmp_path / "other.json")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("search", [{"start.lr": 1, "trial.loss": 5}, {"start": 3, "cost": []}, {"trial.loss": [1]}])
@@ -92,15 +92,6 @@ def test_what_was_tuned_is_left_out_where_it_says_nothing(study, tmp_path, capsy
     path.write_text(json.dumps([*content, {"kind": "search", **search}]))
     assert main(["results", "show", str(path)]) == 0
     assert "fp32" in capsys.readouterr().out
-
-
-def test_no_label_commands_the_terminal(study, tmp_path, capsys):
-    content = json.loads(study[0].read_text())
-    content[-1]["label"] = content[0]["label"] = "E4M3 \x1b]0;title\x07"
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(content))
-    assert main(["results", "show", str(path)]) == 0
-    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_the_commit_is_that_of_the_checkout():

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import refusal
+from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -21,8 +23,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
 from nanogpt_bench.sweep.tuning import Tuning
-from nanogpt_bench.sweep.workers import divide, threads_asked
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.sweep.workers import check_workers, divide, threads_asked
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
@@ -57,6 +58,10 @@ def test_random_points_lie_between_the_bounds_and_more_samples_leave_them():
     assert many[0] | {"seed": 2} == many[1]  # a point is trained at every seed
 
 
+FULL = {"model.formats": {"*": {"weight": "E4M3", "activation": "E5M2"}}}
+POLICY = {"model.formats.mlp.fc.policy": "static", "model.formats.mlp.fc": "E5M2"}
+
+
 @pytest.mark.parametrize(
     ("base", "point", "formats"),
     [
@@ -64,16 +69,8 @@ def test_random_points_lie_between_the_bounds_and_more_samples_leave_them():
         ({"model.format": "E4M3"}, {"model.formats.attn": "E5M2"}, {"*": "E4M3", "attn": "E5M2"}),
         ({"model.formats": {"*": "E4M3", "mlp": "none"}}, {"model.format": "E7M0"}, {"*": "E7M0", "mlp": "none"}),
         ({"model.format": "E4M3"}, {"model.formats.*.ste": "relu"}, {"*": {"weight": "E4M3", "ste": "relu"}}),
-        (
-            {},
-            {"model.formats.mlp.fc.policy": "static", "model.formats.mlp.fc": "E5M2"},
-            {"mlp.fc": {"weight": "E5M2", "policy": "static"}},
-        ),
-        (
-            {"model.formats": {"*": {"weight": "E4M3", "activation": "E5M2"}}},
-            {"model.format": "E3M4"},
-            {"*": {"weight": "E3M4", "activation": "E5M2"}},
-        ),
+        ({}, POLICY, {"mlp.fc": {"weight": "E5M2", "policy": "static"}}),
+        (FULL, {"model.format": "E3M4"}, {"*": {"weight": "E3M4", "activation": "E5M2"}}),
     ],
 )
 def test_formats_of_patterns_and_options_of_layers_are_axes_too(base, point, formats):
@@ -85,13 +82,8 @@ def test_formats_of_patterns_and_options_of_layers_are_axes_too(base, point, for
 
 
 def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
-    axes = {
-        "model.format": ["e4m3", "E7M0"],
-        "rule": ["fp32", "nearest"],
-        "optimizer.lr": ["1e-3", 0.002],
-        "train.batch_size": [2, 3],
-        "seed": [7, 8],
-    }
+    axes = {"model.format": ["e4m3", "E7M0"], "rule": ["fp32", "nearest"], "optimizer.lr": ["1e-3", 0.002]}
+    axes |= {"train.batch_size": [2, 3], "seed": [7, 8]}
     planned = plan_sweep(read_sweep(write(axes=axes, reference={"rule": "sgd"})))
     assert {run.label for run in planned[:4]} == {"sgd batch_size=2", "sgd batch_size=3"}  # a reference for each
     labels = [run.label for run in planned[4:]]
@@ -128,7 +120,7 @@ def test_a_rule_without_a_second_rate_does_without(write, where):
     muons = [("muon", 1e-3), *([("muon", 3e-3)] if where == "axes" else [])]
     assert rates == [("fp32", None), *muons, ("stochastic", None)]
     alone = read_sweep(write(settings={"rule": "fp32", "optimizer.float_lr": 1e-3}, axes={"seed": [1]}))
-    with pytest.raises(BenchError, match=r"float_lr: 0\.001 is not an option of adamw"):
+    with refusal(r"float_lr: 0\.001 is not an option of adamw"):
         plan_sweep(alone)
 
 
@@ -138,7 +130,7 @@ def test_granularities_of_a_float_rule_are_one_point(write):
     assert [run.rule for run in planned].count("fp32") == 1
     assert len(planned) == 1 + 4
     shared = {"model.granularity": "tensor", "model.formats.lm_head": "E5M2"}
-    with pytest.raises(BenchError, match=r"model\.granularity: 'tensor' means nothing under rule 'fp32'"):
+    with refusal(r"model\.granularity: 'tensor' means nothing under rule 'fp32'"):
         plan_sweep(read_sweep(write(settings={"rule": "fp32", "model.granularity": "tensor"}, axes={"seed": [1]})))
     axes = {"rule": ["fp32", "nearest"], "model.format": ["E4M3"]}
     settings = [run.settings for run in plan_sweep(read_sweep(write(settings=shared, axes=axes)))]
@@ -172,83 +164,67 @@ def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
         assert find_sweep(str(path)) == path
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "parts"),
-    [
-        ({"axs": {}}, [], ["axs", "did you mean 'axes'"]),
-        ({}, [], ["my.yaml has no axes"]),
-        ({"axes": {"optimizer.l": [1]}}, [], ["optimizer.l", "'optimizer.lr'"]),
-        ({"axes": {"optimizer.lr": []}}, [], ["axes.optimizer.lr", "list of values"]),
-        ({"axes": {"optimizer.lr": [1, 1]}}, [], ["axes.optimizer.lr", "twice"]),
-        ({"axes": {"optimizer.lr": {"min": 1}}}, [], ["axes.optimizer.lr.max", "None"]),
-        ({"axes": {"optimizer.lr": {"min": 1, "max": 0}}}, [], ["axes.optimizer.lr", "min < max"]),
-        ({"axes": {"optimizer.lr": {"min": 0, "max": 1}}}, [], ["axes.optimizer.lr", "log scale"]),
-        ({"axes": {"optimizer.lr": {"min": 1, "mx": 2}}}, [], ["mx", "did you mean 'max'"]),
-        ({"axes": {"optimizer.lr": {"min": 1, "max": 2}}}, [], ["axes.optimizer.lr", "points"]),
-        ({"axes": {"optimizer.lr": [1, -1]}}, [], ["optimizer.lr", "-1", "> 0"]),
-        ({"axes": {"rule": ["nearst"], "model.format": ["E4M3"]}}, [], ["nearst", "'nearest'"]),
-        ({"axes": {"model.format": ["E4M33"]}}, [], ["E4M33", "E4M3"]),
-        ({"axes": {"rule": ["nearest"]}}, [], ["nearest", "model.format", "(at rule 'nearest')"]),
-        ({"axes": {"model.formats.mlp.fcc": ["E4M3"]}}, [], ["mlp.fcc", "did you mean 'mlp.fc'"]),
-        (
-            {"axes": {"model.granularity": ["block"]}, "settings": ON_GRID},
-            [],
-            ["model.formats", "granularity", "block"],
-        ),
-        ({"axes": {"seed": [1]}, "search": "gird"}, [], ["gird", "did you mean 'grid'"]),
-        ({"axes": {"seed": [1]}, "samples": 0}, [], ["samples", "0", ">= 1"]),
-        ({"axes": {"seed": [1]}, "workers": "two"}, [], ["workers", "two", "whole number"]),
-        ({"axes": {"seed": [1]}, "sensitivity": {"block": 2}}, [], ["block", "did you mean 'blocks'"]),
-        ({"axes": {"seed": [1]}, "settings": {"data.dir": "gone"}}, [], ["gone", "prepare"]),
-        ({"axes": {"seed": [1]}, "config": "e4m4.yaml"}, [], ["e4m4.yaml", "e4m3.yaml"]),
-        ({"axes": {"seed": [1]}}, ["--seed=3"], ["--seed", "axis"]),
-        ({"axes": {"seed": [1]}}, ["--train.max_stps", "3"], ["train.max_stps", "train.max_steps"]),
-        ({"axes": {"seed": [1]}}, ["--sensitivit"], ["did you mean '--sensitivity'"]),
-        ({"axes": {"seed": [1]}}, ["--workers", "0"], ["--workers", ">= 1"]),
-        ({"axes": {"seed": [1]}}, ["--sensitivity"], ["model.format"]),
-        ({"axes": {"model.format": ["E4M3"], "rule": ["nearest"]}}, ["--sensitivity"], ["rule", "settings"]),
-        (
-            {"axes": {"model.format": ["E4M3"]}, "sensitivity": {"patterns": ["mlp.fcc"]}},
-            ["--sensitivity"],
-            ["mlp.fcc", "did you mean 'mlp.fc'"],
-        ),
-        (
-            {"axes": {"model.format": ["E4M3"]}, "sensitivity": {"operand": "wight"}},
-            ["--sensitivity"],
-            ["wight", "did you mean 'weight'"],
-        ),
-    ],
-)
-def test_a_wrong_file_is_one_line_and_leaves_nothing(write, content, options, parts, capsys, tmp_path):
-    path = write(**content)
-    assert main(["sweep", str(path), "--out", "out", *options]) == 2
-    output = capsys.readouterr()
-    (line,) = output.err.strip().splitlines()
-    for part in parts:
-        assert part in line
-    assert output.out == ""
+LR, SEED, FORMAT = "optimizer.lr", {"seed": [1]}, {"model.format": ["E4M3"]}
+#: axes, what else a file has, the options beside it, and what is said, its parts apart by " & "
+WRONG = [
+    (None, {"axs": {}}, "", "axs & did you mean 'axes'"),
+    (None, {}, "", "my.yaml has no axes"),
+    ({"optimizer.l": [1]}, {}, "", "optimizer.l & 'optimizer.lr'"),
+    ({LR: []}, {}, "", "axes.optimizer.lr & list of values"),
+    ({LR: [1, 1]}, {}, "", "axes.optimizer.lr & twice"),
+    ({LR: {"min": 1}}, {}, "", "axes.optimizer.lr.max & None"),
+    ({LR: {"min": 1, "max": 0}}, {}, "", "axes.optimizer.lr & min < max"),
+    ({LR: {"min": 0, "max": 1}}, {}, "", "axes.optimizer.lr & log scale"),
+    ({LR: {"min": 1, "mx": 2}}, {}, "", "mx & did you mean 'max'"),
+    ({LR: {"min": 1, "max": 2}}, {}, "", "axes.optimizer.lr & points"),
+    ({LR: [1, -1]}, {}, "", "optimizer.lr & -1 & > 0"),
+    ({"rule": ["nearst"], **FORMAT}, {}, "", "nearst & 'nearest'"),
+    ({"model.format": ["E4M33"]}, {}, "", "E4M33 & E4M3"),
+    ({"rule": ["nearest"]}, {}, "", "nearest & model.format & (at rule 'nearest')"),
+    ({"model.formats.mlp.fcc": ["E4M3"]}, {}, "", "mlp.fcc & did you mean 'mlp.fc'"),
+    ({"model.granularity": ["block"]}, {"settings": ON_GRID}, "", "model.formats & granularity & block"),
+    (SEED, {"search": "gird"}, "", "gird & did you mean 'grid'"),
+    (SEED, {"samples": 0}, "", "samples & 0 & >= 1"),
+    (SEED, {"workers": "two"}, "", "workers & two & whole number"),
+    (SEED, {"sensitivity": {"block": 2}}, "", "block & did you mean 'blocks'"),
+    (SEED, {"settings": {"data.dir": "gone"}}, "", "gone & prepare"),
+    (SEED, {"config": "e4m4.yaml"}, "", "e4m4.yaml & e4m3.yaml"),
+    (SEED, {}, "--seed=3", "--seed & axis"),
+    (SEED, {}, "--train.max_stps 3", "train.max_stps & train.max_steps"),
+    (SEED, {}, "--sensitivit", "did you mean '--sensitivity'"),
+    (SEED, {}, "--workers 0", "--workers & >= 1"),
+    (SEED, {}, "--sensitivity", "model.format"),
+    ({**FORMAT, "rule": ["nearest"]}, {}, "--sensitivity", "rule & settings"),
+    (FORMAT, {"sensitivity": {"patterns": ["mlp.fcc"]}}, "--sensitivity", "mlp.fcc & did you mean 'mlp.fc'"),
+    (FORMAT, {"sensitivity": {"operand": "wight"}}, "--sensitivity", "wight & did you mean 'weight'"),
+]
+
+
+@each(("axes", "more", "options", "said"), WRONG)
+def test_a_wrong_file_is_one_line_and_leaves_nothing(write, axes, more, options, said, refused, tmp_path):
+    path = write(**({} if axes is None else {"axes": axes}), **more)
+    line = refused("sweep", path, "--out", "out", *options.split())
+    assert [part for part in said.split(" & ") if part not in line] == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
 def test_cores_are_divided_among_the_workers(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
-    assert divide(None, 1000, None, 4) == (4, 1)
-    assert divide(None, 1, None, 4) == (1, 4)
-    assert divide(3, 1000, None, 4) == (3, 1)
-    assert divide(None, 1000, 2, 4) == (2, 2)
-    assert divide(None, 1000, 40, 4) == (1, 40)  # what the settings say belongs to the run
-    assert divide(3, 1000, 2, 4) == (3, 2)
+    for workers, runs, threads, divided in (
+        *((None, 1000, None, (4, 1)), (None, 1, None, (1, 4)), (3, 1000, None, (3, 1)), (None, 1000, 2, (2, 2))),
+        *((None, 1000, 40, (1, 40)), (3, 1000, 2, (3, 2))),  # what the settings say belongs to the run
+    ):
+        assert divide(workers, runs, threads, 4) == divided
 
 
-@pytest.mark.parametrize("asked", [1, 2])
-def test_no_run_has_more_threads_than_this_process_would_take(monkeypatch, asked):
+def test_no_run_has_more_threads_than_this_process_would_take(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(asked)  # as OMP_NUM_THREADS does
-        assert divide(1, 1000, None, threads_asked()) == (1, asked)
-        assert divide(2, 1000, None, threads_asked()) == (2, asked)
-        assert divide(4, 1000, None, threads_asked()) == (4, 1)
+        for asked in (1, 2):
+            torch.set_num_threads(asked)  # as OMP_NUM_THREADS does
+            for workers, threads in ((1, asked), (2, asked), (4, 1)):
+                assert divide(workers, 1000, None, threads_asked()) == (workers, threads)
     finally:
         torch.set_num_threads(before)
 
@@ -258,29 +234,30 @@ def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsy
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     monkeypatch.setattr(session_module, "threads_asked", lambda: 2)
     path = write(axes={"optimizer.lr": [0.1]})
-    path.write_text(path.read_text().replace("runtime.threads: 1\n", ""))
+    path.write_text(path.read_text().replace("  runtime.threads: 1\n", ""))
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     assert "1 at a time, 2 threads each" in capsys.readouterr().err
     assert json.loads(next(Path("out").glob("*/summary.json")).read_text())["threads"] == 2
 
 
 @pytest.mark.parametrize(
-    ("file", "options", "line"),
+    ("file", "options", "said"),
     [
         ({}, ["--workers", "9"], "--workers: 9 is more than the 4 cores take; give at most 4"),
         ({"workers": 5}, [], "workers: 5 is more than the 4 cores take; give at most 4"),
         (
             {"settings": {"runtime.threads": 2}},
             ["--workers", "3"],
-            "workers: 3 is more than the 4 cores take with runtime.threads 2; give at most 2",
+            "the 4 cores take with runtime.threads 2; give at most 2",
         ),
     ],
 )
-def test_more_runs_at_a_time_than_cores_are_refused(write, monkeypatch, capsys, file, options, line):
+def test_more_runs_at_a_time_than_cores_are_refused(write, monkeypatch, refused, file, options, said):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
-    assert main(["sweep", str(write(axes={"optimizer.lr": [0.1]}, **file)), "--out", "out", *options]) == 2
-    assert capsys.readouterr().err == f"nanogpt-bench: error: {line}\n"
+    assert refused("sweep", write(axes={"optimizer.lr": [0.1]}, **file), "--out", "out", *options).endswith(said)
     assert not Path("out").exists()
+    with refusal("2 is more than the 1 core takes; give at most 1"):
+        check_workers(2, "--workers", there=1)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, None), (1, 1), ([1, 3], 3)])
@@ -289,7 +266,7 @@ def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
     axes = {"seed": [1, 2], **({key: asked} if isinstance(asked, list) else {})}
     path = write(axes=axes, settings={} if key in axes else {key: asked})
     if key in axes:
-        path.write_text(path.read_text().replace("runtime.threads: 1\n", "", 1))
+        path.write_text(path.read_text().replace("  runtime.threads: 1\n", "", 1))
     assert threads_set(plan_sweep(read_sweep(path))) == found
 
 

@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded
+from bench_runs import recorded, refusal
 from safetensors.torch import load_file
 from torch import nn
 
@@ -17,13 +16,10 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.cli import main
 from nanogpt_bench.loop.observers import AlertObserver, Standstill, TrendObserver, _hash
-from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
-from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.system.errors import BenchError
 
 NAN = math.nan
 
@@ -32,13 +28,13 @@ Record = dict[str, float | int | None]
 
 
 @pytest.fixture
-def see(tiny: Tiny, tmp_path: Path) -> Callable[[int, Record], list[Alert]]:
+def see(tiny, tmp_path):
     """Return a function that feeds one record, of a run whose monitors look at every tenth step, and gives alerts."""
-    alerts: list[Alert] = []
+    alerts = []
     config = resolve(tiny(rule="nearest", model__format="E4M3", monitor__interval=10))
     observer = AlertObserver(config, tmp_path, alerts.append)
 
-    def seen(number: int, record: Record) -> list[Alert]:
+    def seen(number, record):
         before = len(alerts)
         observer.written(step(number, record))
         return alerts[before:]
@@ -50,8 +46,8 @@ def step(number: int, record: Record) -> Step:
     return Step(number, nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), record=record)
 
 
-def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(see: Callable[[int, Record], list[Alert]]) -> None:
-    record: Record = {"stall/update_lost": 0.75, "stall/update_lost/lm_head": 0.875, "quant/kurtosis/activation": 99.0}
+def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(see):
+    record = {"stall/update_lost": 0.75, "stall/update_lost/lm_head": 0.875, "quant/kurtosis/activation": 99.0}
     told = {number: see(number, dict(record)) for number in (10, 20, 25, 30, 40, 50)}
     assert [number for number, alerts in told.items() if alerts] == [30]
     ((alert,),) = filter(None, told.values())
@@ -59,8 +55,8 @@ def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(see: Callable
     assert alert.message == "75.0% of the weights lost a requested update, most of all in lm_head; from step 10 on"
 
 
-def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best() -> None:
-    def ends(trend: TrendObserver, losses: list[float]) -> list[bool]:
+def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best():
+    def ends(trend, losses):
         found = []
         for number, loss in enumerate(losses, start=1):
             trend.written(step(number, {"train/loss": loss, "val/loss": 2.0}))
@@ -75,7 +71,7 @@ def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best() -> None
     assert (own.flat, own.flatness[-1]) == (True, 0.0)
 
 
-def test_a_loss_that_is_null_or_not_finite_does_not_enter_the_smoothed_one() -> None:
+def test_a_loss_that_is_null_or_not_finite_does_not_enter_the_smoothed_one():
     trend, records = TrendObserver({}), [{"train/loss": 2.0}, {"train/loss": NAN}, {"train/loss": 2.0}]
     for number, record in enumerate(records, start=1):
         trend.written(step(number, record))
@@ -85,10 +81,10 @@ def test_a_loss_that_is_null_or_not_finite_does_not_enter_the_smoothed_one() -> 
 class Sabotage:
     """Puts a NaN into the gradient or the loss of chosen steps, by way of the model's own parameters."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
+    def __init__(self, monkeypatch, steps, what):
         accumulate = Trainer._accumulate
 
-        def count(trainer: Trainer, step: Step, observers: Any) -> float:
+        def count(trainer, step, observers):
             self.number = step.number
             loss = accumulate(trainer, step, observers)
             if self.number in steps and what == "gradient":
@@ -100,11 +96,9 @@ class Sabotage:
 
 
 @pytest.mark.parametrize(("what", "kind"), [("gradient", "grad_has_nan"), ("loss", "loss_is_nan")])
-def test_single_steps_that_are_not_finite_are_skipped(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, kind: str
-) -> None:
+def test_single_steps_that_are_not_finite_are_skipped(tiny, tmp_path, monkeypatch, what, kind):
     Sabotage(monkeypatch, {2, 3, 5}, what)
-    seen: list[Progress] = []
+    seen = []
     summary = run(tiny(rule="fp32"), tmp_path / "r", on_progress=seen.append)
     assert (summary["status"], summary["steps"]) == ("finished", 6)
     assert math.isfinite(summary["final_val_loss"])
@@ -121,7 +115,7 @@ def test_single_steps_that_are_not_finite_are_skipped(
     assert steps(tmp_path / "r" / "anomaly") == [2]
 
 
-def test_patience_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_the_run(tiny, tmp_path, monkeypatch):
     Sabotage(monkeypatch, {1, 2, 4, 5, 6}, "gradient")
     summary = run(tiny(rule="fp32"), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["final_val_loss"]) == ("failed", 3, None)
@@ -133,15 +127,16 @@ def test_patience_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     }
 
 
-def test_a_run_told_not_to_stop_goes_on(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alerts_stops_and_saved_states_can_be_turned_off(tiny, tmp_path, monkeypatch):
     Sabotage(monkeypatch, {2, 3, 4, 5}, "gradient")
-    settings = {"train__stop_on": "[]", "alerts__save_on_anomaly": False}
+    settings = {"train__stop_on": "[]", "alerts__save_on_anomaly": False, "alerts__enabled": False}
     summary = run(tiny(rule="fp32", **settings), tmp_path / "r")
-    assert (summary["status"], summary["steps"]) == ("finished", 6)
+    assert (summary["status"], summary["steps"], summary["alerts"]) == ("finished", 6, {})
     assert not (tmp_path / "r" / "anomaly").exists()
+    assert not (tmp_path / "r" / "alerts.jsonl").exists()
 
 
-def test_a_plateau_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_plateau_stops_the_run(tiny, tmp_path):
     settings = {"train__stop_on": "plateau", "train__max_steps": 12, "optimizer__lr": 1e-7, "eval__interval": 1}
     summary = run(tiny(**settings), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["failure"]) == ("stopped", 5, None)
@@ -149,30 +144,23 @@ def test_a_plateau_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
     assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
 
 
-def test_divergence_from_a_baseline_fails_the_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refused(tiny, tmp_path):
+    with refusal(r"alerts.baseline: .*gone' is no run folder"):
+        run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
     run(tiny(rule="fp32", train__max_steps=30, optimizer__lr=0.01), tmp_path / "base")
-    settings = {
-        "alerts__baseline": tmp_path / "base",
-        "train__stop_on": "nan,divergence",
-        "eval__interval": 5,
-        "train__max_steps": 30,
-    }
-    summary = run(tiny(rule="fp32", optimizer__lr=3.0, **settings), tmp_path / "r")
+    settings = {"rule": "fp32", "alerts__baseline": tmp_path / "base", "train__stop_on": "nan,divergence"}
+    settings |= {"eval__interval": 5, "train__max_steps": 30}
+    summary = run(tiny(optimizer__lr=3.0, **settings), tmp_path / "r")
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "divergence")
     assert summary["steps"] < 30
     assert summary["alerts"]["divergence"] == 1
     assert summary["final_val_loss"] is None
-    good = run(tiny(rule="fp32", optimizer__lr=0.01, **settings), tmp_path / "good")
+    good = run(tiny(optimizer__lr=0.01, **settings), tmp_path / "good")
     assert (good["status"], good["alerts"]) == ("finished", {})
 
 
-def test_a_baseline_that_is_none_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"alerts.baseline: .*gone' is no run folder"):
-        run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
-
-
-def test_weights_of_any_strides_have_the_hash_of_their_values() -> None:
+def test_weights_of_any_strides_have_the_hash_of_their_values():
     """A column of a matrix that was left is no run of bytes."""
     x = torch.arange(12.0).reshape(4, 3)
     hashes = []
@@ -183,26 +171,19 @@ def test_weights_of_any_strides_have_the_hash_of_their_values() -> None:
     assert hashes[0] == hashes[1]
 
 
-def test_alerts_can_be_turned_off(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Sabotage(monkeypatch, {2}, "loss")
-    summary = run(tiny(rule="fp32", alerts__enabled=False), tmp_path / "r")
-    assert summary["alerts"] == {}
-    assert not (tmp_path / "r" / "alerts.jsonl").exists()
-
-
 class Run:
     """A layer and an optimizer; `go` takes steps, or only counts them, and validates at the last."""
 
-    def __init__(self, make: Any, fmt: str = "E4M3") -> None:
+    def __init__(self, make, fmt="E4M3"):
         self.layer = fm.quantize_model(nn.Linear(8, 8), fmt, storage="fp8")
         self.optimizer, self.seen, self.number = make(self.layer.parameters()), Standstill(), 0
         self.look(0)
 
-    def look(self, number: int, **flags: int) -> list[str]:
-        record: Any = {**flags, "val/loss": 1.0}
+    def look(self, number, **flags):
+        record = {**flags, "val/loss": 1.0}
         return [kind for kind, _ in self.seen.see(Step(number, self.layer, self.optimizer, record=record))]
 
-    def go(self, steps: int = 2, **flags: int) -> list[str]:
+    def go(self, steps=2, **flags):
         for _ in range(steps):
             self.number += 1
             self.layer(torch.ones(1, 8)).square().sum().backward()
@@ -234,24 +215,21 @@ STILL = [(nothing_taken, ["no_step", "no_change"]), (nothing_moved, ["no_change"
 
 
 @pytest.mark.parametrize(("change", "kinds"), STILL)
-def test_steps_that_are_not_taken_and_weights_that_stay(change: Callable[[Run], None], kinds: list[str]) -> None:
+def test_steps_that_are_not_taken_and_weights_that_stay(change, kinds):
     run = Run(adamw)
     assert run.go() == []
     change(run)
     assert run.go() == kinds
 
 
-def test_an_optimizer_that_counts_no_steps_is_seen_by_its_weights() -> None:
-    run = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")
-    assert run.go() == ["no_change"]
-
-
 @pytest.mark.parametrize("flag", ["loss_is_nan", "grad_has_nan"])
-def test_steps_that_are_left_out_have_alerts_of_their_own(flag: str) -> None:
+def test_steps_that_are_left_out_have_alerts_of_their_own(flag):
     run = Run(adamw)
     run.optimizer.step = lambda: None
     assert run.go(1, **{flag: 1}) == []
     assert run.go(1) == ["no_change"]
+    uncounted = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")  # seen by its weights
+    assert uncounted.go() == ["no_change"]
 
 
 SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
@@ -260,15 +238,14 @@ LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.in
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_text_of_one_character_is_trained_on_and_measured(here):
     Path("a.txt").write_text("a" * 3000)
     assert main(["prepare", "text", "--input", "a.txt", "--tokenizer", "char", "--out", "a"]) == 0
     common = ["--data.dir", "a", "--train.max_steps", "20", *SMALL]
     assert main(["run", "fp32.yaml", "--name", "fp32", *common]) == 0
     against = ["--alerts.baseline", "runs/fp32", "--train.stop_on", "divergence"]
     assert main(["run", "e4m3.yaml", "--name", "e4m3", *LOOKED_AT, *against, *common]) == 0
-    records = recorded(tmp_path / "runs" / "e4m3")
+    records = recorded(here / "runs" / "e4m3")
     assert {record["train/excess"] for record in records if "train/excess" in record} == {0.0}
     assert records[-1]["val/loss"] == 0.0
     assert main(["evaluate", "runs/fp32", "--formats", "E4M3"]) == 0
@@ -276,19 +253,17 @@ def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("baseline", [{}, dict.fromkeys(range(1, 5), 0.0)])
-def test_a_loss_above_one_of_0_is_too_high(baseline: dict[int, float]) -> None:
+def test_a_loss_above_one_of_0_is_too_high(baseline):
     trend = TrendObserver(baseline)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
     for number, loss, excess in ((1, 0.0, 0.0), (2, 0.25, math.inf), (3, 0.25, math.inf), (4, 0.25, math.inf)):
-        step = Step(number, model, optimizer, record={"train/loss": loss, "val/loss": loss})
-        trend.written(step)
-        assert step.record["train/excess"] == excess
+        taken = step(number, {"train/loss": loss, "val/loss": loss})
+        trend.written(taken)
+        assert taken.record["train/excess"] == excess
     assert trend.diverging
 
 
-def test_the_lowest_loss_stays_0(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: Iterator[float] = chain([1.0, 0.0], repeat(0.5))
-    monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(told)])
+def test_the_lowest_loss_stays_0(tiny, tmp_path, monkeypatch):
+    losses = chain([1.0, 0.0], repeat(0.5))
+    monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(losses)])
     summary = run(tiny(train__max_steps=4, eval__interval=1), tmp_path / "run")
     assert (summary["best_val_loss"], summary["final_val_loss"]) == (0.0, 0.5)

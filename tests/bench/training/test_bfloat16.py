@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, train, trainer_of
+from bench_runs import train, trainer_of
 from laws import each
 from torch import Tensor, nn
 
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import ProductsByFloat32, bfloat16_products
 
-CPU = torch.device("cpu")
-PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+PRODUCTS = {
     "mm": lambda a, b: a @ b.T,
     "addmm": lambda a, b: nn.functional.linear(a, b, b[:, 0]),
     "bmm": lambda a, b: torch.bmm(a[None], b.T[None]),
@@ -41,7 +40,7 @@ def operands(dtype: torch.dtype, *, whole: bool) -> tuple[Tensor, Tensor]:
 
 
 @each("name", PRODUCTS)
-def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name: str) -> None:
+def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name):
     of = operands(torch.bfloat16, whole=True)
     own, by_float32 = (results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32()))
     for left, right in zip(own, by_float32, strict=True):
@@ -50,7 +49,7 @@ def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name: str) -> None:
 
 
 @each("name", PRODUCTS)
-def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name: str) -> None:
+def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name):
     of = operands(torch.bfloat16, whole=False)
     exact = results(PRODUCTS[name], (of[0].double(), of[1].double()), nullcontext())
     for found, true in zip(results(PRODUCTS[name], of, ProductsByFloat32()), exact, strict=True):
@@ -61,7 +60,7 @@ def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(n
 
 
 @each("dtype", [torch.float32, torch.float64])
-def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_left_alone(dtype):
     of = operands(dtype, whole=False)
     own, beside = (results(PRODUCTS["addmm"], of, context) for context in (nullcontext(), ProductsByFloat32()))
     assert all(torch.equal(left, right) for left, right in zip(own, beside, strict=True))
@@ -79,20 +78,18 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
         ({"rule": "bf16-mixed"}, "AVX2", "cuda", False),
     ],
 )
-def test_it_is_chosen_where_torch_s_own_are_slow(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], capability: str, device: str, expected: bool
-) -> None:
+def test_it_is_chosen_where_torch_s_own_are_slow(tiny, monkeypatch, settings, capability, device, expected):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     context = bfloat16_products(resolve(tiny(**settings)), torch.device(device))
     assert isinstance(context, ProductsByFloat32) == expected
 
 
 @pytest.mark.parametrize("rule", ["bf16-mixed", "bf16-pure"])
-def test_a_training_ends_where_it_does_with_torch_s_own(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+def test_a_training_ends_where_it_does_with_torch_s_own(tiny, monkeypatch, rule):
     losses, taken = {}, 0
     dispatch = ProductsByFloat32.__torch_dispatch__
 
-    def counted(self: ProductsByFloat32, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(self, func, *args, **kwargs):
         nonlocal taken
         taken += 1
         return dispatch(self, func, *args, **kwargs)

@@ -1,12 +1,11 @@
 """Clipping: before the weights' gradients are quantised, of the sum, and in the backward pass."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, trainer_of
+from bench_runs import flags, one_step, refusal, trainer_of
 from laws import each
 from torch import Tensor
 
@@ -18,11 +17,10 @@ from nanogpt_bench.loop.clipping import Clipping, ClippingFirst
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Observer, Step
-from nanogpt_bench.system.errors import BenchError
 
 Grads = dict[str, Tensor]
 CLIP = 0.02
-SCALES: dict[str, dict[str, Any]] = {
+SCALES = {
     "dynamic": {},
     "static": {"policy": "static"},
     "delayed": {"policy": "delayed", "history": 2},
@@ -35,10 +33,10 @@ SCALES: dict[str, dict[str, Any]] = {
 class Seen(Observer):
     """The gradients that the optimizer is given."""
 
-    def __init__(self) -> None:
-        self.gradients: Grads = {}
+    def __init__(self):
+        self.gradients = {}
 
-    def before_step(self, step: Step) -> None:
+    def before_step(self, step):
         self.gradients = grads_of(step.model)
 
 
@@ -52,19 +50,12 @@ def norm_of(gradients: Grads) -> float:
 
 def settings_of(weight: dict[str, Any] | None, accumulation: int, clip: float, **more: Any) -> dict[str, Any]:
     gradient = {"gradient": {"weight": {"format": "E4M3", **weight}}} if weight is not None else {}
-    return {
-        "rule": "master",
-        "train__precision": "float32",
-        "train__accumulation": accumulation,
-        "model__n_embd": 32,
-        "model__formats": {"*": {"weight": "E4M3", **gradient}},
-        "optimizer__grad_clip": clip,
-        **more,
-    }
+    given = {"rule": "master", "train__precision": "float32", "train__accumulation": accumulation, "model__n_embd": 32}
+    return given | {"model__formats": {"*": {"weight": "E4M3", **gradient}}, "optimizer__grad_clip": clip} | more
 
 
 def float_micro_gradients(trainer: Trainer, index: int) -> list[Grads]:
-    """Of every micro-batch of a step, of a model whose weights' gradients have no format; over their number."""
+    """The gradients of every micro-batch of a step, over their number; those of weights have no format."""
     found = []
     for micro_step in range(trainer.config.train.accumulation):
         trainer.model.zero_grad()
@@ -77,13 +68,13 @@ def float_micro_gradients(trainer: Trainer, index: int) -> list[Grads]:
 class Oracle:
     """The definition, in a loop: clip, find the scale, round, add."""
 
-    def __init__(self, kind: str, layers: list[str], accumulation: int) -> None:
+    def __init__(self, kind, layers, accumulation):
         self.kind, self.layers, self.bound = kind, layers, CLIP / accumulation
-        self.past: dict[str, list[float]] = {layer: [] for layer in layers}
+        self.past = {layer: [] for layer in layers}
         self.last_pass = 0.0
 
-    def total(self, micro: list[Grads]) -> Grads:
-        total: Grads = {}
+    def total(self, micro):
+        total = {}
         for gradients in micro:
             factor = min(1.0, self.bound / (norm_of(gradients) + 1e-6))
             clipped = {name: gradient * factor for name, gradient in gradients.items()}
@@ -91,7 +82,7 @@ class Oracle:
                 total[name] = total.get(name, torch.zeros_like(value)) + value
         return total
 
-    def rounded(self, gradients: Grads) -> Grads:
+    def rounded(self, gradients):
         so_far, out = 0.0, dict(gradients)
         for layer in self.layers:
             gradient = gradients[f"{layer}.weight"]
@@ -102,7 +93,7 @@ class Oracle:
         self.last_pass = so_far
         return out
 
-    def round(self, layer: str, gradient: Tensor, amax: float, so_far: float) -> Tensor:
+    def round(self, layer, gradient, amax, so_far):
         if self.kind == "block":
             return fm.fake_quantize(gradient, "E4M3", granularity="block")
         past = self.past[layer]
@@ -118,7 +109,7 @@ class Oracle:
 @pytest.mark.filterwarnings("ignore:a frozen E4M3 scale saturates")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", SCALES)
-def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny: Tiny, kind: str, accumulation: int) -> None:
+def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accumulation):
     trainer = trainer_of(tiny(**settings_of(SCALES[kind], accumulation, CLIP)))
     floats = trainer_of(tiny(**settings_of(None, accumulation, 0.0)))
     layers = [name for name, module in floats.model.named_modules() if isinstance(module, fm.QuantizedLinear)]
@@ -127,8 +118,7 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny: Tiny, kind
         floats.model.load_state_dict(fm.unflatten_state_dict(trainer.model.state_dict()), strict=False)
         micro = float_micro_gradients(floats, number - 1)
         expected = oracle.total(micro)
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, [seen])
+        step = one_step(trainer, number, seen)
         whole = {name: sum(one[name] for one in micro) for name in micro[0]}
         assert step.record["grad/norm"] == pytest.approx(norm_of(whole), rel=1e-4)
         assert step.record["grad/clipped"] == 1
@@ -140,24 +130,21 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny: Tiny, kind
 
 
 @each("kind", ["fixed", "delayed", "global"])
-def test_what_is_clipped_first_does_not_saturate(tiny: Tiny, kind: str) -> None:
+def test_what_is_clipped_first_does_not_saturate(tiny, kind):
     """A spike of a million times the gradient passes a scale that does not move with it: clipping takes it away."""
     scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
     trainer, seen = trainer_of(tiny(**settings_of(scale, 1, 1.0))), Seen()
-    trainer.train_step(trainer.new_step(1, last=False), [seen])
+    one_step(trainer, 1, seen)
     calm = trainer._model_loss
     trainer._model_loss = lambda tokens, targets: calm(tokens, targets) * 1e6
-    step = trainer.new_step(2, last=False)
-    trainer.train_step(step, [seen])
+    step = one_step(trainer, 2, seen)
     assert step.record["grad/norm"] > 1e5
     assert norm_of(seen.gradients) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(
-    tiny: Tiny, accumulation: int, clip: float
-) -> None:
+def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, accumulation, clip):
     trainer, seen = trainer_of(tiny(**settings_of(None, accumulation, clip))), Seen()
     assert type(trainer._clipping) is Clipping
     micro = float_micro_gradients(trainer, 0)
@@ -167,8 +154,7 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(
             parameter.grad = one[name].clone() if parameter.grad is None else parameter.grad.add_(one[name])
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
     expected = grads_of(trainer.model)
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [seen])
+    step = one_step(trainer, 1, seen)
     assert step.record["grad/norm"] == norm
     assert step.record["grad/clipped"] == int(clip > 0)
     assert step.clip_factor == 1.0
@@ -176,7 +162,7 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(
 
 
 @each("clip", [1e6, 0.0])
-def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny: Tiny, clip: float) -> None:
+def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny, clip):
     stochastic = {"rounding": "stochastic"}
     trainer, seen = trainer_of(tiny(**settings_of(stochastic, 2, clip))), Seen()
     assert type(trainer._clipping) is ClippingFirst
@@ -186,8 +172,7 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny:
             layer._defers = False
     for micro_step in (0, 1):
         (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [seen])
+    step = one_step(trainer, 1, seen)
     assert step.record["grad/clipped"] == 0
     for name, gradient in grads_of(itself.model).items():
         assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
@@ -195,24 +180,22 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny:
 
 @each("bad", [float("nan"), float("inf")])
 @each("accumulation", [1, 2])
-def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny: Tiny, bad: float, accumulation: int) -> None:
+def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, accumulation):
     trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
     before = trainer.model.lm_head.weight.detach().clone()
     handle = trainer.model.final_norm.weight.register_hook(lambda gradient: gradient + bad)
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [])
+    step = one_step(trainer)
     assert step.record["grad_has_nan"] == 1
     assert torch.equal(trainer.model.lm_head.weight, before)
     handle.remove()
-    step = trainer.new_step(2, last=False)
-    trainer.train_step(step, [])
+    step = one_step(trainer, 2)
     assert step.record["grad_has_nan"] == 0
     assert step.record["grad/norm"] > 0
     assert not torch.equal(trainer.model.lm_head.weight, before)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_shadow_is_compared_at_the_same_clipping(tiny: Tiny, tmp_path: Path, accumulation: int) -> None:
+def test_the_shadow_is_compared_at_the_same_clipping(tiny, tmp_path, accumulation):
     """Were it not, a clipped gradient would have no signal beside its difference from the shadow's."""
     shadow = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
     config = tiny(
@@ -228,9 +211,9 @@ def test_the_shadow_is_compared_at_the_same_clipping(tiny: Tiny, tmp_path: Path,
 STEPS = 6
 KEYS = ("step", "train/loss", "grad/norm", "grad/clipped")
 RULES = {
-    "adamw": {"rule": "stochastic-8bit"},
-    "muon": {"rule": "muon-stochastic"},
-    "dropout": {"rule": "stochastic", "model__dropout": 0.3},
+    "adamw": {"rule": "stochastic-8bit", "model__format": "E4M3"},
+    "muon": {"rule": "muon-stochastic", "model__format": "E4M3"},
+    "dropout": {"rule": "stochastic", "model__dropout": 0.3, "model__format": "E4M3"},
     "gradients": {
         "rule": "stochastic",
         "model__formats": {"*": {"weight": "E4M3", "gradient": {"activation": "E5M2"}}},
@@ -239,10 +222,7 @@ RULES = {
 
 
 def stepped(rule: str, **more: Any) -> dict[str, Any]:
-    given = {"model__format": "E4M3", "optimizer__grad_clip": CLIP, "train__max_steps": STEPS, **RULES[rule]}
-    if "model__formats" in given:
-        given.pop("model__format")
-    return given | more
+    return {"optimizer__grad_clip": CLIP, "train__max_steps": STEPS, **RULES[rule], **more}
 
 
 def taken(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
@@ -262,7 +242,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_exact_is_the_plain_loop(rule: str, tiny: Tiny) -> None:
+def test_exact_is_the_plain_loop(rule, tiny):
     plain = taken(tiny(**stepped(rule)))
     within = taken(tiny(**stepped(rule, train__step_in_backward=True, optimizer__clip_by="exact")))
     assert plain[0] == within[0]
@@ -270,7 +250,7 @@ def test_exact_is_the_plain_loop(rule: str, tiny: Tiny) -> None:
     assert same(plain[1], within[1])
 
 
-def test_previous_clips_by_the_norm_of_the_step_before(tiny: Tiny) -> None:
+def test_previous_clips_by_the_norm_of_the_step_before(tiny):
     """The first step by its own, as the plain loop; its record says what was clipped."""
     plain, _ = taken(tiny(**stepped("adamw")))
     within, _ = taken(tiny(**stepped("adamw", train__step_in_backward=True, optimizer__clip_by="previous")))
@@ -281,7 +261,7 @@ def test_previous_clips_by_the_norm_of_the_step_before(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip: float, tiny: Tiny) -> None:
+def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip, tiny):
     more = {"train__accumulation": 3, "optimizer__grad_clip": clip}
     plain, _ = taken(tiny(**stepped("adamw", **more)))
     within, _ = taken(tiny(**stepped("adamw", **more, train__step_in_backward=True)))
@@ -290,23 +270,22 @@ def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip: float, ti
         assert other["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
 
 
-def test_gradients_of_weights_with_a_format_are_refused(tiny: Tiny) -> None:
+def test_gradients_of_weights_with_a_format_are_refused(tiny):
     formats = {"*": {"weight": "E4M3", "gradient": {"weight": "E5M2"}}}
     how = {"train__step_in_backward": True, "optimizer__clip_by": "exact", "model__formats": formats}
-    with pytest.raises(BenchError, match=r"gradient of a weight can't be used with train\.step_in_backward"):
+    with refusal(r"gradient of a weight can't be used with train\.step_in_backward"):
         trainer_of(tiny(rule="stochastic", optimizer__grad_clip=CLIP, **how))
 
 
-def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file: Path, tmp_path: Path) -> None:
+def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp_path):
     import causal_models
 
     model, law = causal_models.write(tmp_path / "llama"), tmp_path / "law"
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(law)]) == 0
     given = {"model.pretrained": model, "data.dir": law, "model.block_size": 16, "train.batch_size": 2}
     given |= {"rule": "stochastic-8bit", "optimizer.grad_clip": 0.5, "train.max_steps": STEPS, "train.recompute": True}
-    words = [f"--{key}={value}" for key, value in given.items()]
     within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
-    plain, two = (taken(load_config(find_config("finetune.yaml"), [*words, *more])) for more in ([], within))
+    plain, two = (taken(load_config(find_config("finetune.yaml"), [*flags(given), *more])) for more in ([], within))
     assert plain[0] == two[0]
     assert any(record["grad/clipped"] for record in plain[0])
     assert same(plain[1], two[1])

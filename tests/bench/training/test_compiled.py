@@ -1,17 +1,15 @@
 """runtime.compile: the same losses, monitors that still see the layers, and an error in one line."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, train, trainer_of
+from bench_runs import recorded, refusal, train, trainer_of
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.setup.runtime import CompiledLoss
-from nanogpt_bench.system.errors import BenchError
 
 TOKENS = torch.arange(12).view(2, 6) % 11
 
@@ -23,15 +21,15 @@ def compiling_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh():
     torch._dynamo.reset()
 
 
-def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch):
     runs = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        def called(*arguments: Any) -> Any:
+    def backend(graph, inputs):
+        def called(*arguments):
             runs.append(len(arguments))
             return graph.forward(*arguments)
 
@@ -52,28 +50,19 @@ def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch: p
     assert (len(runs), len(seen)) == (2, 1)
 
 
-def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+def test_a_compiler_that_fails_is_one_line(monkeypatch):
+    def backend(graph, inputs):
         raise RuntimeError("no compiler\nanywhere")
 
     compiling_with(backend, monkeypatch)
     model = build_model(GPTShape(1, 2, 8, 16, vocab_size=11), seed=0)
-    with pytest.raises(BenchError, match=r"runtime\.compile: the model can't be compiled: .*no compiler") as caught:
+    with refusal(r"runtime\.compile: the model can't be compiled: .*no compiler"):
         CompiledLoss(model)(TOKENS, TOKENS)
-    assert "\n" not in str(caught.value)
 
 
 def losses(config: Config, steps: int) -> list[float]:
     trainer = trainer_of(config)
     return [*train(trainer, steps), trainer.validate()]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the tracer's own doing
-@pytest.mark.parametrize("settings", [{"rule": "fp32"}, {"rule": "master", "model__format": "E4M3"}])
-def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: Any) -> None:
-    plain = losses(tiny(**settings), 3)
-    compiling_with("aot_eager", monkeypatch)
-    assert losses(tiny(**settings, runtime__compile=True), 3) == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -87,13 +76,13 @@ def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.Monkey
         {"model__formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"},
     ],
 )
-def test_compiled_runs_have_the_same_losses(tiny: Tiny, settings: Any) -> None:
+def test_compiled_runs_have_the_same_losses(tiny, settings):
     plain = losses(tiny(**settings), 4)
     assert losses(tiny(**settings, runtime__compile=True), 4) == pytest.approx(plain, abs=2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
-def test_a_compiled_run_is_watched_like_any_other(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
     compiling_with("aot_eager", monkeypatch)
     records = []
     for compiled in (False, True):

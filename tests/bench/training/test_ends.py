@@ -1,7 +1,5 @@
 """Which ends of a run are its own, and what the same command tries again."""
 
-from pathlib import Path
-
 import pytest
 from bench_runs import summary_of
 from laws import each
@@ -30,17 +28,17 @@ FAILED = {"status": "failed", "stop": None}
         ({}, False),
     ],
 )
-def test_only_what_the_training_brought_about_is_an_end(summary: dict, ended: bool) -> None:
+def test_only_what_the_training_brought_about_is_an_end(summary, ended):
     assert has_ended(summary) is ended
 
 
-def test_a_run_can_fail_in_no_other_way() -> None:
+def test_a_run_can_fail_in_no_other_way():
     with pytest.raises(AssertionError):
         Outcome().fail("disk", "no space left", 3)
 
 
 @pytest.mark.parametrize(("kind", "again"), [("FileNotFoundError", True), ("crash", True), ("nan", False)])
-def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: str, again: bool) -> None:
+def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path, kind, again):
     run, record = plan_point({"train.max_steps": 4}, {"rule": "fp32"}), SweepRecord(tmp_path, "grid")
     record.add(run)
     record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
@@ -49,7 +47,7 @@ def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_what_a_failed_attempt_left_does_not_stay(tmp_path: Path, checkpoint: bool) -> None:
+def test_what_a_failed_attempt_left_does_not_stay(tmp_path, checkpoint):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "traceback.txt").touch()

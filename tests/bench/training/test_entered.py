@@ -35,7 +35,7 @@ TINY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> tuple[Counter[str], list[str]]:
+def called(tmp_path_factory, corpus_dir):
     """Calls of a run of the shipped e4m3.yaml by FILE:FUNCTION, and the modules of the bench that it imports."""
     place = tmp_path_factory.mktemp("profiled")
     words = ["run", "e4m3.yaml", "--train.max_steps=5", "--train.batch_size=4", "--eval.batches=2"]
@@ -47,19 +47,19 @@ def called(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> tuple[
     return Counter(calls), imported
 
 
-def test_a_run_enters_few_files(called: tuple[Counter[str], list[str]]) -> None:
+def test_a_run_enters_few_files(called):
     calls, imported = called
     assert len({place.rpartition(":")[0] for place in calls}) <= MOST_ENTERED
     assert len(imported) <= MOST_IMPORTED
 
 
-def test_a_run_imports_nothing_that_it_does_not_use(called: tuple[Counter[str], list[str]]) -> None:
+def test_a_run_imports_nothing_that_it_does_not_use(called):
     """Neither pages nor sweeps, nor what prepares texts or reads models of others."""
     foreign = ("report", "sweep", "workers", "evaluation", "data.text", "data.write", "model.causal", "setup.start")
     names = [name.removeprefix("nanogpt_bench.") for name in called[1]]
     assert [name for name in names if name.startswith(foreign)] == []
 
 
-def test_a_configuration_is_resolved_once(called: tuple[Counter[str], list[str]]) -> None:
+def test_a_configuration_is_resolved_once(called):
     resolved = {place.rpartition("/")[2]: count for place, count in called[0].items() if "setup/resolve.py" in place}
     assert resolved["resolve.py:resolve"] == 1

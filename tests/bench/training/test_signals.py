@@ -24,7 +24,7 @@ def exit_code_of(child: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_a_request_and_handlers_are_restored(number: signal.Signals) -> None:
+def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     with stop_requests() as stop:
         assert not stop.asked
@@ -36,10 +36,10 @@ def test_the_first_signal_is_a_request_and_handlers_are_restored(number: signal.
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_exits_at_once_with_128_and_its_number(first: signal.Signals, second: signal.Signals) -> None:
+def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
     done, said = os.pipe()
 
-    def child() -> None:
+    def child():
         try:
             with stop_requests(lambda: os.write(said, b"x")):
                 signal.raise_signal(first)
@@ -54,19 +54,16 @@ def test_the_second_signal_exits_at_once_with_128_and_its_number(first: signal.S
         assert pipe.read() == b"x"
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
+def test_a_signal_that_comes_twice_at_once_or_to_a_worker_is_one_request():
     """As from `timeout`, which signals its child and then the group."""
 
-    def child() -> None:
+    def child():
         with stop_requests() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.name == "SIGTERM"
 
     assert exit_code_of(child) == 0
-
-
-def test_a_worker_takes_any_number_of_signals_as_one_request() -> None:
     with stop_requests_once() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -74,10 +71,10 @@ def test_a_worker_takes_any_number_of_signals_as_one_request() -> None:
     assert stop.asked
 
 
-def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+def test_outside_of_the_main_thread_nothing_is_handled():
     before, asked = signal.getsignal(signal.SIGTERM), list[bool]()
 
-    def work() -> None:
+    def work():
         with stop_requests() as stop:
             assert signal.getsignal(signal.SIGTERM) is before
             asked.append(stop.asked)

@@ -3,39 +3,32 @@
 import hashlib
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, summary_of, trainer_of
+from bench_runs import one_step, recorded, summary_of, trainer_of
 
-from nanogpt_bench.data.batches import batch
-from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.monitors import Observer, Step
+from nanogpt_bench.monitors import Observer
 
 #: figures of the clock, which no two runs share
 CLOCK = ("time/elapsed_s", "time/tokens_per_s")
 
 
-def test_a_run_writes_its_files_and_the_summary_it_returns(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_writes_its_files_and_the_summary_it_returns(tiny, tmp_path):
     summary = run(tiny(monitor__watch="[stall, trend]"), tmp_path / "r")
     names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json"}
     assert {path.name for path in (tmp_path / "r").iterdir()} == names | {"SHA256SUMS", "checkpoints"}
     sums = dict(reversed(line.split("  ")) for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines())
     assert sums == {name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names}
     assert summary_of(tmp_path / "r") == summary
-    told = [summary[key] for key in ("name", "rule", "format", "status")]
-    assert told == ["r", "bf16-mixed", "none", "finished"]
-    assert summary["steps"] == summary["steps_planned"] == 6
-    assert summary["tokens"] == 6 * 4 * 16
-    assert summary["failure"] is None
+    expected = {"name": "r", "rule": "bf16-mixed", "format": "none", "status": "finished", "steps": 6}
+    expected |= {"steps_planned": 6, "tokens": 6 * 4 * 16, "failure": None, "stall": None}
+    assert expected.items() <= summary.items()
     assert summary["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
-    assert summary["stall"] is None
 
 
-def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny: Tiny, tmp_path: Path) -> None:
+def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny, tmp_path):
     summary = run(tiny(train__max_steps=7), tmp_path / "r")
     records = recorded(tmp_path / "r")
     assert [record["step"] for record in records] == list(range(8))
@@ -50,7 +43,7 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny: Tiny,
     assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2))  # ASCII: one byte a character
 
 
-def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny, tmp_path):
     config = tiny(rule="sgd", optimizer__lr=1e30, optimizer__grad_clip=0, train__max_steps=50, eval__interval=50)
     summary = run(config, tmp_path / "r")
     assert summary["status"] == "failed"
@@ -64,25 +57,14 @@ def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny: Tiny, tmp
     assert (last["loss_is_nan"], last["grad_has_nan"]) == (1, 1)
 
 
-def test_time_is_a_limit(tiny: Tiny, tmp_path: Path) -> None:
+def test_time_is_a_limit(tiny, tmp_path):
     summary = run(tiny(train__max_steps=100_000, train__max_seconds=0.2), tmp_path / "r")
     assert summary["status"] == "stopped"
     assert 0 < summary["steps"] < 100_000
     assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
 
 
-def test_ctrl_c_leaves_a_summary(tiny: Tiny, tmp_path: Path) -> None:
-    def interrupt(progress: Progress) -> None:
-        if progress.step == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(), tmp_path / "r", on_progress=interrupt)
-    summary = summary_of(tmp_path / "r")
-    assert (summary["status"], summary["steps"]) == ("stopped", 4)
-
-
-def test_the_environment_names_versions_corpus_and_command(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
     threads = torch.get_num_threads()
     run(tiny(runtime__threads=1), tmp_path / "r")
     assert torch.get_num_threads() == threads
@@ -93,40 +75,21 @@ def test_the_environment_names_versions_corpus_and_command(tiny: Tiny, tmp_path:
     assert {"command", "cpu", "cpu_capability", "python", "tokenizer"} <= set(facts)
 
 
-def one_step(trainer: Trainer, number: int = 1, observers: tuple[Observer, ...] = ()) -> Step:
-    step = trainer.new_step(number, last=False)
-    trainer.train_step(step, observers)
-    return step
-
-
-def test_accumulation_is_the_mean_over_the_micro_batches(tiny: Tiny) -> None:
-    trainer = trainer_of(tiny(rule="fp32", train__accumulation=2, optimizer__grad_clip=0))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    step = one_step(trainer)
-    trainer.model.load_state_dict(before)
-    pairs = [batch(trainer.corpus.train, 4, 16, seed=42, step=0, micro_step=index) for index in (0, 1)]
-    loss = sum(trainer.model.loss(*pair) for pair in pairs) / 2
-    gradients = torch.autograd.grad(loss, list(trainer.model.parameters()))
-    norm = torch.sqrt(sum((gradient**2).sum() for gradient in gradients))
-    assert step.record["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert step.record["grad/norm"] == pytest.approx(norm.item(), rel=1e-5)
-
-
-def test_the_points_of_a_step_come_in_their_order(tiny: Tiny) -> None:
-    calls: list[str] = []
+def test_the_points_of_a_step_come_in_their_order(tiny):
+    calls = []
 
     class Recorder(Observer):
-        def __getattribute__(self, name: str) -> object:
+        def __getattribute__(self, name):
             if not name.startswith("_"):
                 calls.append(name)
             return super().__getattribute__(name)
 
-    one_step(trainer_of(tiny(train__accumulation=2)), observers=(Recorder(),))
+    one_step(trainer_of(tiny(train__accumulation=2)), 1, Recorder())
     micro = ["before_forward", "after_forward", "after_backward"]
     assert calls == [*micro, *micro, "before_step", "after_step"]
 
 
-def test_validation_changes_nothing_and_repeats(tiny: Tiny) -> None:
+def test_validation_changes_nothing_and_repeats(tiny):
     trainer = trainer_of(tiny(rule="fp32", model__dropout=0.5))
     before = trainer.model.lm_head.weight.clone()
     assert trainer.validate() == trainer.validate()
