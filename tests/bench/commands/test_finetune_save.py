@@ -16,7 +16,6 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.model.causal import outline, settings_of, stored_of
 from nanogpt_bench.setup.resolve import resolve
 
 SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
@@ -57,8 +56,6 @@ def test_every_kind_of_layer_is_saved(
     words = prepared(tmp_path, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
     loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
-    for cache in (outline, settings_of, stored_of):  # of another case's folder "saved"
-        cache.cache_clear()
     again = load_config(
         find_config("finetune"),
         [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32", "--model.format=null"],
