@@ -138,7 +138,8 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     is written in the parameter's own.
 
     Args:
-        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``.  It stays what it is, but that
+            rows of a fused weight whose file has one scale take the largest of theirs (:meth:`FP8Tensor.rescale_`).
         folder: made if it is not there; files of the same names are replaced once all have been written.
         source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it.
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fp8_folders import make, rewritten, tensors_of, transformers
+from published_cases import codes, headers_of
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import FP8Parameter, QuantizedLinear, load_fp8, save_fp8
+from fp8manifold._published import stored_weights
+from fp8manifold._published.places import weight_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 PARTS = ("core_model_loading", "conversion_mapping")
@@ -124,6 +127,43 @@ def test_a_fused_weight_is_taken_apart_again(name: str, tmp_path: Path, monkeypa
     converted(["down_proj.weight"], "down_proj.weight", loading.Transpose(0, 1))
     with refused(ValueError, "down_proj.weight", "by Transpose, which is not read"):
         load_fp8(folder)
+
+
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(writeback: str, tmp_path: Path) -> None:
+    """Experts whose gate and up have one scale each, and not the same: a step doubles those of single rows."""
+    folder = make("tensor, experts", tmp_path / "published")
+    model = load_fp8(folder, dtype=torch.float32)
+    weight = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+    assert (weight.granularity, weight.scale[:, :128].unique().numel(), len(weight.scale.unique())) == ("row", 4, 8)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, writeback=writeback)
+    train(model, optimizer, 5)
+    before, own = weight.scale.clone(), weight.dequantize()
+    halves = before.view(8, 128)
+    assert not torch.equal(halves, halves[:, :1].expand(8, 128))
+    files_after = written(model, tmp_path / "trained")
+    assert torch.equal(weight.scale.view(8, 128), halves.amax(1, keepdim=True).expand(8, 128))
+    assert torch.equal(
+        weight.dequantize()[(weight.scale == before).expand_as(own)], own[(weight.scale == before).expand_as(own)]
+    )
+    assert (weight.dequantize() - own).abs().max() <= weight.scale.max() * 2**-9
+    assert written(model, tmp_path / "again") == files_after
+    assert torch.equal(load_fp8(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert written(again, tmp_path / "again", source=folder) == files_after
+    train(model, optimizer, 1)
+
+
+def test_columns_with_unlike_scales_can_not_be_one_weight() -> None:
+    tensors = {name: codes((4, 8)) for name in ("a.weight", "b.weight")}
+    tensors |= {"a.weight_scale": torch.tensor(0.5), "b.weight_scale": torch.tensor(0.25)}
+    stored = stored_weights(headers_of(tensors))
+    parts = [((slice(0, 4), slice(8 * i, 8 * i + 8)), stored[f"{name}.weight"]) for i, name in enumerate("ab")]
+    with refused(ValueError, "'a.weight'", "other columns of 'both'", "a scale for each row"):
+        weight_of("both", parts, (4, 16), tensors.__getitem__, lambda _: None)
+    tensors["b.weight_scale"] += 0.25
+    assert weight_of("both", parts, (4, 16), tensors.__getitem__, lambda _: None).scale.item() == 0.5
 
 
 def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
@@ -271,11 +311,6 @@ REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[
         "rows",
         lambda name, value: {name: value[:64] if "up_proj" in name else value},
         ("up_proj.weight'", "(64, 256)", "(384, 256)"),
-    ),
-    "unlike scales of two that are one": (
-        "tensor, experts",
-        lambda name, value: {name: value},
-        ("experts.0.w3.weight", "'model.layers.0.mlp.experts.gate_up_proj'", "the same scale", "a scale for each row"),
     ),
     "an expert that is no more in codes": (
         "squares, experts",

@@ -22,8 +22,8 @@ Get = Callable[[str], Path]
 NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"} | {
     *("blocks, experts", "mxfp8, experts", "rows, flat")
 }
-#: ``load_fp8`` refuses these: parts of one weight with unlike scales, and experts that transformers has transposed
-REFUSED = {"tensor, experts", "gpt-oss"}
+#: ``load_fp8`` refuses experts that transformers has transposed
+REFUSED = {"gpt-oss"}
 READ = [name for name in LAYOUTS if name not in REFUSED]
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
