@@ -198,6 +198,9 @@ def takes_rows(replay: Replay) -> bool:
     return replay.func in _ROWS and dimension == 0
 
 
+_TURNED: Final = Replay(_aten.transpose.int, (-2, -1), {})
+
+
 class View(EncodedTensor):
     """A view of an encoded tensor, as the operator that makes it."""
 
@@ -228,6 +231,13 @@ class View(EncodedTensor):
     def dequantize(self) -> Tensor:
         values: Tensor = self.base._dequantized_view(self.replay)
         return values
+
+    def _dequantized_view(self, replay: Replay) -> Tensor:
+        """The values of a view of it; of some of many transposed matrices no others are decoded."""
+        if self.replay == _TURNED and self.dim() > 2 and takes_rows(replay):
+            turned: Tensor = self.replay(self.base._dequantized_view(replay))
+            return turned.contiguous()
+        return super()._dequantized_view(replay)
 
     def _in_float32(self) -> Tensor:
         viewed: Tensor = self.replay(self.base._in_float32())

@@ -1,5 +1,6 @@
 """Published FP8 models: read as they are, trained in place, saved and read again, and written back to the byte."""
 
+import copy
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -153,6 +154,39 @@ def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(writebac
     again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert written(again, tmp_path / "again", source=folder) == files_after
     train(model, optimizer, 1)
+
+
+def test_transposed_experts_are_trained_as_the_file_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("gpt-oss", tmp_path / "published")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    model = load_fp8(folder, dtype=torch.float32, experts_implementation="eager").train()
+    plain = fm.dequantize_model(copy.deepcopy(model))
+    assert type(plain.get_submodule(name.rpartition(".")[0])) is type(
+        transformers().GptOssForCausalLM(plain.config).model.layers[0].mlp.experts
+    )
+    codes, floats = model.get_parameter(name), plain.get_parameter(name)
+    assert (codes.granularity, codes.format.name, codes.shape) == ("block", "E2M1", floats.mT.shape)
+    decoded = []
+    rows = fm.FP8Tensor.decoded_rows
+    monkeypatch.setattr(
+        fm.FP8Tensor, "decoded_rows", lambda own, take: decoded.append(take(own.codes).numel()) or rows(own, take)
+    )
+    losses = [each(TOKENS, labels=TOKENS).loss for each in (model, plain)]
+    assert losses[0].item() == losses[1].item()
+    assert set(decoded) == {codes[0].numel(), model.get_parameter(name.replace("gate_up", "down"))[0].numel()}
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(codes.grad.mT, floats.grad)
+    exported, _ = fm.exported_state_dict(fm.quantize_model(copy.deepcopy(model), "E4M3"))
+    assert torch.equal(exported[name], floats)
+    train(model, adamw(model), 1)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert written(again, tmp_path / "again", source=folder) == written(model, tmp_path / "trained") != files(folder)
+    fm.dequantize_model(again).save_pretrained(tmp_path / "floats")
+    floats = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    assert torch.equal(floats(TOKENS).logits, model(TOKENS).logits)
 
 
 def test_columns_with_unlike_scales_can_not_be_one_weight() -> None:
@@ -322,10 +356,10 @@ REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[
         without("experts.3.up_proj.weight", "experts.3.up_proj.weight_scale_inv"),
         ("gate_up_proj", "do not cover it"),
     ),
-    "the transposed experts of gpt-oss": (
-        "gpt-oss",
-        lambda name, value: {name: value},
-        ("experts.down_proj_blocks' of 'model.safetensors'", "transposed", "Mxfp4Config(dequantize=True)"),
+    "blocks that are no transposed experts": (
+        "mxfp4",
+        lambda name, value: {name.replace("weight_packed", "weight_blocks"): value},
+        ("weight_blocks' of 'model.safetensors'", "experts", "transposed, as gpt-oss does"),
     ),
 }
 
