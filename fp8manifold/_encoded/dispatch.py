@@ -198,14 +198,12 @@ def takes_rows(replay: Replay) -> bool:
     return replay.func in _ROWS and dimension == 0
 
 
-_TURNED: Final = Replay(_aten.transpose.int, (-2, -1), {})
-
-
 class View(EncodedTensor):
     """A view of an encoded tensor, as the operator that makes it."""
 
     base: Any
     replay: Replay
+    is_turned = False  #: True of matrices that are transposed and decoded into memory in their order.
 
     @staticmethod
     def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
@@ -230,11 +228,11 @@ class View(EncodedTensor):
 
     def dequantize(self) -> Tensor:
         values: Tensor = self.base._dequantized_view(self.replay)
-        return values
+        return values.contiguous() if self.is_turned else values
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
-        """The values of a view of it; of some of many transposed matrices no others are decoded."""
-        if self.replay == _TURNED and self.dim() > 2 and takes_rows(replay):
+        """The values of a view of it; of some of its matrices, if it is turned, no others are decoded."""
+        if self.is_turned and takes_rows(replay):
             turned: Tensor = self.replay(self.base._dequantized_view(replay))
             return turned.contiguous()
         return super()._dequantized_view(replay)
