@@ -19,6 +19,7 @@ from fp8manifold._published.layout import GENERATION, INDEX, Layout, described, 
 from fp8manifold._published.places import part_of, weight_of
 from fp8manifold._ranks import share_of
 from fp8manifold.huggingface import published_of, reading
+from fp8manifold.nn._carried import turn
 from fp8manifold.nn._loading import put_codes
 from fp8manifold.nn._tensor_files import FileTensors, files_of
 from fp8manifold.parameter import FP8Parameter
@@ -84,7 +85,7 @@ def load_fp8(
     Raises:
         ImportError, FileNotFoundError: transformers is missing; no such folder, or one without weights or settings.
         ValueError: no weight in codes; a layout, dtype or setting that is not read; a tensor that the model or the
-            files lack; scales that a fused parameter can't keep apart; gpt-oss; floats that ``dtype`` has not every
+            files lack; scales that a fused parameter can't keep apart; floats that ``dtype`` has not every
             number of; ``activations="as stored"`` where no layer has an ``input_scale``.
 
     Example:
@@ -138,7 +139,8 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     is written in the parameter's own.
 
     Args:
-        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``.  It stays what it is, but that
+            rows of a fused weight whose file has one scale take the largest of theirs (:meth:`FP8Tensor.rescale_`).
         folder: made if it is not there; files of the same names are replaced once all have been written.
         source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it.
 
@@ -288,13 +290,16 @@ class _Reader:
     def begin(self, model: Any) -> None:
         """Read every weight in codes, one tensor at a time, and take its place out of a model without values."""
         layout = self._layout
-        if turned := [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]:
-            raise ValueError(
-                f"{turned[0].codes!r} of {turned[0].file!r} has 32 weights of an output at a scale, and transformers "
-                "has these experts transposed, which no granularity can follow: decode it, from_pretrained(..., "
-                "quantization_config=Mxfp4Config(dequantize=True)), and then fm.quantize_model(model, "
-                "parameters='*.experts.*')"
-            )
+        turned = [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]
+        modules = dict(model.named_modules())
+        for each in turned:
+            if not getattr(modules.get(each.name.rpartition(".")[0]), "is_transposed", False):
+                raise ValueError(
+                    f"{each.codes!r} of {each.file!r} is read as experts that the model has transposed, as gpt-oss "
+                    "does, and not as any other weight"
+                )
+        turn(model, names := [each.name for each in turned])
+        layout.published |= {"turned": names} if names else {}
         layout.find(model)
         self._keep()
         self._check_left(model)

@@ -17,7 +17,7 @@ from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
-from fp8manifold.nn._carried import in_place_parameters, parameter_names
+from fp8manifold.nn._carried import in_place_parameters, parameter_names, turned_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._parts import PARTS
 from fp8manifold.nn._selection import is_linear
@@ -231,7 +231,7 @@ def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The tensors that the model computes with, by name: tied ones once, and nothing that layers keep for training."""
-    names, others = parameter_names(model).values(), in_place_parameters(model)
+    names, others, turned = parameter_names(model).values(), in_place_parameters(model), turned_names(model)
     left = {name for its in names for name in its[1:]}
     left |= {name + suffix for its in names if its[0] in others for name in its for suffix in PARTS if suffix}
     layers = {f"{name}.".lstrip("."): m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
@@ -239,7 +239,8 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
         start = next((start for start in layers if name.startswith(start)), None)
         beside = set() if start is None else layers[start]._own_names | _OF_WEIGHT  # its weight and bias
         if name not in left and name.removeprefix(start or "").partition(".")[0] not in beside:
-            yield name, others[name].dequantize() if name in others else value
+            value = others[name].dequantize() if name in others else value
+            yield name, value.mT.contiguous() if name in turned else value
 
 
 def _compressed(weight: _Weight) -> dict[str, Tensor]:

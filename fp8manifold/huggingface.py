@@ -14,7 +14,7 @@ from fp8manifold._base.checks import check_choice, needed
 from fp8manifold._published.found import FLOATS
 from fp8manifold.exchange import has_own_head
 from fp8manifold.formats import FloatFormat
-from fp8manifold.nn._carried import in_place_parameters, parameter_names
+from fp8manifold.nn._carried import in_place_parameters, parameter_names, turn
 from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
@@ -248,6 +248,9 @@ class _Quantizer:
             check_floats(model, checkpoint_files)
             self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
         else:
+            own = dict(model.named_parameters())
+            turned = dict.fromkeys(getattr(wanted, "published", {}).get("turned", ()), 0)
+            turn(model, list(_named_here(model, {"seeds": turned}, own)["seeds"]))
             modules, own = dict(model.named_modules()), dict(model.named_parameters())
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
             try:

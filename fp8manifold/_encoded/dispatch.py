@@ -203,6 +203,7 @@ class View(EncodedTensor):
 
     base: Any
     replay: Replay
+    is_turned = False  #: True of matrices that are transposed and decoded into memory in their order.
 
     @staticmethod
     def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
@@ -227,7 +228,14 @@ class View(EncodedTensor):
 
     def dequantize(self) -> Tensor:
         values: Tensor = self.base._dequantized_view(self.replay)
-        return values
+        return values.contiguous() if self.is_turned else values
+
+    def _dequantized_view(self, replay: Replay) -> Tensor:
+        """The values of a view of it; of some of its matrices, if it is turned, no others are decoded."""
+        if self.is_turned and takes_rows(replay):
+            turned: Tensor = self.replay(self.base._dequantized_view(replay))
+            return turned.contiguous()
+        return super()._dequantized_view(replay)
 
     def _in_float32(self) -> Tensor:
         viewed: Tensor = self.replay(self.base._in_float32())

@@ -46,39 +46,52 @@ def weight_of(
             )
     device = options.pop("device", None)
     codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
-    scales: Tensor | None = None
+    found = []
     for index, stored in parts:
         part, scale = read_parts(stored, read)
         codes[index].copy_(part)
         done(part.nbytes)
-        if index:
-            at, sizes = scales_at(index, codes.shape, stored)
-            if scales is None:  # transformers has another default dtype while it reads
-                scales = torch.full(sizes, torch.nan, dtype=torch.float32, device=device)
-            scale = scale.to(scales.device).reshape(scales[at].shape)
-            if bool((scales[at] == scales[at]).any()) and not torch.equal(scales[at], scale):
-                raise ValueError(
-                    f"{stored.codes!r} has the scale {scale.item():g}, and another part of {target!r} in the model "
-                    f"{scales[at].item():g}: one scale is kept for both; read a folder with the same scale for the "
-                    "parts, or with a scale for each row (FP8_DYNAMIC of llm-compressor)"
-                )
-            scales[at] = scale
-        else:
-            scales = scale.to(device=device, copy=True)
+        found.append(scale.to(device=device, copy=True))
         del part
-    assert scales is not None
+    scales = _joined(target, parts, found, codes.shape) if parts[0][0] else found[0]
     return FP8Parameter.from_codes(
         codes, scales, first.format, block_size=first.block_size, requires_grad=True, **options
     )
 
 
-def scales_at(index: Index, shape: Sequence[int], stored: StoredWeight) -> tuple[Index, tuple[int, ...]]:
+def _joined(
+    target: str, parts: Sequence[tuple[Index, StoredWeight]], found: Sequence[Tensor], shape: Sequence[int]
+) -> Tensor:
+    """The scales of a parameter by those of its parts; unlike ones of rows of one matrix for each row."""
+    for by_row in (False, True):
+        unlike = False
+        # transformers has another default dtype while it reads
+        scales = found[0].new_full(scales_at(*parts[0], shape, by_row)[1], torch.nan, dtype=torch.float32)
+        for (index, stored), scale in zip(parts, found, strict=True):
+            at = scales_at(index, stored, shape, by_row)[0]
+            scale = scale.expand(scales[at].shape) if stored.granularity == "tensor" else scale.view_as(scales[at])
+            unlike |= bool((scales[at] == scales[at]).any()) and not torch.equal(scales[at], scale)
+            scales[at] = scale
+        if not unlike:
+            return scales
+    raise ValueError(
+        f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, and not the same: "
+        "read a folder with the same scale for these parts, or with a scale for each row (FP8_DYNAMIC of "
+        "llm-compressor)"
+    )
+
+
+def scales_at(
+    index: Index, stored: StoredWeight, shape: Sequence[int], by_row: bool = False
+) -> tuple[Index, tuple[int, ...]]:
     """The index of a part's scales among those of a parameter, and the shape of these.
 
-    Parts with one scale each share it where they are rows or columns of one matrix: theirs must be equal.
+    Parts with one scale each share it where they are rows or columns of one matrix, or have it ``by_row``.
     """
     if stored.granularity == "tensor":
         numbers = tuple(entry for entry in index if isinstance(entry, int))
+        if by_row:
+            return (*index[:-1], slice(0, 1)), (*shape[:-1], 1)
         ones = [1] * (len(index) - len(numbers)) if numbers else []
         return numbers, (*shape[: len(numbers)], *ones)
     shared = iter(_shared(stored))
@@ -110,11 +123,18 @@ def _shared(stored: StoredWeight) -> list[int]:
 
 
 def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
-    """The part of a parameter that a file has, in the same memory."""
+    """The part of a parameter that a file has, in the same memory; rows with one scale there are brought to one."""
     if not place.index:
         return weight
-    scale = weight.kept_scale[scales_at(place.index, weight.shape, stored)[0]]
-    scale = scale.reshape(()) if stored.granularity == "tensor" else scale
+    at, sizes = scales_at(place.index, stored, weight.shape)
+    if by_row := tuple(weight.kept_scale.shape) != sizes:
+        at, _ = scales_at(place.index, stored, weight.shape, by_row)
+        scale = weight.scale.clone()
+        scale[at] = scale[at].max()
+        if not torch.equal(scale, weight.scale):
+            weight.rescale_(scale)
+    scale = weight.kept_scale[at]
+    scale = scale.flatten()[:1].reshape(()) if stored.granularity == "tensor" else scale
     return FP8Tensor.from_codes(
         weight.codes[place.index].contiguous(), scale, weight.format, block_size=weight.block_size, dtype=weight.dtype
     )

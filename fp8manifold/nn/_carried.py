@@ -26,6 +26,56 @@ _REGISTERED: Final = ("_parameters", "_buffers", "_modules")
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+class Turned:
+    """A module that has parameters transposed, as files have them, but while it computes; put before its own class."""
+
+    turned: tuple[str, ...]
+    _parameters: dict[str, Any]
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        own = self._parameters
+        views = {name: own[name].transpose(-2, -1) for name in self.turned}
+        for view in views.values():
+            view.is_turned = True
+        self._parameters = own | views
+        try:
+            return super().forward(*args, **options)  # type: ignore[misc]
+        finally:
+            self._parameters = own
+
+
+def turn(model: nn.Module, names: Sequence[str]) -> None:
+    """Let modules have parameters transposed that have no values yet."""
+    for name in names:
+        owner, _, entry = name.rpartition(".")
+        module = model.get_submodule(owner)
+        turned, kind = getattr(module, "turned", ()), type(module)
+        kind = kind.__mro__[2] if turned else kind
+        facts = {"turned": (*turned, entry), "__module__": kind.__module__}
+        _turn_parameter(module, entry)
+        module.__class__ = type(kind.__name__, (Turned, kind), facts)
+
+
+def turned_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that a model has transposed."""
+    found = [(name, module.turned) for name, module in model.named_modules() if isinstance(module, Turned)]
+    return [f"{name}.{entry}".lstrip(".") for name, turned in found for entry in turned]
+
+
+def turn_back(model: nn.Module) -> None:
+    """Give modules their parameters, which are floats by now, as their own class has them."""
+    for module in model.modules():
+        if isinstance(module, Turned):
+            for entry in module.turned:
+                _turn_parameter(module, entry)
+            module.__class__ = type(module).__mro__[2]
+
+
+def _turn_parameter(module: Any, entry: str) -> None:
+    own = module._parameters[entry]
+    module._parameters[entry] = nn.Parameter(own.detach().mT.contiguous(), requires_grad=own.requires_grad)
+
+
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its identity, in the model's order."""
     names: dict[int, list[str]] = {}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8manifold.nn import _carried
 from fp8manifold.nn._carried import check_layers, in_place_parameters, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
@@ -223,6 +224,7 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     for parameter in in_place_parameters(model).values():
         values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
         put_parameter(model, names[id(parameter)], values)
+    _carried.turn_back(model)
     return replace_layers(model, layers)
 
 

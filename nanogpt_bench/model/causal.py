@@ -10,12 +10,12 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -40,6 +40,7 @@ from nanogpt_bench.system.hub import hub_file
 LONGEST_REASON = 300
 #: a constant that GPT-2's older files carry beside the weights, which transformers calls unexpected
 _MASK = ".attn.masked_bias"
+_T = TypeVar("_T")
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -132,7 +133,21 @@ def reading(name: str) -> Iterator[Any]:
             transformers.utils.logging.enable_progress_bar()
 
 
-@functools.lru_cache(maxsize=4)
+def _while_unchanged(function: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Remember what is said of a model until a file of it has another size or time."""
+    known = functools.lru_cache(maxsize=4)(lambda name, _: function(name))
+
+    @functools.wraps(function)
+    def said(name: str) -> _T:
+        path = Path(name).resolve()
+        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+        facts = ((str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()])
+        return known(name, tuple(facts))
+
+    return said
+
+
+@_while_unchanged
 def settings_of(name: str) -> Any:
     """Return the model's settings as transformers' object."""
     where = find_model(name)
@@ -161,7 +176,7 @@ def settings_of(name: str) -> Any:
     return found
 
 
-@functools.lru_cache(maxsize=4)
+@_while_unchanged
 def stored_of(name: str) -> Mapping[str, Any]:
     """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read."""
     where, folder = find_model(name), Path(name)
@@ -193,7 +208,7 @@ def _has_own_head(settings: Any, name: str) -> bool:
     return len(values) > 1 and not all(torch.equal(values[0], other) for other in values[1:])
 
 
-@functools.lru_cache(maxsize=4)
+@_while_unchanged
 def outline(name: str) -> Outline:
     """Return the outline of the model called `name`; refuses what `settings_of` does."""
     settings, model = settings_of(name), skeleton(name)

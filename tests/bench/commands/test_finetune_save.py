@@ -12,7 +12,6 @@ from bench_runs import flags, summary_of, trainer_of
 from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.model.causal import outline, settings_of, stored_of
 
 SMALL = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
 SMALL += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2})
@@ -48,8 +47,6 @@ def test_every_kind_of_layer_is_saved(kind, tied, more, rule, here, text_file):
     words = prepared(here, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
     loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
-    for cache in (outline, settings_of, stored_of):  # of another case's folder "saved"
-        cache.cache_clear()
     again = load_config(
         find_config("finetune"),
         [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32", "--model.format=null"],

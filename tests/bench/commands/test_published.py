@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.model.causal import load_causal, outline, settings_of, stored_of, window_losses
+from nanogpt_bench.model.causal import load_causal, outline, window_losses
 from nanogpt_bench.setup.pretrained import _bytes_each
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import free_memory
@@ -29,8 +29,6 @@ SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, 
 @pytest.fixture
 def words(here, text_file):
     """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
-    for cache in (outline, settings_of, stored_of):  # of another test's folder
-        cache.cache_clear()
 
     def made(layout):
         causal_models.write_tokenizer(fp8_folders.make(layout, here / "model"))
@@ -138,11 +136,10 @@ def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
 
 def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, refused, text_file):
     finetune = words(SQUARES)
+    assert outline("./model").stored  # and what is remembered of it goes with the file
     state = load_file("model/model.safetensors")
     del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(state, "model/model.safetensors", {"format": "pt"})
-    for cache in (outline, settings_of, stored_of):
-        cache.cache_clear()
     for command in (finetune, ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"]):
         told = refused(*command)
         assert "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds F8_E4M3" in told

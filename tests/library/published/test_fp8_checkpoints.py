@@ -1,5 +1,6 @@
 """Published FP8 models: read as they are, trained in place, saved and read again, and written back to the byte."""
 
+import copy
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from fp8_folders import make, rewritten, tensors_of, transformers
+from published_cases import codes, headers_of
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import FP8Parameter, QuantizedLinear, load_fp8, save_fp8
+from fp8manifold._published import stored_weights
+from fp8manifold._published.places import weight_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 PARTS = ("core_model_loading", "conversion_mapping")
@@ -124,6 +128,76 @@ def test_a_fused_weight_is_taken_apart_again(name: str, tmp_path: Path, monkeypa
     converted(["down_proj.weight"], "down_proj.weight", loading.Transpose(0, 1))
     with refused(ValueError, "down_proj.weight", "by Transpose, which is not read"):
         load_fp8(folder)
+
+
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(writeback: str, tmp_path: Path) -> None:
+    """Experts whose gate and up have one scale each, and not the same: a step doubles those of single rows."""
+    folder = make("tensor, experts", tmp_path / "published")
+    model = load_fp8(folder, dtype=torch.float32)
+    weight = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+    assert (weight.granularity, weight.scale[:, :128].unique().numel(), len(weight.scale.unique())) == ("row", 4, 8)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, writeback=writeback)
+    train(model, optimizer, 5)
+    before, own = weight.scale.clone(), weight.dequantize()
+    halves = before.view(8, 128)
+    assert not torch.equal(halves, halves[:, :1].expand(8, 128))
+    files_after = written(model, tmp_path / "trained")
+    assert torch.equal(weight.scale.view(8, 128), halves.amax(1, keepdim=True).expand(8, 128))
+    assert torch.equal(
+        weight.dequantize()[(weight.scale == before).expand_as(own)], own[(weight.scale == before).expand_as(own)]
+    )
+    assert (weight.dequantize() - own).abs().max() <= weight.scale.max() * 2**-9
+    assert written(model, tmp_path / "again") == files_after
+    assert torch.equal(load_fp8(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert written(again, tmp_path / "again", source=folder) == files_after
+    train(model, optimizer, 1)
+
+
+def test_transposed_experts_are_trained_as_the_file_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("gpt-oss", tmp_path / "published")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    model = load_fp8(folder, dtype=torch.float32, experts_implementation="eager").train()
+    plain = fm.dequantize_model(copy.deepcopy(model))
+    assert type(plain.get_submodule(name.rpartition(".")[0])) is type(
+        transformers().GptOssForCausalLM(plain.config).model.layers[0].mlp.experts
+    )
+    codes, floats = model.get_parameter(name), plain.get_parameter(name)
+    assert (codes.granularity, codes.format.name, codes.shape) == ("block", "E2M1", floats.mT.shape)
+    decoded = []
+    rows = fm.FP8Tensor.decoded_rows
+    monkeypatch.setattr(
+        fm.FP8Tensor, "decoded_rows", lambda own, take: decoded.append(take(own.codes).numel()) or rows(own, take)
+    )
+    losses = [each(TOKENS, labels=TOKENS).loss for each in (model, plain)]
+    assert losses[0].item() == losses[1].item()
+    assert set(decoded) == {codes[0].numel(), model.get_parameter(name.replace("gate_up", "down"))[0].numel()}
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(codes.grad.mT, floats.grad)
+    exported, _ = fm.exported_state_dict(fm.quantize_model(copy.deepcopy(model), "E4M3"))
+    assert torch.equal(exported[name], floats)
+    train(model, adamw(model), 1)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert written(again, tmp_path / "again", source=folder) == written(model, tmp_path / "trained") != files(folder)
+    fm.dequantize_model(again).save_pretrained(tmp_path / "floats")
+    floats = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    assert torch.equal(floats(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_columns_with_unlike_scales_can_not_be_one_weight() -> None:
+    tensors = {name: codes((4, 8)) for name in ("a.weight", "b.weight")}
+    tensors |= {"a.weight_scale": torch.tensor(0.5), "b.weight_scale": torch.tensor(0.25)}
+    stored = stored_weights(headers_of(tensors))
+    parts = [((slice(0, 4), slice(8 * i, 8 * i + 8)), stored[f"{name}.weight"]) for i, name in enumerate("ab")]
+    with refused(ValueError, "'a.weight'", "other columns of 'both'", "a scale for each row"):
+        weight_of("both", parts, (4, 16), tensors.__getitem__, lambda _: None)
+    tensors["b.weight_scale"] += 0.25
+    assert weight_of("both", parts, (4, 16), tensors.__getitem__, lambda _: None).scale.item() == 0.5
 
 
 def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
@@ -255,10 +329,6 @@ def decoded(end: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
     return change
 
 
-def as_it_is(name: str, value: Tensor) -> dict[str, Tensor]:
-    return {name: value}
-
-
 def too_many(name: str, value: Tensor) -> dict[str, Tensor]:
     return {name: value, name.replace("layers.0", "layers.7"): value.clone()}
 
@@ -267,24 +337,27 @@ def narrowed(name: str, value: Tensor) -> dict[str, Tensor]:
     return {name: value[:64] if "up_proj" in name else value}
 
 
-UP, FUSED = "up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+def in_blocks(name: str, value: Tensor) -> dict[str, Tensor]:
+    return {name.replace("weight_packed", "weight_blocks"): value}
+
+
+UP = "up_proj.weight"
 #: the layout, what is changed in it, and words of the refusal, apart by &
 REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], str]] = {
     "a layer is missing": ("squares", without(UP, f"{UP}_scale_inv"), "the model has & up_proj"),
     "a norm is missing": ("squares", without("model.norm.weight"), "the model has 'model.norm.weight' & lacks"),
     "a layer too many": ("squares", too_many, "layers.7 & 'model.safetensors' & has no place in the model"),
     "another shape": ("rows", narrowed, f"{UP}' & (64, 256) & (384, 256)"),
-    "unlike scales": ("tensor, experts", as_it_is, f"0.w3.weight & '{FUSED}' & the same scale & a scale for each row"),
     "an expert in floats": ("squares, experts", decoded(f"1.{UP}"), f"experts.1.{UP} & is not & gate_up_proj"),
     "an expert too few": (
         "squares, experts",
         without(f"experts.3.{UP}", f"experts.3.{UP}_scale_inv"),
         "gate_up_proj & do not cover it",
     ),
-    "the transposed experts of gpt-oss": (
-        "gpt-oss",
-        as_it_is,
-        "experts.down_proj_blocks' of 'model.safetensors' & transposed & Mxfp4Config(dequantize=True)",
+    "blocks that are no transposed experts": (
+        "mxfp4",
+        in_blocks,
+        "weight_blocks' of 'model.safetensors' & experts & transposed, as gpt-oss does",
     ),
 }
 
