@@ -244,8 +244,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> None:
-    for page in (README, PAGE):
-        assert cards.recipe_table() in page
+    assert all(cards.recipe_table() in page for page in (README, PAGE))
     assert cards.owned_table() in README
     assert cards.measured_table() in PAGE
     assert cards.memory_table() in PAGE
