@@ -56,7 +56,7 @@ def folders(tmp_path, *, seeds, low=(1.9,)):
 
 
 def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path):
-    paths = folders(tmp_path, write_run, seeds=4)
+    paths = folders(tmp_path, seeds=4)
     results = measured(paths, "fp32")
     reference, lower, same = (result.difference for result in results)
     assert reference is None
@@ -77,7 +77,7 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
 
 
 def test_a_pair_on_two_processors_is_marked(tmp_path):
-    paths = folders(tmp_path, write_run, seeds=3)
+    paths = folders(tmp_path, seeds=3)
     here = {"cpu": "one", "cpu_capability": "AVX2", "platform": "Linux"}
     for path in paths:
         place = path / "environment.json"
@@ -94,7 +94,7 @@ def test_a_pair_on_two_processors_is_marked(tmp_path):
 
 
 def test_one_seed_is_a_lead_without_an_interval(tmp_path):
-    results = measured(folders(tmp_path, write_run, seeds=1), "fp32")
+    results = measured(folders(tmp_path, seeds=1), "fp32")
     for text in (to_text(results), to_markdown(results)):
         assert "run (one seed: a lead)" in text
         assert "gap to fp32" in text
