@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, text: Tensor) -> float:
 def trained(folder: Path, writeback: str, lr: float, seed: int, args: Namespace) -> tuple[float, float]:
     """The loss before the training and after it."""
     model, text, held = read(folder, writeback).eval(), sources(LEARNT), sources(HELD)
-    rule = {} if writeback == "float32" else {"writeback": writeback, "seed": seed}
+    rule: dict[str, Any] = {} if writeback == "float32" else {"writeback": writeback, "seed": seed}
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=lr, weight_decay=0.0, **rule)
     before = loss_of(model, held)
     drawn = torch.Generator().manual_seed(seed)
