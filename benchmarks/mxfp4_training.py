@@ -1,7 +1,7 @@
 """Losses of MXFP4 and MXFP8 weights trained in place under Muon, beside the values that they stand for, in float32.
 
-    python benchmarks/mxfp4_training.py [--steps 200] [--seeds 3] [--lr 2e-4 1e-3] [--reading 300]
-                                        [--json | --markdown] [--record]
+    python benchmarks/mxfp4_training.py [--steps 100] [--seeds 3] [--lr 1e-3] [--reading 200]
+                                        [--weights MXFP4 MXFP8] [--json | --markdown] [--record]
 
 A Llama of 1.4M weights reads English, a token a byte, and is published by compressed-tensors: E2M1 or E4M3 at a power
 of two for each 32 of a row.  It is then trained on Python's sources by StiffnessMuon, by each write-back, and so are
@@ -13,6 +13,7 @@ import argparse
 import inspect
 import json
 import statistics
+import sys
 import tempfile
 from argparse import Namespace
 from importlib import import_module
@@ -85,7 +86,7 @@ def loss_of(model: nn.Module, text: Tensor) -> float:
 def trained(folder: Path, writeback: str, lr: float, seed: int, args: Namespace) -> tuple[float, float]:
     """The loss before the training and after it."""
     model, text, held = read(folder, writeback).eval(), sources(LEARNT), sources(HELD)
-    rule = {} if writeback == "float32" else {"writeback": writeback, "seed": seed}
+    rule: dict[str, Any] = {} if writeback == "float32" else {"writeback": writeback, "seed": seed}
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=lr, weight_decay=0.0, **rule)
     before = loss_of(model, held)
     drawn = torch.Generator().manual_seed(seed)
@@ -108,10 +109,11 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--weights", nargs="+", choices=tuple(SCHEMES), default=["MXFP4"], help="what is published")
+    parser.add_argument("--steps", type=int, default=100, help="of each training")
     parser.add_argument("--seeds", type=int, default=3, choices=tuple(STUDENT), help="how many")
-    parser.add_argument("--lr", type=float, nargs="+", default=[2e-4, 1e-3], help="rates, of everything")
-    parser.add_argument("--reading", type=int, default=300, help="steps that the model reads before")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="rates, of everything")
+    parser.add_argument("--reading", type=int, default=200, help="steps that the model reads before")
     add_form_options(parser)
     add_option(parser)
     args = parser.parse_args()
@@ -120,7 +122,7 @@ def main() -> None:
     base, _ = small(args.reading)
     rows: list[tuple[str, ...]] = []
     found = []
-    for scheme in SCHEMES:
+    for scheme in args.weights:
         with tempfile.TemporaryDirectory() as place:
             publish(base, Path(place), scheme)
             for lr in args.lr:
@@ -132,6 +134,7 @@ def main() -> None:
                     less = [own - other for own, other in zip(after, floats, strict=True)]
                     found.append({"weights": scheme, "lr": lr, "writeback": writeback, "losses": ends})
                     difference = "" if writeback == "float32" else spread(less).replace("-0.000", "0.000")
+                    print(found[-1], file=sys.stderr, flush=True)
                     rows.append((scheme, f"{lr:g}", writeback, f"{ends[0][0]:.3f}", spread(after), difference))
     columns = ["weights", "lr", "writeback", "before", f"after {args.steps} steps", "less float32"]
     if args.json:

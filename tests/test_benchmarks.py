@@ -339,6 +339,16 @@ def test_loading_from_end_to_end() -> None:
     run("loading.py", "--fp8", "--record", code=2)
 
 
+@pytest.mark.slow
+@pytest.mark.extra("compressed_tensors")
+def test_mxfp4_training_from_end_to_end() -> None:
+    printed = run("mxfp4_training.py", "--steps", "1", "--seeds", "2", "--reading", "2", "--json")
+    rows = json.loads(printed[printed.rindex("\n[") :])
+    assert [row["writeback"] for row in rows] == ["float32", "residual8", "stochastic"]
+    assert len({before for row in rows for before, _ in row["losses"]}) == 1  # the same values, to the bit
+    assert len({after for row in rows for _, after in row["losses"]}) == 6
+
+
 def test_train_is_serve_from_end_to_end() -> None:
     """Training in place, and rounding alike on both sides, is served to the bit; nothing else is."""
     printed = run("train_is_serve.py", "--reading", "2", "--prompts", "1", "--written", "4", "--updates", "1", "--json")

@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 ELSEWHERE = {
     name: ROOT / f"{page}.md"
     for page, names in {
-        "docs/finetune": ("loading", "whole_step"),
+        "docs/finetune": ("loading", "mxfp4_training", "whole_step"),
         "docs/other-libraries": ("train_is_serve",),
         "study/study-q14": ("study_steps",),
         "study/study-rounding": ("arrived_share", "draws", "moment_formats", "second_moment", "write_back_noise"),
