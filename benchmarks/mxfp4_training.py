@@ -136,7 +136,7 @@ def main() -> None:
                     difference = "" if writeback == "float32" else spread(less).replace("-0.000", "0.000")
                     print(found[-1], file=sys.stderr, flush=True)
                     rows.append((scheme, f"{lr:g}", writeback, f"{ends[0][0]:.3f}", spread(after), difference))
-    columns = ["weights", "lr", "writeback", "before", f"after {args.steps} steps", "less float32"]
+    columns = ["weights", "lr", "writeback", "before", f"after {args.steps} steps", "minus float32"]
     if args.json:
         print(json.dumps(found, indent=1))
         return

@@ -176,8 +176,8 @@ def recorded(line: dict[str, Any]) -> tuple[Cell, ...]:
     return (line["label"], round(line["bytes_per_parameter"], 2), ratio, *times, goal)
 
 
-RECORDED: Final = ("contender", "bytes a parameter", "ratio", "first step, s", "then, s", "goal")
-HEADER: Final = ("contender", "bytes a parameter", "ratio (processes)", "first step, s", "goal")
+RECORDED: Final = ("contender", "bytes per parameter", "ratio", "first step, s", "then, s", "goal")
+HEADER: Final = ("contender", "bytes per parameter", "ratio (processes)", "first step, s", "goal")
 
 
 def table(rows: list[dict[str, Any]], markdown: bool) -> str:

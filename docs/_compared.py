@@ -67,8 +67,8 @@ def table(file: Exported, against: Sequence[str]) -> str:
     first = list(next(iter(each.values())).values())
     parts = [f"({missing} were made.)\n"] if (missing := shortfall(file.rows)) else []
     for text, results in by_text(first):
-        header = ["rule", "lr", "bytes a parameter", "seeds", "final loss ± s.d."]
-        header += [f"less that of {brief(name)}" for name in each]
+        header = ["rule", "lr", "bytes per parameter", "seeds", "final loss ± s.d."]
+        header += [f"minus that of {brief(name)}" for name in each]
         rows = [
             (
                 f"`{short(result)}`",

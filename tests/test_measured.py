@@ -87,7 +87,7 @@ def test_every_benchmark_records_rows_as_wide_as_their_columns(monkeypatch: pyte
     measured = {"label": "x", "bytes_per_parameter": 9.0104, "ratio": 1.5, "ratio_min": 1.0, "ratio_max": 2.0}
     row = step.recorded(measured | {"first_step_s": [3.04, 1.0, 2.0], "goal": 1.6, "met": True})
     assert row == ("x", 9.01, (1.5, 1.0, 2.0), 3.0, 1.5, "1.6x, met")
-    assert step.RECORDED == ("contender", "bytes a parameter", "ratio", "first step, s", "then, s", "goal")
+    assert step.RECORDED == ("contender", "bytes per parameter", "ratio", "first step, s", "then, s", "goal")
     cells = [linear.Cell(8, 16, 4, "eager", backward, 3, 1.0, 1.5, 1.0, 2.0) for backward in (False, True)]
     assert linear.recorded(cells) == [("8x16", "eager", 4, (1.5, 1.0, 2.0), (1.5, 1.0, 2.0))]
     row = fake.recorded(fake.Row("8x16", 4, "tensor", 3, 1.0, 1.5, 1.0, 2.0, 1.1, 0.0))

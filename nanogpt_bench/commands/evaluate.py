@@ -61,7 +61,7 @@ def add_options(parser: Any) -> None:
         metavar="BY",
         help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
     )
-    own.add_argument("--budget", type=above_0, metavar="X", help="the best mixture of the map in X bytes a parameter")
+    own.add_argument("--budget", type=above_0, metavar="X", help="the best mixture of the map in X bytes per parameter")
 
 
 def main(args: argparse.Namespace) -> int:

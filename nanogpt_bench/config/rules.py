@@ -74,7 +74,7 @@ RULES: dict[str, Rule] = {
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
     "bf16-pure": _on_floats("AdamW, weights and state in bfloat16", precision="bf16-pure"),
     "bf16-stochastic": _on_floats(
-        "StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes a parameter",
+        "StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes per parameter",
         "stiffness_adamw",
         "bf16-pure",
         moments="8bit",

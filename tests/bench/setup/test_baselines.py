@@ -1,4 +1,4 @@
-"""The baselines: each shipped file trains for a few steps, with the bytes a parameter that its scheme has."""
+"""The baselines: each shipped file trains for a few steps, with the bytes per parameter that its scheme has."""
 
 from pathlib import Path
 
