@@ -55,3 +55,11 @@ def test_without_settings_every_row_has_its_rule_s_rate_and_another_rate_is_anot
     rates = {run.rule: resolve(build_config(run.settings)).optimizer.lr for run in planned().values()}
     assert rates == {rule: RULES[rule].lr for rule in ("bf16-mixed", "sgd", "stochastic")}
     assert main([*ROWS, "--optimizer.lr", "0.1"]) == 2
+
+
+def test_what_differs_from_an_earlier_start_is_named(planned, capsys):
+    planned("--optimizer.lr", "0.1")
+    capsys.readouterr()
+    assert main([*ROWS, "--eval.batches", "3"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "with eval.batches 20, now 3; give a new folder" in line
