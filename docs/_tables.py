@@ -56,7 +56,10 @@ def rules_table() -> str:
     """The update rules of the bench."""
     from nanogpt_bench.config.rules import RULES
 
-    rows = [(f"`{name}`", rule.help.replace(", no master copy", ""), STORED[rule.storage], f"{rule.lr:g}") for name, rule in RULES.items()]
+    rows = [
+        (f"`{name}`", rule.help.replace(", no master copy", ""), STORED[rule.storage], f"{rule.lr:g}")
+        for name, rule in RULES.items()
+    ]
     return markdown(("rule", "what it does", "weights live in", "default lr"), rows)
 
 

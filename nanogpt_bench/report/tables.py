@@ -134,7 +134,7 @@ COLUMNS = (
         {"bytes_per_parameter": lambda r: r.bytes_per_parameter},
         goes=11,
         axis=(1, "bytes/param", "bytes_per_parameter"),
-        note="Bytes per parameter: measured on the tensors alive after the training, quantised and other weights, scales "
+        note="Bytes per parameter: those of tensors alive after the training, quantised and other weights, scales "
         "and optimizer state together.",
     ),
     Column(
