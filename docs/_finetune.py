@@ -68,7 +68,7 @@ def table_of_rows(files: Sequence[Exported]) -> str:
     """A line a row, where rows have rates of their own: either text's loss, and its distance to float32's."""
     file = replace(files[0], rows=tuple(row for each in files for row in each.rows))
     results = measured_against(file, BASELINE)
-    header = ("rule", "lr", "bytes", "seeds", "new text", f"less `{BASELINE}`", "old text", f"less `{BASELINE}`")
+    header = ("rule", "lr", "bytes", "seeds", "new text", f"minus `{BASELINE}`", "old text", f"minus `{BASELINE}`")
     rows = []
     for result in (result for result in results if result.row.runs):
         runs = result.row.runs
@@ -89,7 +89,7 @@ def table_of_rows(files: Sequence[Exported]) -> str:
 
 def table_of_folders(files: Mapping[str, Exported]) -> str:
     """For each published folder what it was trained as: losses before and after, and the distance to its floats'."""
-    header = ("folder", "rule", "lr", "bytes a parameter", "seeds", "before", "after", f"less `{BASELINE}`")
+    header = ("folder", "rule", "lr", "bytes per parameter", "seeds", "before", "after", f"minus `{BASELINE}`")
     rows = []
     for name, file in files.items():
         for result in (result for result in measured_against(file, BASELINE) if result.row.runs):
@@ -145,7 +145,7 @@ def drawn(files: Sequence[Exported]) -> Figure:
     for axis, (text, of) in zip(axes, TEXTS.items(), strict=True):
         _panel(axis, files, of)
         axis.set_title(f"the {text} text")
-    axes[0].set_ylabel(f"loss less that of {BASELINE}, nats")
+    axes[0].set_ylabel(f"loss minus that of {BASELINE}, nats")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
 
