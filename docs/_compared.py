@@ -101,7 +101,7 @@ def source(file: Exported) -> str:
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
     torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
     on = dict.fromkeys(str(run.environment.get("gpu") or run.environment.get("cpu")) for run in runs)
-    how = "several runs at a time" if any(run.environment.get("gpu") for run in runs) else "one thread a run"
+    how = "several runs at a time" if any(run.environment.get("gpu") for run in runs) else "one thread per run"
     note = "".join(f" {mark}: on two processors." for mark in [MARK.strip()] if _apart(file))
     return f"{made} {', '.join(torches)}, {', '.join(on)}, {how}.{note}\n"
 

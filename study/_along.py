@@ -69,5 +69,5 @@ def drawn_along(texts: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
     handles, words = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, words, loc="outside lower right", ncols=len(words), fontsize="small")
     figure.supxlabel("step", fontsize="medium")
-    figure.supylabel(f"loss less that of {name}, nats a byte", fontsize="medium")
+    figure.supylabel(f"loss minus that of {name}, nats per byte", fontsize="medium")
     return figure

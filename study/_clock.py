@@ -33,7 +33,7 @@ def table_by_clock(
     rules: Mapping[str, Sequence[Run]], references: Mapping[str, Sequence[Run]], name: str, paces: Mapping[str, float]
 ) -> str:
     """A line a rule; between validations losses are interpolated. `paces` of rules stand in place of runs' clocks."""
-    header = ("rule", "seconds a run", f"loss when `{name}` ends, less its own", f"`{name}`'s final loss is reached")
+    header = ("rule", "seconds per run", f"loss when `{name}` ends, minus its own", f"`{name}`'s final loss is reached")
     rows = [
         (f"`{label}`", *line(runs, references[label], paces.get(label), paces.get(name)))
         for label, runs in rules.items()
@@ -98,7 +98,7 @@ def drawn_by_clock(rules: Mapping[str, Sequence[Run]], paces: Mapping[str, float
         means = [mean(of.values()) for _, of in each]
         axis.plot(times, means, color=colour, linestyle=DASHES[drawn[colour]], marker="o", markersize=3.5, label=label)
         drawn[colour] += 1
-    axis.set(xscale="log", xlabel="seconds of training steps", ylabel="validation loss, nats a token")
+    axis.set(xscale="log", xlabel="seconds of training steps", ylabel="validation loss, nats per token")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())

@@ -20,7 +20,7 @@ FEWEST = 5
 RESAMPLES = 999
 LEVEL = 0.05
 #: the trivial predictors: the loss at that time, and its distance from the reference's at that step
-LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss less the reference's")
+LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss minus the reference's")
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def drawn_spacing(each: Sequence[Spaced], texts: Mapping[str, str], name: str) -
                 axis.vlines(point.ulp, max(point.distance.low, LOWEST), point.distance.high, color=look["color"])
             axis.annotate(point.format, (point.ulp, point.distance.mean), (7, -11), textcoords="offset points", size=9)
     axis.set(xscale="log", yscale="log", xlim=ends, ylim=(LOWEST, None))
-    axis.set(xlabel="mean ULP of the weights at the end", ylabel=f"final loss less that of {name}, nats a byte")
+    axis.set(xlabel="mean ULP of the weights at the end", ylabel=f"final loss minus that of {name}, nats per byte")
     axis.grid(color="#eeeeee", linewidth=0.8)
     axis.legend(fontsize="small", loc="upper left")
     return figure

@@ -22,4 +22,4 @@ def stiffness_table(file: Exported) -> str:
         return ""
     found = adjusted([difference(losses_of(row), losses_of(other)) for row, other in pairs])
     lines = [(f"`{row.format}`", difference_text(each)) for (row, _), each in zip(pairs, found, strict=True)]
-    return markdown(("format", "k from 1 to 0, less k = 0"), lines)
+    return markdown(("format", "k from 1 to 0, minus k = 0"), lines)

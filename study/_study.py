@@ -153,7 +153,7 @@ def along(file: Exported, name: str) -> dict[str, dict[str, Course]]:
 
 def _tables_along(file: Exported, name: str) -> str:
     each = along(file, name).items()
-    return "\n".join(f"Less the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each)
+    return "\n".join(f"Minus the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each)
 
 
 def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> str:
@@ -179,7 +179,7 @@ def forest(file: Exported, name: str) -> Figure:
     for axis, (text, results) in zip(axes[0], panels, strict=True):
         _panel(axis, {short(result): result for result in results}, order)
         axis.set_title(text)
-    figure.supxlabel(f"final loss less that of {name}, nats a byte", fontsize="medium")
+    figure.supxlabel(f"final loss minus that of {name}, nats per byte", fontsize="medium")
     return figure
 
 
