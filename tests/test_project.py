@@ -57,7 +57,7 @@ def test_an_sdist_keeps_its_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert import_module("hatch_urls").urls(tmp_path) == {"Source": "https://example.org/own/fp8"}
 
 
-README = """![a](RAW/docs/a.svg) [b](BLOB/docs/b.md#c), [d](#e) [f](https://example.org/g) [h](BLOB/CONTRIBUTING.md) `[i](j)`
+README = """![a](RAW/docs/a.svg) [b](BLOB/docs/b.md#c), [d](#e) [f](https://e.org) [h](BLOB/CONTRIBUTING.md) `[i](j)`
 <picture><source srcset="RAW/docs/k.png"><img src="RAW/docs/l.png"></picture>
 ```python
 m = n["o"](p)
