@@ -57,37 +57,26 @@ def test_an_sdist_keeps_its_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert import_module("hatch_urls").urls(tmp_path) == {"Source": "https://example.org/own/fp8"}
 
 
-README = """# A
-![a](docs/a.svg) [b](docs/b.md#c), [d](#e)
-[f](https://example.org/g) [h](CONTRIBUTING.md) `[i](j)`
-<picture><source srcset="docs/k.png"><img src="docs/l.png"></picture>
+README = """![a](RAW/docs/a.svg) [b](BLOB/docs/b.md#c), [d](#e) [f](https://e.org) [h](BLOB/CONTRIBUTING.md) `[i](j)`
+<picture><source srcset="RAW/docs/k.png"><img src="RAW/docs/l.png"></picture>
 ```python
 m = n["o"](p)
-```
-"""
-ELSEWHERE = """# A
-![a](SOURCE/raw/v1.2/docs/a.svg) [b](SOURCE/blob/v1.2/docs/b.md#c), [d](#e)
-[f](https://example.org/g) [h](SOURCE/blob/v1.2/CONTRIBUTING.md) `[i](j)`
-<picture><source srcset="SOURCE/raw/v1.2/docs/k.png"><img src="SOURCE/raw/v1.2/docs/l.png"></picture>
-```python
-m = n["o"](p)
-```
-"""
+```"""
 
 
 def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     described = import_module("hatch_urls").described
-    source = "https://github.com/own/fp8"
-    assert described(README, source, "1.2") == ELSEWHERE.replace("SOURCE", source)
-    assert described(README, "", "1.2") == described(README, "https://example.org/own/fp8", "1.2") == README
+    source, here = "https://github.com/own/fp8", README.replace("RAW/", "").replace("BLOB/", "")
+    there = README.replace("RAW", f"{source}/raw/v1.2").replace("BLOB", f"{source}/blob/v1.2")
+    assert described(here, source, "1.2") == there
+    assert described(here, "", "1.2") == described(here, "https://example.org/own/fp8", "1.2") == here
 
 
 def test_one_version_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    newest = re.search(r"^## (\d.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert newest is not None
-    assert newest[1] == f"{fm.__version__} - {citation['date-released']}"
+    released = re.findall(r"^## (\d.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert released[0] == f"{fm.__version__} - {citation['date-released']}"
     assert citation["version"] == fm.__version__
     assert f"version = {{{fm.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
