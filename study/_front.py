@@ -28,7 +28,12 @@ MORE = (
     ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, `stiffness` from 1 to 0", "fp32"),
     ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3, against AdamW", "fp32"),
     ("study_q1", "E4M3 nearest", "AdamW, E4M3, `nearest`", "fp32"),
-    ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=independent", 'Muon, E4M3, `moments="8bit"`', "muon"),
+    (
+        "study_q11_e4m3 study_q11_e4m3_law",
+        "E4M3 muon-stochastic draws=independent",
+        'Muon, E4M3, `moments="8bit"`',
+        "muon",
+    ),
     ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
     ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", 'Muon, E2M5, `moments="8bit"`', "muon"),
 )
@@ -45,7 +50,12 @@ FOUND = (
     ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
     ("study_q1", "muon", "Muon, float32", "muon"),
     ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", "Muon, E2M5, one-byte moments", "muon"),
-    ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=independent", "Muon, E4M3, one-byte moments", "muon"),
+    (
+        "study_q11_e4m3 study_q11_e4m3_law",
+        "E4M3 muon-stochastic draws=independent",
+        "Muon, E4M3, one-byte moments",
+        "muon",
+    ),
     ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, residual of 8 bits", "muon"),
 )
 HEADER = ("training", "bytes per parameter", "loss minus the same optimizer's in float32, STDLIB", "the same, EULAW")

@@ -70,14 +70,14 @@ def memory() -> Spec:
 ROWS = {
     "E4M3 nearest": ("study_q1", "fp32", "nearest"),
     "E4M3 stochastic-8bit": ("study_q1", "fp32", "stochastic"),
-    "E2M5 muon-stochastic": ("study_q12_e2m5 study_q12_law", "muon", "muon-stochastic"),
+    "E2M5 muon-stochastic draws=independent": ("study_q11_e2m5 study_q11_law", "muon", "muon-stochastic"),
 }
 #: names in the units of the axes, and the side that they begin or end at
 LABELS = (
     (8.7, 0.235, "AdamW in one byte,", "nearest", "right"),
     (8.7, 0.205, "rounded to nearest", "nearest", "right"),
-    (0.3, 0.045, "Muon in one byte", "muon-stochastic", "left"),
-    (0.3, -0.06, "AdamW in one byte", "stochastic", "left"),
+    (0.3, 0.045, "Muon in one byte, E2M5", "muon-stochastic", "left"),
+    (0.3, -0.06, "AdamW in one byte, E4M3", "stochastic", "left"),
     (9.9, 0.035, "Muon, float32", FLOATS, "right"),
     (12.9, -0.04, "AdamW, float32", FLOATS, "right"),
 )

@@ -1,5 +1,6 @@
 """Layers and parameters that take the place of others: hooks, attributes and what is registered go along."""
 
+import functools
 import inspect
 import weakref
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from fp8manifold.nn._parts import AT_OWN_SCALE, PARTS
 from fp8manifold.nn._products import forbid_fused_operators, is_called
 from fp8manifold.nn._selection import is_conv1d
 from fp8manifold.parameter import FP8Parameter
+from fp8manifold.tensor import FP8Tensor
 
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -131,7 +133,27 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
             return layer
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
+    for kind in {base for module in model.modules() for base in type(module).__mro__}:
+        if kind.__name__ == "PreTrainedModel" and not hasattr(kind.save_pretrained, "refuses_codes"):
+            kind.save_pretrained = _refusing_codes(kind.save_pretrained)  # an own attribute would be a cycle
     return model
+
+
+def _refusing_codes(save: Any) -> Any:
+    """``save_pretrained``, but for models whose codes it would write without a word of them into ``config.json``."""
+
+    @functools.wraps(save)
+    def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+        in_codes = any(isinstance(p, FP8Tensor) for p in model.parameters())
+        if in_codes and getattr(model, "hf_quantizer", None) is None:
+            raise RuntimeError(
+                f"this {type(model).__name__} has weights in codes, which transformers would save as numbers: call "
+                "fp8manifold.huggingface.attach(model) before save_pretrained, or fp8manifold.dequantize_model(model)"
+            )
+        return save(model, *args, **options)
+
+    save_pretrained.refuses_codes = True  # type: ignore[attr-defined]
+    return save_pretrained
 
 
 def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:

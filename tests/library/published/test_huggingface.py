@@ -1,5 +1,6 @@
 """Quantised models of transformers: saved, read back and trained on to the bit, by its own means."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -253,6 +254,17 @@ def test_a_model_is_dequantised_and_exported(maker: Any, tmp_path: Path) -> None
     assert not any(isinstance(module, QuantizedLinear) for module in floats.modules())
     assert not hasattr(floats, "hf_quantizer")
     torch.testing.assert_close(logits(floats), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path: Path) -> None:
+    """Nor by a copy, or the model within; floats are."""
+    model = quantize_model(llama(), "E4M3", "fp8", tied="leave")
+    for one in (model, copy.deepcopy(model), model.model):
+        with pytest.raises(RuntimeError, match=r"attach\(model\) before save_pretrained"):
+            one.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    fm.dequantize_model(model).save_pretrained(tmp_path)
+    quantize_model(llama(), "E4M3", "master", tied="leave").save_pretrained(tmp_path)
 
 
 def test_what_can_not_be_attached_is_refused() -> None:
