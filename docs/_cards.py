@@ -208,14 +208,14 @@ def owned_table() -> str:
 #: has them, or of the first; none where it was not measured
 ENDED: dict[str, tuple[float, ...]] = {
     "AdamW, float32": (2.166, 2.201, 2.106),
-    "AdamW, bfloat16": (),
-    "the ten lines above": (2.200,),
+    "AdamW, bfloat16": (2.677,),
+    "the lines above": (2.200,),
     "the same, in the plain loop": (),
 }
 
 
 def recipe_table() -> str:
-    """README's ten lines beside AdamW: loss, and bytes per parameter without and with gradients."""
+    """README's lines beside AdamW: loss, and bytes per parameter without and with gradients."""
     model = MODELS[0]
     exact, half, ours = in_float32(model), in_bfloat16(model, 2), all_in_codes(model, muon=False)
     memory = [(exact.held, exact.peak), (half.held, half.peak), (ours.held, ours.in_backward), (ours.held, ours.peak)]

@@ -1,4 +1,4 @@
-"""The ten lines that fine-tune a Hugging Face model run, are the rule that was measured, and take what is said."""
+"""README's lines that fine-tune a Hugging Face model run, are the rule that was measured, and take what is said."""
 
 import copy
 import re
@@ -84,7 +84,7 @@ def ran_plainly(llama: Path) -> dict[str, Any]:
 def test_there_are_ten_lines_and_they_stand_on_both_pages() -> None:
     lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) == 10
-    assert recipe(PAGE, "## Ten lines of Python") == recipe(README)
+    assert recipe(PAGE, "## In Python") == recipe(README)
 
 
 def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
