@@ -194,7 +194,7 @@ def themed(name: str) -> dict[Path, Spec]:
 
 
 def mark(spec: Spec) -> str:
-    """What a drawn picture says of the description it was made from."""
+    """Mark of the description that a picture was drawn from."""
     return f"<!-- made from {digest(json.dumps(spec, sort_keys=True))} -->"
 
 

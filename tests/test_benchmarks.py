@@ -340,7 +340,6 @@ def test_loading_from_end_to_end() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extra("compressed_tensors")
 def test_mxfp4_training_from_end_to_end() -> None:
     printed = run("mxfp4_training.py", "--steps", "1", "--seeds", "2", "--reading", "2", "--json")
     rows = json.loads(printed[printed.rindex("\n[") :])

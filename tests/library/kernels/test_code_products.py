@@ -203,7 +203,7 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(
 
 @cases
 def test_a_compiler_sees_one_graph_on_a_card(fmt: str, gradient: str) -> None:
-    """Of fake tensors: which kernels there are is nothing that it may trace."""
+    """Fake tensors there: no compiler traces which kernels there are."""
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         codes, scale = torch.empty(32, 64, dtype=torch.uint8, device="cuda"), torch.empty(32, 1, device="cuda")
