@@ -74,10 +74,10 @@ ROWS = {
 }
 #: names in the units of the axes, and the side that they begin or end at
 LABELS = (
-    (8.7, 0.235, "AdamW in one byte,", "nearest", "right"),
+    (8.7, 0.235, "AdamW in E4M3,", "nearest", "right"),
     (8.7, 0.205, "rounded to nearest", "nearest", "right"),
-    (0.3, 0.045, "Muon in one byte, E2M5", "muon-stochastic", "left"),
-    (0.3, -0.06, "AdamW in one byte, E4M3", "stochastic", "left"),
+    (0.3, 0.045, "Muon in E2M5", "muon-stochastic", "left"),
+    (0.3, -0.06, "AdamW in E4M3", "stochastic", "left"),
     (9.9, 0.035, "Muon, float32", FLOATS, "right"),
     (12.9, -0.04, "AdamW, float32", FLOATS, "right"),
 )
@@ -144,7 +144,7 @@ def loss() -> Spec:
         layers += _words(shown, align=side, bold=True, **by, text={"field": "words"})
     lines = (
         "Loss minus the same optimizer's in float32, nats per byte.",
-        "Solid: docstrings of Python. Dashed: EU law.",
+        "In one byte. Solid: Python docstrings. Dashed: EU law.",
     )
     return _view("A quarter of the bytes, nearly the same loss", lines, layers) | {"width": WIDE}
 
