@@ -126,7 +126,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its square root;
             of Muon E2M5), the last two rounded stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v`` 4
             to 6% above.
-        seed: key of all random bits, with the step and the parameter's position.
+        seed: key of all random bits, with the step count and the parameter's stream.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
         refresh_every: steps between two computations of S_ref (and of ``bounded_share``).
