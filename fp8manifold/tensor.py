@@ -64,7 +64,7 @@ class FP8Tensor(ScaledTensor):
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: the remainder of rounding ``w``, in 1/256 of a chart step.  Writing drops it.
 
-    Values given here must be finite.  Later writes preserve NaN if the format has a code for it, and saturate Inf; -0 is
+    Values given here must be finite.  Later writes preserve NaN if the format has a code for it and saturate Inf; -0 is
     preserved if the layout has it, and an empty tensor has no codes and a scale of 1.
 
     Raises:
