@@ -205,12 +205,11 @@ def owned_table() -> str:
 
 
 #: losses that SmolLM2-135M ended at after 200 steps of EU law, in nats per token, of seeds 42, 43 and 44, as the log
-#: has them, or of the first; none where it was not measured
+#: has them
 ENDED: dict[str, tuple[float, ...]] = {
     "AdamW, float32": (2.166, 2.201, 2.106),
-    "AdamW, bfloat16": (2.677,),
-    "the lines above": (2.200,),
-    "the same, in the plain loop": (),
+    "AdamW, bfloat16": (2.677, 2.683, 2.680),
+    "the lines above": (2.200, 2.227, 2.133),
 }
 
 
@@ -218,7 +217,7 @@ def recipe_table() -> str:
     """README's lines beside AdamW: loss, and bytes per parameter without and with gradients."""
     model = MODELS[0]
     exact, half, ours = in_float32(model), in_bfloat16(model, 2), all_in_codes(model, muon=False)
-    memory = [(exact.held, exact.peak), (half.held, half.peak), (ours.held, ours.in_backward), (ours.held, ours.peak)]
+    memory = [(exact.held, exact.peak), (half.held, half.peak), (ours.held, ours.in_backward)]
     rows = []
     for (name, losses), sizes in zip(ENDED.items(), memory, strict=True):
         cells = [f"{size / model.parameters():.1f} ({gb(size)} GB)" for size in sizes]

@@ -49,9 +49,9 @@ def made(
 
     Of two weights of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups.
     """
-    options: Any = {"granularity": granularity, "headroom": 1.0}
+    stored_as: Any = {"granularity": granularity, "headroom": 1.0}
     stored = [
-        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **options), factors)
+        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **stored_as), factors)
         for i, fmt in enumerate(("E4M3", "E5M2"))
     ]
     parameters = [*stored, nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
