@@ -139,10 +139,13 @@ def _while_unchanged(function: Callable[[str], _T]) -> Callable[[str], _T]:
 
     @functools.wraps(function)
     def said(name: str) -> _T:
-        path = Path(name).resolve()
-        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-        facts = ((str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()])
-        return known(name, tuple(facts))
+        try:
+            path = Path(name).resolve()
+            files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+            facts = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()])
+        except (OSError, ValueError):  # no such path: the function says so
+            return function(name)
+        return known(name, facts)
 
     return said
 
