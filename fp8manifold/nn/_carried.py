@@ -133,7 +133,7 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
             return layer
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
-    for kind in {base for module in model.modules() for base in type(module).__mro__}:
+    for kind in set[Any](base for module in model.modules() for base in type(module).__mro__):
         if kind.__name__ == "PreTrainedModel" and not hasattr(kind.save_pretrained, "refuses_codes"):
             kind.save_pretrained = _refusing_codes(kind.save_pretrained)  # an own attribute would be a cycle
     return model
