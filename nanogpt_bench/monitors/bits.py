@@ -55,9 +55,9 @@ def bit_figures(counts: Tensor, fmt: fm.FloatFormat) -> tuple[int, dict[Metric, 
     def exponent(code: int) -> int:
         return (code & (fmt.sign_bit - 1)) >> fmt.mantissa_bits
 
-    finite, listed = _finite_codes(fmt), counts.tolist()
-    used = [int(listed[code]) for code in finite]
-    used_top = sum(n for code, n in zip(finite, used, strict=True) if exponent(code) == max(map(exponent, finite)))
+    finite = _finite_codes(fmt)
+    used, top = [int(n) for n in counts[finite].tolist()], max(map(exponent, finite))
+    used_top = sum(n for code, n in zip(finite, used, strict=True) if exponent(code) == top)
     total = sum(used)
     return total, {
         UNIFORMITY: _entropy(used) / math.log2(len(finite)),
