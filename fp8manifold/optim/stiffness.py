@@ -119,7 +119,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         stiffness: the exponent k: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
         writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte per weight for the remainder of rounding, to 1/256
-            of an ULP; -0 becomes +0) or ``momentum`` (the error is added to the first average).  Ordinary bfloat16 and
+            of an ULP; a new 0 is +0) or ``momentum`` (the error is added to the first average).  Ordinary bfloat16 and
             float16 parameters are rounded stochastically under all but ``nearest``; finite values saturate.
         draws: ``independent``, or ``dither``, with less noise and a pull towards 0: decay is 7% too strong in E4M3, 12%
             in E5M2 (:func:`fp8manifold.random_bits`).  Those of moments are independent.
