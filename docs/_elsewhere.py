@@ -1,10 +1,10 @@
-"""Links to `study/`, which the site leaves out: into the repository where its address is known, else to copies."""
+"""Links to files that the site leaves out: into the repository where its address is known, else to copies."""
 
 import re
 from importlib.metadata import metadata
 from typing import Any
 
-LINK = re.compile(r"\]\(\.\./(study/[\w-]+\.md)(#[\w-]*)?\)")
+LINK = re.compile(r"\]\(((?:\.\./)+)((?:study|fp8manifold)/[\w/-]+\.(?:md|py))(#[\w-]*)?\)")
 
 
 def repository() -> str | None:
@@ -21,7 +21,7 @@ def redirected(text: str, address: str | None) -> str:
     >>> redirected("[Q1](../study/study-q1.md#a), [Q2](start.md)", None)
     '[Q1](path:../study/study-q1.md), [Q2](start.md)'
     """
-    return LINK.sub(r"](path:../\1)" if address is None else rf"]({address}\1\2)", text)
+    return LINK.sub(r"](path:\1\2)" if address is None else rf"]({address}\2\3)", text)
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """Pages are plain Markdown, as any reader of the repository sees them; the site turns names of the API into links.
 
-On the home page, each heading's links to pages become a table of contents under that heading's name.
+On the home page and in the index of the API, each heading's links to pages become a table of contents under its name.
 """
 
 import re
@@ -58,7 +58,7 @@ def candidates(text: str) -> Iterator[str]:
 
 def _read(_app: Any, page: str, source: list[str]) -> None:
     text = EXAMPLE.sub(lambda link: f"]({link[1]}{link[2] or '/index'}.rst)", source[0])
-    source[0] = text + contents(text) if page == "index" else text
+    source[0] = text + contents(text) if page in ("index", "api/index") else text
 
 
 def _link_names(app: Any, doctree: nodes.document, page: str) -> None:

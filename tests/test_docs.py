@@ -84,6 +84,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored)
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "study", folder / "study", ignore=shutil.ignore_patterns("__pycache__", "*.json", "*.yaml"))
+    (folder / "fp8manifold").symlink_to(ROOT / "fp8manifold")  # pages link to its files
     shutil.copy(README, folder)
     sphinx(folder, "html", "site")
     return folder / "site"
