@@ -20,7 +20,7 @@ _SHARD_BOTH: Final = "call averaged_model before fully_shard, then fully_shard o
 
 
 def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
-    """torch's ``AveragedModel`` of a quantised model, with the average in float32.
+    """An ``AveragedModel`` (``torch.optim.swa_utils``) of a quantised model, with the average in float32.
 
     .. math:: a \\leftarrow a + (w - a) / (n + 1)
 
