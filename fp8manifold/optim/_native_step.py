@@ -74,7 +74,7 @@ class NativeStep:
         self.records = records_of(jobs)
 
     def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
-        """Take the steps; of each, whether it left a weight at the end of its range, and some in a row at 0."""
+        """Take the steps; for each, whether a weight is at the end of its range, and some in a row are all 0."""
         kernels, records = library(), self.records
         assert kernels is not None
         self._found[:] = 0
