@@ -84,9 +84,9 @@ def load_fp8(
 
     Raises:
         ImportError, FileNotFoundError: transformers is missing; no such folder, or one without weights or settings.
-        ValueError: no weight in codes; a layout, dtype or setting that is not read; a tensor that the model or the
-            files lack; scales that one parameter can't hold where the model fuses weights; floats that ``dtype`` does
-            not hold exactly; ``activations="as stored"`` where no layer has an ``input_scale``.
+        TypeError, ValueError: no weight in codes; a layout, dtype or option that is not read; a tensor that the model
+            or the files lack; scales that one parameter can't hold where the model fuses weights; floats that ``dtype``
+            does not hold exactly; ``activations="as stored"`` where no layer has an ``input_scale``.
 
     Example:
         >>> import fp8manifold as fm
@@ -230,7 +230,7 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
         folder, options: as in :func:`load_fp8`.
 
     Returns:
-        A description of each weight by its name: format, granularity and file; empty for a model of floats.
+        A description of each weight (format, granularity, file and more) by its name; empty for a model of floats.
 
     Raises:
         ImportError, FileNotFoundError, ValueError: as :func:`load_fp8`.

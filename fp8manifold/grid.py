@@ -33,7 +33,7 @@ def ulp(x: Tensor, fmt: FormatLike) -> Tensor:
         binade; +0, -0 and subnormals have the smallest one.  An empty tensor gives an empty one.
 
     Raises:
-        TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
+        TypeError, ValueError: ``x`` is not a float tensor, its dtype can't hold the format, or there is no such format.
 
     Example:
         >>> ulp(torch.tensor([0.0, 1.0, 1.9, 2.0]), "E4M3").tolist()
@@ -86,7 +86,7 @@ def round_to_grid(
 
     Raises:
         TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it; a key word is no int.
-        ValueError: an unknown mode, ``stochastic`` without ``seed`` or ``bits``, or one of these out of range.
+        ValueError: an unknown format or mode, ``stochastic`` without ``seed`` or ``bits``, or one of them out of range.
 
     Example:
         >>> round_to_grid(torch.tensor([1.06, 500.0, -0.0]), "E4M3").tolist()
@@ -181,7 +181,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
 
     Raises:
         TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
-        ValueError: a code has bits above the format's width; on a GPU as in :func:`encode`.
+        ValueError: an unknown format, or a code with bits above its width; on a GPU as in :func:`encode`.
 
     Example:
         >>> decode(torch.tensor([56, 184, 127], dtype=torch.uint8), "E4M3").tolist()
@@ -229,7 +229,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
         go to its ends; NaN stays NaN; -0 gives -0; an empty tensor stays empty.
 
     Raises:
-        TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
+        TypeError, ValueError: as :func:`ulp`.
 
     Example:
         >>> to_chart(torch.tensor([0.0, 1.0, 1.0625, -448.0]), "E4M3").tolist()
@@ -255,7 +255,7 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
         beyond the last code, Inf included, give ``+-max``; NaN stays NaN; -0 gives -0; an empty tensor stays empty.
 
     Raises:
-        TypeError: ``c`` is not a float tensor, or its dtype can't hold the format.
+        TypeError, ValueError: as :func:`ulp`, for ``c``.
 
     Example:
         >>> from_chart(torch.tensor([56.0, 56.5, -1000.0]), "E4M3").tolist()

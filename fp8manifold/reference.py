@@ -333,7 +333,7 @@ def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, 
 
 
 def _code_beyond(fmt: Fields, rounding: str, overflow: str, *, negative: bool, infinite: bool) -> int:
-    """The code without a sign of what lies beyond the largest value; Inf stays where rounding is inwards."""
+    """The code without a sign of a number beyond the largest value; Inf stays Inf where rounding is inwards."""
     inwards = rounding == "toward_zero" or rounding == ("up" if negative else "down")
     if overflow == "saturate" or fmt.layout == "finite" or (inwards and not infinite):
         return max_code(fmt)

@@ -28,7 +28,7 @@ BLOCK_SIZE: Final = 32
 SQUARE_SIZE: Final = 128
 """Rows and columns of the last two dimensions that share a scale under ``square``, as in DeepSeek-V3's checkpoints."""
 _DEPTH = 40  # binades from amax down to the smallest spacing: S and S^2 of stored weights stay within float32
-_HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
+_HYSTERESIS = 2.0**4  # as long as amax swings by less than this, the scale stays
 
 
 class SaturationWarning(UserWarning):
@@ -60,8 +60,8 @@ def amax_scale(
         and nowhere less than ``2^-126``.
 
     Raises:
-        ValueError: an unknown granularity, an axis that ``x`` does not have, a last dimension that 32 does not divide,
-            or float64 values beyond float32, which have no scale.
+        TypeError, ValueError: an unknown format or granularity, an axis that ``x`` does not have, a last dimension that
+            32 does not divide, or float64 values beyond float32, which have no scale.
 
     Example:
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()

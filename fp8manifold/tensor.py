@@ -154,7 +154,7 @@ class FP8Tensor(ScaledTensor):
             scale: float32, positive and normal, in one of the shapes of the attribute, or uint8 exponents (E8M0) of
                 blocks.
             fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
-            block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
+            block_size: 32 for one scale per block, ``(128, 128)`` for one per square, otherwise None.
             counter, by_operator: stochastic writes so far; whether the writing operator's name enters the key of its
                 draws.
 

@@ -42,7 +42,7 @@ def pieces(x: Tensor, whole: int = 1) -> list[slice]:
 
 def blockwise(function: Callable[[Tensor, int, Tensor | None], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
     """``function(block, start, out)`` over the flattened ``x``, block by block; ``out`` is what it may write into."""
-    flat = x.reshape(-1).resolve_neg()  # functions look at bits
+    flat = x.reshape(-1).resolve_neg()  # functions read bits
     if not runs_in_blocks(x.device, flat.numel()):
         return function(flat, 0, None).to(dtype).view(x.shape)
     whole = torch.empty(flat.numel(), dtype=dtype, device=x.device)

@@ -22,7 +22,7 @@ typedef struct {
     float value, ulp;
 } Decoded;
 
-/* Whether steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there. */
+/* Whether steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32. */
 INLINE int in_fixed_point(const Format *f, int32_t mantissa_bits)
 {
     const int32_t low = mantissa_bits + 24 - f->emin, high = mantissa_bits + 24 - f->emax;

@@ -92,7 +92,7 @@ def mirrored(draws: Tensor, negative: Tensor) -> Tensor:
 def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
     """:func:`encode_finite` of values that are not negative."""
     m = fmt.mantissa_bits + extra_bits
-    # steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there
+    # steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32
     fixed = m <= _IN_FIXED_POINT and all(-_BIAS < m + RANDOM_BITS - e <= _BIAS for e in (fmt.emin, fmt.emax))
     fixed = fixed and draws is not None
     steps, below = encoding_steps(x, fmt, extra_bits, RANDOM_BITS if fixed else 0)

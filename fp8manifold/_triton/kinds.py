@@ -63,7 +63,7 @@ class Format:
     __hash__ = _kept_hash
 
     def fixed(self, extra: int = 0) -> bool:
-        """True if steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there."""
+        """True if steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32."""
         m = self.M + extra
         return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
 
@@ -112,7 +112,7 @@ class KernelSpec:
 
     @property
     def blocks(self) -> bool:
-        """True if averages are kept in blocks of 8 bits."""
+        """True if averages are stored in 8 bits, in blocks."""
         return self.moments == "8bit" and (self.first or self.second)
 
 
@@ -178,7 +178,7 @@ class Constants:
         return hash(self._known)
 
     def __repr__(self) -> str:
-        """The values: Triton keeps compiled code on disk by it."""
+        """The values: the key by which Triton finds compiled code on disk."""
         return repr(self._known)
 
 

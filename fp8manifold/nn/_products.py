@@ -62,7 +62,7 @@ def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
 
 
 _FEW: Final = 2**21
-"""Up to so many weights torch's operators, which move 7 bytes each, are faster than a launch that moves 3."""
+"""Up to so many weights torch's operators (7 bytes moved per weight) are faster than Triton's launch from Python."""
 
 
 def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:

@@ -92,7 +92,7 @@ class Scaler(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Begin anew, as before the first tensor."""
+        """Return to the state before the first tensor."""
         self.value = torch.ones((), device=self.value.device)
 
 
@@ -188,7 +188,7 @@ class Scale(Scaler):
         self.frozen.fill_(True)
 
     def reset_parameters(self) -> None:
-        """Begin anew, as before the first tensor."""
+        """Return to the state before the first tensor."""
         super().reset_parameters()
         self.frozen.fill_(False)
         if self.policy == "delayed":

@@ -40,12 +40,12 @@ _MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "
 
 
 def is_native(slot: Slot) -> bool:
-    """True for a step of native code: every known one in float32 on the CPU but those that need a logarithm."""
+    """True for a step of native code: on the CPU, computed in float32, without a logarithm or a user's function."""
     return slot.weight.device.type == "cpu" and has_code(slot) and library() is not None
 
 
 def has_code(slot: Slot) -> bool:
-    """True for a step that there is code for, native or of a GPU."""
+    """True for a step that native code has, and a GPU's kernels too."""
     spec = slot.spec
     return (
         spec.direction in _DIRECTIONS

@@ -213,7 +213,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _begin_state(self, slot: Slot, twin: int, *, alone: bool) -> None:
         """Give a parameter its state; stabilise and reset it when that is due."""
         group, parameter = slot.group, slot.parameter
-        state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
+        state = slot.state = self.state.setdefault(parameter, slot.state)  # user code may have set a plain dict
         _state.claim(self, parameter)
         home, step = slot.device if slot.device.type == "cuda" else torch.device("cpu"), state.get("step")
         if not isinstance(step, Tensor) or step.device != home:  # older states of torch's have a number

@@ -25,7 +25,7 @@ MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:
-    """The name of each moment's bounds in the state, where moments are kept in 8 bits."""
+    """The name of each moment's bounds in the state, for moments in 8 bits."""
     fitted = direction is not None and DIRECTIONS[direction].fitted
     return BOUNDS | {"momentum_buffer": LARGEST} if fitted else BOUNDS
 
@@ -135,7 +135,7 @@ class Spec:
 
 
 def spec_of(**fields: Any) -> Spec:
-    """A spec; the same object for the same fields, where they can be told apart."""
+    """A spec; the same object for the same fields, if they can be hashed."""
     try:
         return _known_spec(**fields)
     except TypeError:  # a metric that has no hash
