@@ -34,7 +34,7 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
-    """The same codes, which depend on a gradient, so that a graph decodes them no earlier and stores no values."""
+    """The same codes, made to depend on a gradient, so that a graph decodes them no earlier and stores no values."""
     if not gradient.numel():
         return codes
     first = gradient[(0,) * gradient.dim()]

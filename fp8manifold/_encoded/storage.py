@@ -27,7 +27,7 @@ _KNOWN: Final[dict[int, BlockSize]] = {0: None, BLOCK_SIZE: BLOCK_SIZE, SQUARE_S
 
 
 def number_of(block_size: BlockSize) -> int:
-    """The block size as one number, which states store: of weights that share a scale, 0 without blocks."""
+    """The block size as one number, which states store: the weights that share a scale, or 0 without blocks."""
     return next(number for number, known in _KNOWN.items() if known == block_size)
 
 

@@ -37,7 +37,7 @@ class Operand(NamedTuple):
         return said.to(amax.dtype).reshape(amax.shape) if amax.numel() == 1 else self.ranks.largest(amax)
 
     def announce(self, device: torch.device, member: int = 0) -> None:
-        """Agree with the other processes that a forward pass has come to this operand, shared in the backward pass."""
+        """Agree with other processes that a pass has come to this operand, whose magnitude the backward pass shares."""
         if self.ranks.size > 1 and not torch.compiler.is_compiling():
             self._agreed(torch.zeros(1, dtype=torch.float64, device=device), member, -1)
 
@@ -69,7 +69,7 @@ class _End:
 
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-HISTORY: Final = 16  #: Tensors whose magnitudes a delayed scale follows from by default.
+HISTORY: Final = 16  #: The default number of past tensors that a delayed scale follows from.
 
 
 class Scaler(nn.Module):
@@ -109,7 +109,7 @@ class Scale(Scaler):
         policy: ``dynamic`` measures every tensor; ``static`` uses the scale of the first tensor, and warns with
             :class:`SaturationWarning` when a later one exceeds it; ``delayed`` uses the largest magnitude of the last
             ``history`` tensors before this one, and values beyond it saturate.
-        history: the number of tensors for ``delayed``; NaN and Inf count as 0, and tensors in evaluation mode not.
+        history: the number of tensors for ``delayed``; NaN and Inf count as 0, tensors in evaluation mode don't count.
 
     The last scale is in the buffer ``value``, for logging.  A delayed scale without past magnitudes is measured.  The
     measured scale of a tensor that is empty, all zeros (+0 or -0), or contains NaN or Inf is 1.

@@ -187,7 +187,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError unless each is a real float tensor with values, once in the list, and sharded by rows if so."""
+    """Raise ValueError unless each is a real float tensor with values, appears once, and if sharded is so by rows."""
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)
@@ -230,7 +230,7 @@ def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 _MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
-"""Options that schedules change: that a loaded state has other values is expected."""
+"""Options that schedules change: a loaded state is expected to have other values."""
 
 
 def unshare(groups: Sequence[dict[str, Any]]) -> None:

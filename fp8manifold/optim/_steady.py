@@ -39,14 +39,14 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     if vars(optimizer).keys() & _methods(optimizer.__class__):
         return False
     device = slots[0].parameter.device
-    return all(map(_is_steady, slots, repeat(device)))
+    return all(map(_is_steady_slot, slots, repeat(device)))
 
 
 def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.is_available()
 
 
-def _is_steady(slot: Slot, device: torch.device) -> bool:
+def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
     if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
         return False

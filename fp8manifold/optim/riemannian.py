@@ -292,7 +292,7 @@ class RiemannianAdam(Riemannian):
         change_unit(slot.state, unit_of(slot, slot.state["reference"]))
 
     def _code_factor(self, slot: Slot) -> float:
-        """The bound in units of the moments; 0 in a bounded chart, which stays below 1 unit.  Older states lack one."""
+        """The bound in units of the moments; 0 in a bounded chart, where it is at most 1.  Older states lack a unit."""
         if "reference" in slot.state and "unit" not in slot.state:
             return super()._code_factor(slot)
         if slot.metric == "ulp" and math.isfinite(slot.group["clip"]):

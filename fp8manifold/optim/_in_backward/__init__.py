@@ -38,7 +38,7 @@ class _Hook:
 class InBackward:
     """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` returns them.
 
-    A context manager that removes them at its end.  It does not keep the optimizer alive; without it steps end.
+    A context manager that removes them at its end.  It does not keep the optimizer alive, whose deletion ends steps.
 
     Args:
         optimizer: whose parameters step.
