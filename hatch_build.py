@@ -1,6 +1,6 @@
 """Builds the native code of ``fp8manifold/_native`` where there is a C compiler; everything works without it, slower.
 
-The library is loaded by ctypes and knows nothing of Python, so that one wheel a platform serves every version.
+The library is loaded by ctypes and knows nothing of Python, so that one wheel per platform serves every version.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Contenders of ``optimizer_step.py``: each is a name and a factory of (parameters, optimizer).
 
-Whatever has two dimensions or more is stored as the contender's name says; vectors stay in the plain dtype, as biases
+Tensors of two dimensions or more are stored as the contender's name says; vectors stay in the plain dtype, as biases
 and LayerNorms do in a model.  AdamW's settings are the same everywhere.
 """
 
@@ -35,7 +35,7 @@ MIXED: Final = repeated(
 GPT2_BLOCK: Final = (
     (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,),
 )  # fmt: skip
-#: 50 tensors of 10.5 million parameters in all, and GPT-2's 148 of 124 million.
+#: 50 tensors with 10.5 million parameters in all, and GPT-2's 148 with 124 million
 SIZES: Final[dict[str, Shapes]] = {
     "10M": MIXED,
     "124M": ((50257, 768), (1024, 768), *(GPT2_BLOCK * 12), (768,), (768,)),
@@ -44,7 +44,7 @@ SIZES: Final[dict[str, Shapes]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The tensors to step: the same values for every contender."""
+    """The tensors to step, with the same values for every contender."""
 
     shapes: Shapes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -86,23 +86,23 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the table."""
+    """A way to store weights and step them: a row of the table."""
 
     kind: str
     """``torch``, ``peer`` or ``ours``."""
     label: str
     build: Callable[[Workload], Built]
     goals: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Largest ratio allowed by (device, size)."""
+    """The largest ratio allowed, by (device, size)."""
 
 
 def matrices(weights: list[nn.Parameter], convert: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-    """Replace what has two dimensions or more; ``convert`` also gets the position."""
+    """The weights, those of two dimensions or more converted; ``convert`` also gets the position."""
     return [convert(w.detach(), i) if w.dim() > 1 else w for i, w in enumerate(weights)]
 
 
 def torch_optimizer(label: str, optimizer: type[torch.optim.Optimizer], **options: Any) -> Contender:
-    """One of torch's own, in float32."""
+    """One of torch's own optimizers, in float32."""
 
     def build(work: Workload) -> Built:
         weights = work.weights()
@@ -154,7 +154,7 @@ def torchao_int8_8bit(work: Workload) -> Built:
 
 
 def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
-    """SDNQ's weights, a float scale for 32, under an optimizer of its own with averages of 8 bits; it is GPL-3.0."""
+    """SDNQ's weights, a float scale per 32, under SDNQ's optimizer with averages of 8 bits; SDNQ is under GPL-3.0."""
 
     def build(work: Workload) -> Built:
         import sdnq.optim
@@ -187,7 +187,7 @@ def bitsandbytes_8bit(work: Workload) -> Built:
 def ours(
     label: str, optimizer: str, fmt: str = "E4M3", goals: Any = None, *, factors: bool = False, **options: Any
 ) -> Contender:
-    """An optimizer of this library over weights of one byte, under scales that are powers of two, or multiples."""
+    """An optimizer of this library over weights of one byte; scales are powers of two, or with ``factors`` are not."""
     residual = str(options.get("writeback")).startswith("residual")
 
     def convert(weight: Tensor, position: int) -> Tensor:
@@ -202,13 +202,13 @@ def ours(
 
 
 def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
-    """StiffnessAdamW with AdamW's settings, and k = 1 unless said: the step that has more to compute."""
+    """StiffnessAdamW with AdamW's settings, and unless given k = 1, the step that has more to compute."""
     settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")} | {"stiffness": 1.0}
     return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **(settings | options))
 
 
 def grid_adamw(work: Workload) -> Built:
-    """StiffnessAdamW over float32 parameters whose values lie on the grid."""
+    """StiffnessAdamW over float32 parameters whose values are on the grid."""
 
     def convert(weight: Tensor, position: int) -> Tensor:
         manifold = fm.FP8Manifold("E4M3", fm.storage_scale(weight, "E4M3"), "stochastic", position)

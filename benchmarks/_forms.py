@@ -7,7 +7,7 @@ __all__ = ["add_form_options", "text_table"]
 
 
 def add_form_options(parser: argparse.ArgumentParser) -> None:
-    """``--markdown`` and ``--json``, of which one can be given."""
+    """Add ``--markdown`` and ``--json``, of which one can be given."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
     form.add_argument("--json", action="store_true", help="print every figure as JSON")

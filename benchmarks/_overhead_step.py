@@ -35,7 +35,7 @@ def fused(count: int, shape: tuple[int, int]) -> Step:
 
 
 def pretend_a_card(until: ExitStack) -> None:
-    """Steps go the way that they go on a card, to kernels that do nothing."""
+    """Let steps take the path that they take on a GPU, to kernels that do nothing."""
 
     class Idle:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -55,7 +55,7 @@ def pretend_a_card(until: ExitStack) -> None:
 
 
 def cases(until: ExitStack) -> Iterator[tuple[str, Step, Step, int, float]]:
-    """Cases: a name, our step and torch's, the parameters and the goal; after a CPU's cases a card is pretended.
+    """Cases: a name, our step and torch's, the parameters and the goal; after a CPU's cases a GPU is pretended.
 
     On a CPU parameters have 32 elements, so that the arithmetic is nearly nothing.
     """

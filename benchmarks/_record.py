@@ -1,4 +1,4 @@
-"""Figures of a benchmark as a file, docs/measured/NAME.json, which the page on performance is made of."""
+"""Figures of a benchmark as a file, docs/measured/NAME.json, from which tables of the pages are made."""
 
 import argparse
 import datetime

@@ -40,7 +40,7 @@ def wall_seconds(function: Callable[[], object], device: torch.device) -> float:
 def paired_seconds(
     function: Callable[[], object], reference: Callable[[], object], pairs: int, device: torch.device
 ) -> list[tuple[float, float]]:
-    """(function, reference) of each pair; who goes first changes from pair to pair."""
+    """Times (function, reference) of each pair; which goes first changes from pair to pair."""
     times = []
     for pair in range(pairs):
         if pair % 2:
@@ -73,7 +73,7 @@ def live_bytes(*roots: object) -> int:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors a wrapper subclass is made of; empty for a plain tensor."""
+    """The tensors that a wrapper subclass consists of; empty for a plain tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return [getattr(tensor, name) for name in flatten()[0]] if flatten else []
 

@@ -26,7 +26,7 @@ _MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four blo
 
 
 def read_options(description: str | None, max_steps: int) -> tuple[argparse.Namespace, list[int]]:
-    """Options of a command line, and the hidden matrices that it names."""
+    """Options of a command line, and the numbers of the hidden matrices that it names."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="prepared text; without it the standard library's prose is prepared")
     parser.add_argument("--max-steps", type=int, default=max_steps, help="of each training, at least 2")
@@ -48,7 +48,7 @@ def read_options(description: str | None, max_steps: int) -> tuple[argparse.Name
 
 @contextmanager
 def text_for(options: argparse.Namespace) -> Iterator[str]:
-    """The folder of the text that was given, or of one that is prepared for as long."""
+    """The folder of the given text, or of one that is prepared and removed at the end."""
     if options.data_dir is not None:
         yield options.data_dir
         return

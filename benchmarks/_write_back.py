@@ -1,4 +1,4 @@
-"""Updates written back again: in a format, with scales of some kind, with independent or dithered draws."""
+"""Recorded updates written back again: in a format, with scales of some kind, with independent or dithered draws."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ ROW: Final = 128
 
 @dataclass(frozen=True)
 class Way:
-    """One way to write back: a format, its scales, and what is kept beside the codes."""
+    """One way to write back: a format, its scales, and the bits of a residual."""
 
     fmt: str
     granularity: Literal["channel", "block"] = "channel"
     room: float = 1.0
-    #: scales are looked at in every n-th step; 0: made anew in every step
+    #: scales are reviewed in every n-th step; 0: fitted again in every step
     every: int = 1
-    #: scales are powers of two (a byte in blocks), or floats
+    #: scales are powers of two (in blocks a byte each), or floats
     pow2: bool = True
     residual_bits: int = 0
     #: by an optimizer of the library, which doubles a scale in the step that leaves a weight at its end
@@ -50,7 +50,7 @@ class Way:
 
     @property
     def scale_bytes(self) -> float:
-        """Bytes a weight for scales: float32, but a byte for powers of two in blocks."""
+        """Bytes per weight for scales: float32, or for powers of two in blocks one byte."""
         return 4 / ROW if self.granularity == "channel" else (1 if self.pow2 else 4) / BLOCK_SIZE
 
 
@@ -68,7 +68,7 @@ def fresh_scale(w: Tensor, way: Way) -> Tensor:
 
 
 def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
-    """The scale that a step writes under: widened where it asks for more than the end, or made anew."""
+    """The scale that a step writes under: widened where a target is beyond its end, or fitted again."""
     if not way.every:
         return fresh_scale(target, way)
     if step % way.every:
@@ -77,13 +77,13 @@ def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
 
 
 def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Stored weights in units of their scale, and the values of their codes: alike without a residual."""
+    """Stored weights in units of their scale, and the values of their codes: the same without a residual."""
     if not way.residual_bits:
         code = fm.round_to_grid(x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws)
         return code, code
     words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
     fmt, bits = as_format(way.fmt), way.residual_bits
-    signed = encode_signed(x, fmt, words, bits)  # what the optimizers keep, and the codes that they put it beside
+    signed = encode_signed(x, fmt, words, bits)  # code and residual in one, as the optimizers store them
     codes, _ = split_codes(signed, fmt, bits, 0 * signed)
     return decode_signed(signed, fmt, bits)[0], decode_with_ulp(codes, fmt)[0]
 
@@ -97,7 +97,7 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
         return stepped(start, updates, way, draws, key["seed"])
     seed, stream, first = key["seed"], key["stream"], key["first"]
     scale = fresh_scale(start, way)
-    # a seed of its own: independent of what the steps draw
+    # another seed, independent of the steps' draws
     kept, code = rounded(start / spread(scale, way), way, 0, stream, seed + 1, "independent")
     kept, code = kept * spread(scale, way), code * spread(scale, way)
     exact = kept.double()
@@ -111,7 +111,7 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
 
 
 def stepped(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int) -> tuple[Tensor, Tensor]:
-    """The same by steps of an optimizer whose gradients are the updates."""
+    """:func:`replayed` by steps of an optimizer whose gradients are the updates."""
     p = fm.FP8Parameter(start, way.fmt, granularity=way.granularity, headroom=way.room, seed=seed)
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "stiffness": 0.0, "writeback": "stochastic"}
     optimizer = fm.optim.StiffnessSGD([p], **plain, draws=draws, seed=seed)
@@ -129,7 +129,7 @@ class Error(NamedTuple):
     noise: float
     """The root mean square of the error over that of the weights."""
     bias: float
-    """The error along the movement, as a share of it: 0 but for chance where rounding is right on average."""
+    """The error along the movement, as a share of it: 0 up to chance if rounding is right on average."""
 
 
 def error_of(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> Error:

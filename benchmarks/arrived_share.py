@@ -1,18 +1,18 @@
-"""The share of small movements that arrives: weights of one byte that are asked to move by less than their spacing.
+"""The share of small movements that survives the write-back, for weights of one byte and movements below one spacing.
 
     python benchmarks/arrived_share.py [--movement 2] [--rows 256] [--seed 0] [--json] [--record]
 
-Every weight is asked to move by the same small part of its ULP in every step, one half of them up and one half down,
+Every weight is to move by the same small part of its ULP in every step, one half of the weights up and one half down,
 
     w_t = write(read(w_{t-1}) + d),     d = +- step * ULP(w_0),     share = mean((w_N - w_0) / (N d))
 
-until ``movement`` ULPs were asked for in all, by steps of 0.02, 0.1 and 0.3 ULP.  An unbiased write-back has 1, one to
-nearest 0.  Weights lie in the subnormal range of their format, or in its lowest binade, whose spacing is the same; the
-largest weight of every 32 is the format's largest number and is never moved, so that no scale changes.  int8 has one
-range.  Shown is the mean over the three steps, with the smallest and the largest.
+until the movements add up to ``movement`` ULPs, by steps of 0.02, 0.1 and 0.3 ULP.  The share is 1 for an unbiased
+write-back, and 0 for rounding to nearest.  Weights are in the subnormal range of their format, or in its lowest binade,
+whose spacing is the same; the largest weight of every 32 is the format's largest number and never moves, so that no
+scale changes.  int8 has one range.  Shown is the mean over the three steps, with the smallest and the largest.
 
-Ours are written by an optimizer whose gradients the movements are (StiffnessSGD, k = 0), the others' by copying into
-their tensors what their optimizers copy there.  SDNQ (GPL-3.0) and torchao take part where they are installed.
+Our weights are written by an optimizer whose gradients are the movements (StiffnessSGD, k = 0), the others' by copying
+into their tensors what their optimizers copy there.  SDNQ (GPL-3.0) and torchao take part where they are installed.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Grid:
-    """A format as its writer has it: in units of the spacing of its small numbers."""
+    """A format of some package, in units of the spacing of its small numbers."""
 
     mantissa_bits: int
     largest: float
@@ -70,7 +70,7 @@ class Grid:
 
 
 def grid_of(fmt: str, *, sdnq: bool) -> Grid:
-    """The grid of a format here, or of SDNQ's format of that name, whose top code is a number in more of them."""
+    """The grid of our format, or of SDNQ's of that name: in more of SDNQ's formats the top code is a number."""
     if fmt == INTEGERS:
         return Grid(6, 127.0)
     own = as_format(fmt)
@@ -116,7 +116,7 @@ SDNQ_NAMES: Final = {
 
 
 def sdnq(fmt: str, start: Tensor, seed: int) -> Weights:
-    """SDNQ's weights, a float scale for 32."""
+    """SDNQ's weights, with a float scale per 32."""
     from sdnq.training import SDNQTensor
 
     torch.manual_seed(seed)
@@ -127,7 +127,7 @@ def sdnq(fmt: str, start: Tensor, seed: int) -> Weights:
 
 
 def torchao(fmt: str, start: Tensor, seed: int) -> Weights:
-    """torchao's int8 weights, a scale a row."""
+    """torchao's int8 weights, with a scale per row."""
     from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
 
     torch.manual_seed(seed)
@@ -145,7 +145,7 @@ WRITERS: Final[dict[str, tuple[tuple[str, ...], Callable[[str, Tensor, int], Wei
 
 
 def share(writer: str, fmt: str, span: str, step: float, options: argparse.Namespace) -> float:
-    """The share that arrives of a movement by steps of ``step`` ULP."""
+    """The share of a movement by steps of ``step`` ULP that survives."""
     generator = torch.Generator().manual_seed(options.seed)
     grid = grid_of(fmt, sdnq=writer == "SDNQ")
     start = grid.start(span, options.rows, options.movement, generator)
@@ -160,7 +160,7 @@ def share(writer: str, fmt: str, span: str, step: float, options: argparse.Names
 
 
 def cell(writer: str, fmt: str, span: str, options: argparse.Namespace) -> str | None:
-    """The mean share over the steps, with its ends; None of a format that the writer does not have."""
+    """The mean share over the steps, the smallest and the largest; None for a format that the writer does not have."""
     if fmt not in WRITERS[writer][0]:
         return None
     found = [share(writer, fmt, span, step, options) for step in STEPS]
@@ -168,7 +168,7 @@ def cell(writer: str, fmt: str, span: str, options: argparse.Namespace) -> str |
 
 
 def writers() -> list[str]:
-    """The writers whose packages are installed; says which are not."""
+    """The writers whose packages are installed; prints which are not."""
     found = []
     for writer, (formats, build) in WRITERS.items():
         try:

@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH] [--record]
 
-The state is a model of linear layers in E4M3, one byte a weight, with the two float32 averages of AdamW, and the same
+The state is a model of linear layers in E4M3, one byte per weight, with the two float32 averages of AdamW, and the same
 in float32.  A commit hashes and writes a file, waits until all of it is on the disk, and renames it.  ``torch.save`` is
-timed twice: as it is mostly called, and with what makes a file whole and durable: a temporary name, fsync, rename.  The
-three take turns in one folder, of the disk that is to be measured.
+timed twice: as it is mostly called, and with the steps that make a file whole and durable (a temporary name, fsync,
+rename).  The three take turns in one folder, on the disk that is to be measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYER = 1_000_000
 
 
 def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint: weights as codes with a scale a layer, or float32, and two float32 averages."""
+    """The tensors of a checkpoint: weights as codes with a scale per layer, or float32, and two float32 averages."""
     generator = torch.Generator().manual_seed(0)
     model: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ def durable_save(state: Any, path: Path) -> None:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Wall-clock time of one call: a disk's time is no process time."""
+    """Wall-clock time of one call: process time would leave out the disk's."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin

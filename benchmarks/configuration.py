@@ -2,12 +2,11 @@
 
     python benchmarks/configuration.py [--points 1000]
 
-The way is that of a YAML file with one format for one layer, read, resolved and brought to a model of one block, whose
-layer then holds codes: how many files of the two packages are entered on it, how many of their functions, how often one
-is called, and how often the next call is in another file.  What is counted is what the profiler sees; the first time
-something is cached for the second.  The plan is that of a sweep of 4 formats, 5 rules, 5 learning rates and so many
-seeds that there are at least ``--points`` runs, and the check that the corpus and the layers can be had, in process CPU
-time, the least of three.
+A YAML file with one format for one layer is read, resolved and applied to a model of one block, whose layer then holds
+codes.  Counted by a profiler are the files of the two packages that this enters, their functions, their calls, and the
+calls that go to another file; a second count leaves out what the first has cached.  The plan is that of a sweep of 4
+formats, 5 rules, 5 learning rates and so many seeds that there are at least ``--points`` runs, with the check that
+corpus and layers exist, in process CPU time, the least of three.
 """
 
 import argparse
@@ -62,7 +61,7 @@ class Way:
 
 
 def way_of(work: Callable[[], Any]) -> Way:
-    """Count the calls while something is done."""
+    """Count the calls while a function runs."""
     way = Way()
     sys.setprofile(way)
     try:

@@ -1,4 +1,4 @@
-"""The pull of rounding towards zero, and the decay that it adds: the library's own steps beside the same on floats.
+"""The pull of rounding towards zero, and the decay that it adds: the library's steps on bytes and on floats.
 
     python benchmarks/draws.py [--steps 1000] [--rows 200] [--seed 0] [--json] [--record]
 
@@ -9,11 +9,11 @@ A square matrix of weights of one byte, and its copy in float32, take steps by t
     every fifth     0.3 ULP up in every fifth step, 0.075 ULP down in the others
     AdamW           normal gradients, a learning rate of a fiftieth of the weights' standard deviation
     Muon            normal gradients, a fifth of the steps
-    decay           no gradients, and a weight decay of 0.005 a step; a fifth of the steps
+    decay           no gradients, and a weight decay of 0.005 per step; a fifth of the steps
 
-Shown is how much further from 0 the bytes are than the floats, in % of the mean magnitude at the start: 0 but for
-chance where rounding is right on average, and below 0 where it pulls towards 0.  Of decay it is the excess of its rate,
-in %.  Behind each figure stand two standard errors, over the weights.
+Shown is how much further from 0 the bytes are than the floats, in % of the mean magnitude at the start: 0 up to chance
+if rounding is right on average, and below 0 if it pulls towards 0.  For decay it is the excess of its rate, in %.
+After each figure are two standard errors, over the weights.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SPREAD: Final = 0.05
 
 @dataclass(frozen=True)
 class Stream:
-    """The movements asked of an optimizer, step after step."""
+    """Gradients and options that an optimizer gets, step by step."""
 
     optimizer: Callable[..., Any]
     options: dict[str, Any]
@@ -73,7 +73,7 @@ STREAMS: Final = {
 
 
 def ends(fmt: str, draws: Draws, stream: Stream, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean distance of weights from 0, on the side where they began: at the start, as floats and as bytes."""
+    """Distances of weights from 0, on the side where they began: at the start, and at the end as floats and bytes."""
     generator = torch.Generator().manual_seed(options.seed)
     shape = options.rows, options.rows
     weight = fm.FP8Parameter(torch.randn(shape, generator=generator) * SPREAD, fmt, seed=options.seed)

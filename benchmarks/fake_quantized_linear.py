@@ -4,10 +4,10 @@
                                                [--record]
 
 One thread, float32.  Forward and backward, with gradients of the input, the weight and the bias: weight and input in
-E4M3, the gradient that arrives in E5M2, all at scales measured anew, one for each tensor or one for each row.  The two
-layers are timed in turn (process CPU time) and the ratio is the median over the pairs, with the smallest and the
-largest.  The last figures are the ratio to a plain ``nn.Linear``, and how far the results of the two are apart: under
-scales of rows torchao quantises all operands again for the backward pass, where this layer takes those it has.
+E4M3, the output's gradient in E5M2, all at scales measured in each pass, one for each tensor or one for each row.  The
+two layers are timed in turn (process CPU time) and the ratio is the median over the pairs, with the smallest and the
+largest.  The last figures are the ratio to a plain ``nn.Linear``, and the difference between the results of the two:
+with scales of rows torchao quantises all operands again for the backward pass, where this layer reuses its own.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Return whether it is no slower than torchao's."""
+        """True if this layer is no slower than torchao's."""
         return self.ratio <= GOAL
 
 
@@ -63,7 +63,7 @@ def ours(linear: nn.Linear, recipe: str) -> nn.Module:
 
 
 def torchaos(linear: nn.Linear, recipe: str) -> nn.Module:
-    """torchao's, emulated."""
+    """torchao's layer, emulated."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.config import CastConfig, ScalingGranularity
 

@@ -1,4 +1,4 @@
-"""Everything that a card has to say, in ten minutes: whether its bits are the CPU's first, and then times.
+"""All measurements on a GPU, in ten minutes: first whether its bits are the CPU's, then times.
 
     python benchmarks/gpu.py [--out gpu.json] [--part exact_steps ...] [--record]
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry        the same from end to end, tiny, on a CPU
@@ -6,10 +6,10 @@
 
 Parts run in the order of their worth, each within its own time, and any of them may fail alone: the file is written
 after every part.  A call ends within `--minutes`; the next one does what is left, and repeats what failed, as long as
-card, torch and code are the same.  A part that is named runs again.  Times are medians of single calls with the cache
-flushed between them, by the card's own clock.  `--record` writes the table of the page on performance too, once all
-bits are found to be right.  It needs torch with Triton, and geoopt; torchao and bitsandbytes are left out where they
-are not installed, and `gpt2` needs the bench's packages and a text.
+GPU, torch and code are the same.  A part that is named runs again.  Times are medians of single calls with the cache
+flushed between them, by the GPU's own clock.  `--record` writes the table of the page on performance too, once all
+bits are found to be right.  It needs torch with Triton, and geoopt; torchao and bitsandbytes are left out if they are
+not installed, and `gpt2` needs the bench's packages and a text.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from fp8manifold.optim import _triton_step
 
 
 class Part(NamedTuple):
-    """A function of the session that returns figures, and the seconds that it may take on a card."""
+    """A function of the session that returns figures, and the seconds that it may take on a GPU."""
 
     measure: Callable[[Session], dict[str, Any]]
     seconds: float
@@ -72,7 +72,7 @@ NAMED_ONLY: Final = ("gpt2",)
 
 
 def run(session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9.0) -> dict[str, Any]:
-    """Measure, with the file written after each part; what is in it already stays."""
+    """Measure, with the file written after each part; parts that it has already stay."""
     result = facts(session)
     result["parts"] = before(result, out)
     until = time.monotonic() + 60 * minutes
@@ -106,7 +106,7 @@ def facts(session: Session) -> dict[str, Any]:
 
 
 def before(now: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The parts that an earlier call has measured of the same."""
+    """The parts that an earlier call has measured on the same GPU, torch and code."""
     if not out.exists():
         return {}
     then = json.loads(out.read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def chosen(named: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """List bits that differ and parts that failed."""
+    """A line for each case of bits that differ and each part that failed."""
     found = []
     for name, part in result["parts"].items():
         figures = part["figures"]
@@ -134,7 +134,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def counted(case: Any) -> int:
-    """Count of a case of bits."""
+    """The count of differing bits in a case."""
     return int(case.get("count", 0) if isinstance(case, dict) else case)
 
 

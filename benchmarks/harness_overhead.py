@@ -5,18 +5,18 @@
 nanoGPT's CPU configuration (nanogpt_cpu.yaml: 4 layers, 128 wide, blocks of 64, batch 12) in float32 on one thread,
 on the standard library's prose by bytes.  Each figure is a ratio of speeds, in tokens/s:
 
-    bench / plain loop           the loop of ``run`` with its files and its look for what is not finite, but without
+    bench / plain loop           the loop of ``run`` with its files and its check for Inf and NaN, but without
                                  monitors, over batch, forward, backward, clipping and step written out; goal >= 0.97
     with monitors / checked step every monitor that is on by default, at the default interval, with loop and files,
-                                 over the bench's own step and its look at weights and optimizer state, which no flag
+                                 over the bench's own step and its check of weights and optimizer state, which no flag
                                  turns off; once in float32, once with a master copy (--format); goal >= 0.95
-    with monitors / step alone   the same over the step without that look; no goal
-    compare's looks              a row of ``compare`` as it watches by default, shadow included, over its checked step:
+    with monitors / step alone   the same over the step without that check; no goal
+    compare's looks              a run of ``compare`` with its default monitors, shadow included, over its checked step:
                                  all its 300 steps but the first, one validation batch among them; goal >= 0.95
 
 The two loops take their steps in turn in one process, so that whatever else the machine does slows both; process CPU
-time.  The ratio is that of the sums over all steps but the first; the median over the pairs stands beside it, which
-the few steps that a monitor looks at do not enter.
+time.  The ratio is that of the sums over all steps but the first; beside it is the median over the pairs, which the few
+monitored steps do not affect.
 """
 
 import argparse
@@ -51,7 +51,7 @@ WARM_UP: Final = 20
 LOOP, MONITORS, ALL = "bench / plain loop", "with monitors / checked step", "with monitors / step alone"
 LOOKS: Final = "compare's looks"
 GOALS: Final = {LOOP: 0.97, MONITORS: 0.95, LOOKS: 0.95}
-#: rows of ``compare``, by the storages whose looks cost most and least
+#: runs of ``compare``, with the storages whose monitors cost most and least
 ROWS: Final = ("stochastic", "master")
 UNWATCHED: Final = ("--monitor.watch=[trend]", "--alerts.enabled=false", "--alerts.save_on_anomaly=false")
 
@@ -77,7 +77,7 @@ def config_of(corpus: Path, steps: int, *more: str) -> Config:
 
 
 def row_of(corpus: Path, rule: str, fmt: str) -> Config:
-    """A row of ``compare``'s demonstration, which validates only before its steps and at the last."""
+    """The configuration of a run of ``compare``'s demonstration, which validates before its steps and at the last."""
     steps = shipped().base["train.max_steps"]
     settings = row_settings(rule, fmt, seed=42, max_steps=steps, data_dir=str(corpus))
     settings |= {"eval.interval": steps, "eval.batches": 1}
@@ -110,7 +110,7 @@ def plain_loop(config: Config, corpus: Corpus) -> Step:
 
 
 def step_alone(config: Config, corpus: Corpus, *, checked: bool) -> Step:
-    """The bench's own step, which nobody watches and nothing is written of; `checked` as the loop checks it, or not."""
+    """The bench's own step without monitors and files; if `checked` with the loop's check for Inf and NaN."""
     trainer = Trainer(config, corpus, torch.device("cpu"))
     sentry = Sentry(trainer)
     taken = 0

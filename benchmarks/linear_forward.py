@@ -6,7 +6,7 @@
 One thread.  "forward" runs without gradients; "forward and backward" leaves gradients of the input, the weight and the
 bias.  The two layers are timed in turn (on the CPU: process CPU time), and the ratio is the median over the pairs with
 the smallest and the largest; under ``compiled`` both are compiled.  Cells that take long get fewer pairs, at least 3.
-With storage fp8 the last lines give the decoding of the weight alone, as a ratio to ``clone`` of the decoded one.
+With storage fp8 the last lines give the decoding of the weight alone, as a ratio to ``clone`` of the decoded weight.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Main memory that reading a model into codes takes, at its peak, beside reading its floats and rounding them then.
+"""The peak of main memory when a model is read into codes, beside reading its floats first and rounding them then.
 
     python benchmarks/loading.py [--fp8] [--weights 277M] [--shards 5] [--folder PATH] [--markdown | --json] [--record]
 
-A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a process of its own, and once more
-with its layers in codes and a float32 scale for each 128 x 128, as DeepSeek and Qwen publish them.  Each way of
-reading it runs in a fresh process, and so does one that has imported the same and built a small model.  What is shown
-is the largest resident set of the one (``VmHWM`` of Linux, pages of mapped files among them) less that of the other.
+A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a separate process, and once more with
+its layers in codes and a float32 scale for each 128 x 128, as DeepSeek and Qwen publish them.  Each way of reading it
+runs in a fresh process, and so does a process that imports the same and builds a small model.  Shown is the largest
+resident set of the first (``VmHWM`` of Linux, pages of mapped files among them) minus that of the second.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config_of(size: str) -> Any:
 
 
 def write(folder: Path, size: str, shards: int) -> None:
-    """Random weights in bfloat16, or codes in a folder called fp8, a shard at a time, as ``save_pretrained`` writes."""
+    """Write random weights in bfloat16, or codes in a folder called fp8, in shards as ``save_pretrained`` does."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -120,7 +120,7 @@ def read(folder: Path, way: str, dtype: str) -> Any:
 
 
 def child(folder: Path, size: str, way: str, dtype: str) -> dict[str, int]:
-    """Read in this process; what its largest resident set was, and the sizes of what was read."""
+    """Read in this process; its largest resident set, and the sizes of the model and its largest tensor."""
     import torch
     import transformers
 
@@ -159,7 +159,7 @@ def run_child(*words: str) -> Any:
 def measure(
     folder: Path, size: str, shards: int, ways: dict[str, tuple[str, str]]
 ) -> list[tuple[str, float, float, float]]:
-    """For each way: GB at the peak, bytes a weight, and the same beyond the largest tensor."""
+    """For each way: GB at the peak, bytes per weight, and the same beyond the largest tensor."""
     folders = {way: folder / ("fp8" if way.startswith("fp8") else "floats") for way, _ in ways.values()}
     for each in sorted(set(folders.values())):
         run_child("write", str(each), size, str(shards))

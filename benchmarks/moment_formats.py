@@ -1,18 +1,18 @@
-"""The error of a first moment of one byte, and of the update made from it, by format, scales and draws.
+"""The error of a first moment in one byte, and of the update made from it, by format, scales and draws.
 
     python benchmarks/moment_formats.py [--data-dir DIR] [--max-steps 200] [--layers 0,3,9] [--seed 42]
                                         [--json] [--record]
 
 The 0.86M model of ``compare`` trains on the standard library's prose in E2M5, under Muon (``muon-stochastic``) and
-under AdamW (``stochastic``), each at its own rate.  The gradients of a few layers are recorded, clipped as the step has
-them.  From the same gradients the first moment is kept in float32, and in every way that a line of the table names:
+under AdamW (``stochastic``), each at its own rate.  The gradients of a few layers are recorded, clipped as for the
+step.  From the same gradients the first moment is computed in float32, and in every way that a line of the table names:
 
     m = round(beta m + (1 - beta) g)
 
 Shown are, in the second half of the steps and over layers, the root mean square of two relative errors: that of the
-moment, and that of the update made from it before it is rounded.  Under Muon this is the orthogonal factor of what
-Nesterov's momentum gives, in float32; under AdamW it is the moment over the root of an exact second moment.  ``bias``
-is the error along the moment, as a share of it: 0 but for chance where rounding is right on average.
+moment, and that of the update made from it before the moment is rounded.  Under Muon the update is the orthogonal
+factor of Nesterov's momentum, in float32; under AdamW it is the moment over the root of an exact second moment.
+``bias`` is the error along the moment, as a share of it: 0 up to chance if rounding is right on average.
 
 A block has 128 values.  ``fitted`` scales are the smallest power of two that holds its largest value; those by
 ``the gradients' bound`` hold the average of its largest gradients.  ``the library's`` are those of an optimizer that
@@ -44,7 +44,7 @@ BLOCK: Final = 128
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep a moment."""
+    """One way to store a moment."""
 
     fmt: str
     #: fitted to each block, by the gradients' bound, or the library's own
@@ -57,7 +57,7 @@ class Way:
 
     @property
     def bits(self) -> int:
-        """Bits per value, its block's scale left out."""
+        """Bits per value, without its block's scale."""
         return 16 if self.fmt == "bfloat16" else as_format(self.fmt).bits
 
 
@@ -78,7 +78,7 @@ OWN: Final = {"Muon": Way("E2M5", LIBRARY), "AdamW": Way("E4M3", LIBRARY)}
 
 
 def recorded(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[list[Tensor]]:
-    """Train, and keep the gradients of some of the quantised matrices."""
+    """Train, and record the gradients of some of the quantised matrices."""
     trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
     seen: list[list[Tensor]] = [[] for _ in layers]
 
@@ -100,7 +100,7 @@ def power_above(x: Tensor) -> Tensor:
 
 
 def kept(moment: Tensor, bound: Tensor, way: Way, rounding: str, step: int, seed: int) -> Tensor:
-    """A moment as it is read again; all are blocks by rows."""
+    """A moment as it is read back from its storage; each row is a block."""
     key: dict[str, int] = {"seed": seed, "step": step, "stream": 1}
     if way.fmt == "bfloat16":
         if rounding == "nearest":
@@ -115,7 +115,7 @@ def kept(moment: Tensor, bound: Tensor, way: Way, rounding: str, step: int, seed
 
 
 class Kept:
-    """A moment that is kept in one way, over steps."""
+    """A moment that is stored in one way, over steps."""
 
     def __init__(self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int) -> None:
         self.way, self.rounding, self.seed = way, rounding, seed
@@ -123,7 +123,7 @@ class Kept:
         self.moment, self.bound = torch.zeros(shape), torch.zeros(shape.numel() // BLOCK, 1)
 
     def advanced(self, gradient: Tensor) -> Tensor:
-        """The moment that a step is taken with; it is rounded when it is kept."""
+        """The moment that a step is taken with; it is rounded when it is stored."""
         self.step += 1
         new = self.moment * self.beta + gradient * (1 - self.beta)
         self.bound = self.bound * self.beta + gradient.view(-1, BLOCK).abs().amax(-1, keepdim=True) * (1 - self.beta)
@@ -145,7 +145,7 @@ class OfTheLibrary(Kept):
         )
 
     def advanced(self, gradient: Tensor) -> Tensor:
-        """The same, of what the step before has stored."""
+        """The moment that a step is taken with, from the one that the step before has stored."""
         new = self.moment * self.beta + gradient * (1 - self.beta)
         self.weight.grad = gradient.clone()
         self.optimizer.step()
@@ -199,7 +199,7 @@ def errors_of(optimizer: str, gradients: Sequence[Tensor], way: Way, rounding: s
 
 
 def together(errors: Sequence[Error]) -> Error:
-    """Over steps and layers: the root mean squares, and the mean bias."""
+    """The root mean squares and the mean bias over steps and layers."""
     mean = lambda values: math.fsum(values) / len(errors)  # noqa: E731
     return Error(
         math.sqrt(mean([e.moment**2 for e in errors])),

@@ -1,12 +1,12 @@
-"""Adam's first average with a memory longer or shorter where the spacing is wide: final loss by exponent.
+"""Adam's first average with a memory that is longer or shorter where the spacing is wide: final loss by exponent.
 
     python benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats E4M3,E5M2] [--seeds 42,43,44]
                                                [--powers library,0,0.5,1,-0.5] [--beta1 0.9] [--max-steps 300]
 
-Model, batches and schedule are those of ``nanogpt-bench compare``, under its rule ``stiffness``.  A weight's average
-has a time constant of its own, ``beta_1`` to the power ``(S / S_ref)^-p``: with p above 0 it grows with the spacing S
-of the format at the weight, with p = 0 all have that of ``beta_1``.  ``library`` is the library's StiffnessAdamW, which
-p = 0 repeats with other random bits.  Prints a line for every training and the paired differences to p = 0 at the end.
+Model, batches and schedule are those of ``nanogpt-bench compare``, under its rule ``stiffness``.  Each weight's average
+decays by ``beta_1`` to the power ``(S / S_ref)^-p``: with p above 0 its time constant grows with the spacing S of the
+format at the weight, with p = 0 all have that of ``beta_1``.  ``library`` is the library's StiffnessAdamW, which p = 0
+repeats with other random bits.  Prints a line for every training and the paired differences to p = 0 at the end.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LIBRARY = "library"
 class DecayByStiffness(torch.optim.Optimizer):
     """StiffnessAdamW with k = 1 and a decay of the first average by weight, on a grid of floats.
 
-    The average is divided by what the weights of its gradients add up to, as Adam's by ``1 - beta_1^t``.
+    The average is divided by the sum of its gradients' weights, as Adam's by ``1 - beta_1^t``.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], power: float, **defaults: Any) -> None:

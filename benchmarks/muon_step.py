@@ -7,7 +7,7 @@ contender runs in fresh processes of its own, its steps taken in turn with torch
 pairs, of process CPU time, and the table shows the median of the processes with the smallest and the largest.  Our
 steps include the check that every gradient is finite.  Bytes are those of weights and state after the steps.
 
-torch's products are in bfloat16 always; ours are where the machine has it, in float32 elsewhere, and a row says which.
+torch's products are always in bfloat16; ours only if the machine has it, otherwise in float32, and a row says which.
 """
 
 import argparse

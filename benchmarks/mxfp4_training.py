@@ -1,12 +1,12 @@
-"""Losses of MXFP4 and MXFP8 weights trained in place under Muon, beside the values that they stand for, in float32.
+"""Losses of MXFP4 and MXFP8 weights trained in place under Muon, beside their decoded values trained in float32.
 
     python benchmarks/mxfp4_training.py [--steps 100] [--seeds 3] [--lr 1e-3] [--reading 200]
                                         [--weights MXFP4 MXFP8] [--json | --markdown] [--record]
 
-A Llama of 1.4M weights reads English, a token a byte, and is published by compressed-tensors: E2M1 or E4M3 at a power
-of two for each 32 of a row.  It is then trained on Python's sources by StiffnessMuon, by each write-back, and so are
-its decoded values in float32, with the same batches.  Losses are of other sources, in nats a byte, and of the codes
-alone: what is served has no residual.  After +- is half of the 95% interval over seeds.
+A Llama of 1.4M weights is pretrained on English, one token per byte, and published by compressed-tensors: E2M1 or E4M3
+at a power of two for each 32 of a row.  It is then trained on Python's sources by StiffnessMuon, with each write-back,
+and so are its decoded values in float32, with the same batches.  Losses are on other sources, in nats per byte, and of
+the codes alone, because a served model has no residual.  After +- is half of the 95% interval over seeds.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def publish(base: Any, folder: Path, scheme: str) -> None:
 
 
 def read(folder: Path, writeback: str) -> Any:
-    """The folder's weights in codes, or as compressed-tensors decodes them."""
+    """The folder's model with weights in codes, or decoded by compressed-tensors."""
     if writeback != "float32":
         return fm.load_fp8(folder, dtype=torch.float32)
     decode = transformers.CompressedTensorsConfig(dequantize=True)
@@ -70,7 +70,7 @@ def read(folder: Path, writeback: str) -> Any:
 
 
 def sources(modules: tuple[str, ...]) -> Tensor:
-    """Python's own code, a token a byte."""
+    """Python's own code, one token per byte."""
     text = "\n".join(inspect.getsource(import_module(name)) for name in modules)
     return torch.tensor(list(text.encode("ascii", "replace")))
 

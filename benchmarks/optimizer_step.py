@@ -7,10 +7,10 @@ One thread.  Each contender runs in fresh processes of its own, its steps taken 
 same weights and gradients; the ratio is the median over the pairs, on the CPU of process CPU time, and the table shows
 the median of the processes with the smallest and the largest.  Our own steps include the check that every gradient is
 finite.  Bytes are those of the live tensors after the steps and ``zero_grad``: parameters, state and whatever else the
-optimizer holds, gradients it does not let go included.
-The first step includes what is looked at once: every weight's spacing, and the words that key its random bits.
+optimizer holds, gradients that it does not free included.
+The first step includes work that is done once: every weight's spacing, and the words that key its random bits.
 
-A peer that is not installed is left out with a word; anything else that goes wrong is printed, and the exit code is 1.
+A peer that is not installed is left out with a note; any other failure is printed, and the exit code is 1.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
 
 
 def is_of_use(category: type[Warning]) -> bool:
-    """Return whether a warning says something about the run: a deprecation inside a library does not."""
+    """True if a warning is about the run, and not a deprecation inside a library."""
     return not issubclass(category, DeprecationWarning | FutureWarning)
 
 
@@ -116,7 +116,7 @@ def reason(errors: str) -> str:
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Every contender once in each round, so that a drift of the machine meets all alike."""
+    """Run every contender once in each round, so that a drift of the machine affects all of them."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
         for turn in range(options.processes):
@@ -187,7 +187,7 @@ def table(rows: list[dict[str, Any]], markdown: bool) -> str:
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each contender that is missing, failed, warned, or compiled while it was timed."""
+    """A line for each contender that is missing, has failed or warned, or has compiled while it was timed."""
     found = []
     for line in rows:
         for kind in ("missing", "failed"):

@@ -4,15 +4,15 @@
 
 One thread, forward and backward over a few tokens, so that nearly all of it is Python and torch's dispatcher:
 
-    a card's path    a layer under autocast as on a card, with kernels that do nothing; its scale is in bfloat16, as
-                     a card multiplies two dtypes in one launch, where this CPU makes a copy first
+    a card's path    a layer under autocast as on a GPU, with kernels that do nothing; its scale is in bfloat16, as
+                     a GPU multiplies two dtypes in one launch, where this CPU makes a copy first
     a CPU's          a layer in float32
     compiled         a stack of layers with a GELU after each, compiled whole; the times are of one layer
     a step           `step()` of StiffnessAdamW over one-byte weights, with kernels that do nothing and on a CPU, beside
                      torch's fused AdamW over as many in float32; the times are of one parameter, and so is the goal
 
 Both sides take their calls in turn; process CPU time.  The ratio is that of the least times, as whatever else the
-machine does only adds to them; the ratios of the pairs stand beside it: median, smallest and largest.
+machine does only adds to them; beside it are the ratios of the pairs: median, smallest and largest.
 """
 
 import argparse
@@ -47,7 +47,7 @@ DEPTH: Final = 12
 
 @dataclass(frozen=True)
 class Case:
-    """Two functions that are called in turn, and how many layers or parameters a call is of."""
+    """Two functions that are called in turn, and the number of layers or parameters of a call."""
 
     what: str
     format: str
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figure:
-    """The ratio of the least times, those of the pairs, and microseconds a layer or parameter."""
+    """The ratio of the least times, those of the pairs, and microseconds per layer or parameter."""
 
     what: str
     format: str
@@ -92,7 +92,7 @@ def both(model: nn.Module, x: Tensor, *, autocast: bool) -> Step:
 def pair(
     fmt: str, features: int, depth: int = 1, *, autocast: bool, compiled: bool = False, halved: bool = False
 ) -> tuple[Step, Step]:
-    """Layers with one-byte weights, of ``halved`` scales in bfloat16, and the ``nn.Linear`` that they were made of."""
+    """Layers with one-byte weights, if ``halved`` with scales in bfloat16, and the ``nn.Linear`` they are made from."""
     x = torch.randn(TOKENS, features, requires_grad=True)
     stack = [nn.Linear(features, features) for _ in range(depth)]
     dense = nn.Sequential(*(part for layer in stack for part in ((layer, nn.GELU()) if depth > 1 else (layer,))))
@@ -133,11 +133,11 @@ PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {
     "compiled": compiled_layers,
     "step": steps,
 }
-"""What is measured, by the name that ``--parts`` takes: each makes its cases, and may pretend that a card is there."""
+"""The parts by the names that ``--parts`` takes: each makes its cases, and may pretend that there is a GPU."""
 
 
 def pretend_a_card(until: ExitStack) -> None:
-    """Decode as on a card, by Triton's own way to launch, but for a driver and a compiled kernel that do nothing."""
+    """Decode as on a GPU, launched by Triton itself, with a driver and a compiled kernel that do nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

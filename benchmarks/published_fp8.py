@@ -1,11 +1,11 @@
-"""A float model made into an FP8 folder by the usual recipe, scales of amax / 448, and its values decoded beside it.
+"""A float model converted to an FP8 folder by the usual recipe, scales of amax / 448, and a folder of its values.
 
     python benchmarks/published_fp8.py models/smollm2 models/smollm2-squares --layout deepseek
     python benchmarks/published_fp8.py models/smollm2 models/smollm2-rows --layout compressed-tensors
 
-Every linear layer but the head becomes E4M3; what else there is becomes bfloat16.  ``deepseek`` has squares of 128 x
-128, by formula.  ``compressed-tensors`` has a scale a row, by that package.  OUT-float has the values of OUT in
-float32, by torch's own float8 type alone.  Nothing here is this library's code.
+Every linear layer except the head becomes E4M3, all other tensors bfloat16.  ``deepseek`` has a scale for each square
+of 128 x 128, by formula; ``compressed-tensors`` one per row, by that package.  The folder OUT-float has the values of
+OUT in float32, decoded by torch's float8 type alone.  Nothing here is this library's code.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def squares(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and float32 scales, amax / 448 of each square, those at the edges partial."""
+    """Codes and float32 scales, amax / 448 of each square; squares at the edges are partial."""
     tiles = [[tile.abs().max() for tile in row.split(SIDE, 1)] for row in weight.float().split(SIDE)]
     scales = torch.stack([torch.stack(row) for row in tiles]) / HIGHEST
     return (weight.float() / spread(scales, weight.shape)).to(torch.float8_e4m3fn), scales

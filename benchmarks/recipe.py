@@ -1,14 +1,14 @@
-"""README's first lines of Python, run as they are on a text in the model's tokens, beside AdamW: loss and bytes.
+"""Loss and bytes of README's first lines of Python, run on a text in the model's tokens, beside AdamW.
 
     python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl [--seeds 42,43,44] [--ways readme,float32]
 
 The model is a folder of floats, or one with a ``.gguf`` file; ``nanogpt-bench prepare`` writes the text.  A seed
-decides on the batches, which are those of the bench's runs of that seed, and on the random bits; ``readme`` has its
-lines with the name of the model and the seed put in.  ``float32`` and ``bfloat16`` are torch's AdamW over all weights
-in that dtype, clipped, with the rates, betas and decay of the lines.  The loss is that of the bench's twelve windows
-of held-out text, as the model computes it, and computed in float32 on its decoded weights.  Bytes are those of weights
-and optimizer state.  Every run that ends is one line of JSON; a run that the file has is not made again, so that the
-same command goes on where one ended.
+decides on the batches, which are those of the bench's runs of that seed, and on the random bits; ``readme`` runs
+README's lines with the name of the model and the seed put in.  ``float32`` and ``bfloat16`` are torch's AdamW over all
+weights in that dtype, clipped, with the rates, betas and decay of these lines.  The loss is over the bench's twelve
+windows of held-out text, as the model computes it, and computed in float32 on its decoded weights.  Bytes are those of
+weights and optimizer state.  Every run that ends is one line of JSON; a run that the file has is not repeated, so that
+the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def loss_of(model: Any, windows: Tensor) -> float:
 
 
 def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[str, Any]:
-    """Train by the lines of a way, and measure what they leave."""
+    """Train by the lines of a way, and measure the model and its state."""
     pairs = eval_batches(corpus.val, WINDOWS, 1, BLOCK, seed=EVAL_SEED)
     windows = torch.cat([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs])
     names: dict[str, Any] = {"batches": batches_of(corpus, way, seed, steps)}

@@ -4,7 +4,7 @@
 
 One thread.  Every contender is timed in turn with clone (clone, contender, clone, contender, ...), and the ratio is
 the median over the pairs, so that a machine whose speed drifts does not favour either.  ml_dtypes and gfloat (extra
-``test``) are left out with a word where they are not installed.
+``test``) are left out with a note if they are not installed.
 """
 
 import argparse

@@ -1,15 +1,14 @@
-"""The learning rate of every update rule of the bench: one short training at each of a few, a factor of two apart.
+"""The learning rate of every update rule of the bench: a short training at each of a few rates, a factor of two apart.
 
     python benchmarks/rule_learning_rates.py [--rules A,B|all] [--format E4M3] [--max-steps 150] [--points 5]
                                              [--seed 42] [--workers 2] [--out runs/learning-rates]
 
 Model, corpus, batches and schedule are those of ``nanogpt-bench compare``.  Every rule gets the same grid around the
-usual learning rate of its optimizer; where the best of a rule lies at an end, the grid grows by one point on that side
-until it doesn't, so that no rule's best is cut off.  A learning rate of float parameters that a rule has beside its own
-stays what it is.
+usual learning rate of its optimizer; while the best of a rule is at an end, the grid grows by one point on that side,
+so that no rule's best is cut off.  A rule's separate learning rate of float parameters does not change.
 
 Every training has a folder below ``--out`` and is not repeated: interrupted, or given more rules, the same command
-goes on where it was.  Prints the table, the best in bold, and writes it to ``table.md``.  The learning rates in
+continues where it was.  Prints the table, the best in bold, and writes it to ``table.md``.  The learning rates in
 ``nanogpt_bench/config/rules.py`` come from here.
 """
 
@@ -55,7 +54,7 @@ MOST_POWERS = 8
 
 @dataclass(frozen=True)
 class Search:
-    """Settings that all trainings share."""
+    """The settings that all trainings of a search share."""
 
     out: Path
     fmt: str = "E4M3"
@@ -119,7 +118,7 @@ def best_power(losses: Mapping[int, float]) -> int:
 
 
 def known(search: Search, rule: str) -> dict[int, float]:
-    """The losses found so far of the powers that `wanted` asks for, in this or an earlier run of the command."""
+    """The losses found so far for the powers that `wanted` returns, in this or an earlier run of the command."""
     losses: dict[int, float] = {}
     while True:
         found = {power: search.loss(rule, power) for power in wanted(losses, search.points)}
@@ -130,7 +129,7 @@ def known(search: Search, rule: str) -> dict[int, float]:
 
 
 def train(search: Search, rules: Sequence[str], workers: int) -> None:
-    """Do what is left, in rounds, since a grid grows only when its points are known."""
+    """Do the trainings that are left, in rounds, as a grid grows only when its points are known."""
     left = missing(search, rules)
     if not left:
         return

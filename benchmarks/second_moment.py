@@ -1,17 +1,17 @@
-"""The length that a step gains by the rounding of its second moment, by what the rounding keeps right in the mean.
+"""The length that a step gains by the rounding of its second moment, by the power whose mean the rounding preserves.
 
     python benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1] [--json] [--record]
 
-A step of Adam goes with ``1 / sqrt(v)``.  Gradients of independent weights, whose sizes are within a factor of eight,
-are averaged over ``lookbacks / (1 - beta2)`` steps, exactly and in every way that a column names.  Shown is the mean of
-``sqrt(exact / v) - 1`` in percent, for the ``v`` that a step reads, over the last quarter of the steps and the weights
-that have had a gradient.
+A step of Adam is proportional to ``1 / sqrt(v)``.  Gradients of independent weights, with sizes within a factor of
+eight, are averaged over ``lookbacks / (1 - beta2)`` steps, exactly and in every way that a column names.  Shown is the
+mean of ``sqrt(exact / v) - 1`` in percent, for the ``v`` that a step reads, over the last quarter of the steps and the
+weights that have had a gradient.
 
-The first three columns keep the root of ``v`` in E4M3, rounded up or down by odds that are right for ``v``, for its
-root, or for its fourth root.  The last are the library's: ``moments="8bit"`` with the mean of its ``v``, and
-``bfloat16``.  Gradients are normal, but for those of *constant size* and those of which *one in ten* is not 0.  The
-variance of *falling* and *rising* ones moves by 30% in ``1 / (1 - beta2)`` steps.  *A sixteenth* is what it falls to
-where the last quarter begins.
+The first three columns store the root of ``v`` in E4M3, rounded up or down with odds that preserve the mean of ``v``,
+of its root, or of its fourth root.  The last are the library's: ``moments="8bit"`` with the mean of its ``v``, and
+``bfloat16``.  Gradients are normal, except those of *constant size* and those of which *one in ten* is not 0.  The
+variance of *falling* and *rising* ones changes by 30% in ``1 / (1 - beta2)`` steps; under *a sixteenth* it falls to a
+sixteenth where the last quarter begins.
 """
 
 import argparse
@@ -37,7 +37,7 @@ HEADER: Final = ("gradients", "beta2", *POWERS, "8bit", "8bit, mean of v", "bflo
 
 
 def rounded(root: Tensor, power: float, draws: Tensor) -> Tensor:
-    """To E4M3's spacing above its lowest binade, with the mean of ``root ** power``."""
+    """Round to E4M3's spacing above its lowest binade, preserving the mean of ``root ** power``."""
     spacing = torch.exp2(torch.floor(torch.log2(root)) - 3)
     steps = root / spacing
     below = steps.floor()
@@ -54,7 +54,7 @@ class Library:
         self.optimizer = fm.optim.StiffnessAdamW([self.weight], **options)
 
     def read(self) -> Tensor:
-        """Read the value of now."""
+        """The present value."""
         state = self.optimizer.state.get(self.weight)
         if not state:
             return torch.zeros(self.weight.shape, dtype=torch.float64)

@@ -1,11 +1,11 @@
-"""Milliseconds that a training step of the study's rows takes, each alone on the machine, and the memory at its peak.
+"""Milliseconds of a training step for each rule and format of the study, alone on the machine, and its peak memory.
 
     python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR] [--steps 40] [--turns 2] [--smoke]
                                      [--record]
 
-Runs that share a GPU measure no time; this does.  Settings are those of the study's sweeps, each in its ``data.dir``
-unless one is given; learning rates are the rules' defaults.  The median of the steps after two that warm up, in turns
-over all rows, and the mean of the turns.  A peak is known on a GPU alone.
+The study's own runs share a GPU, so their times say nothing; these do.  Settings are those of the study's sweeps, each
+in its ``data.dir`` unless one is given; learning rates are the rules' defaults.  A time is the median of the steps
+after two that warm up, averaged over turns through all rows.  The peak is known on a GPU only.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
 
 
 def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row's label and settings, for every rule and format of a sweep; float rules have no format."""
+    """The label and settings of every rule and format of a sweep; float rules have no format."""
     file = read_sweep(FOLDER / f"{sweep}.yaml", smoke=smoke)
     axes = {axis.key: axis.values for axis in file.axes}
     for rule in axes["rule"]:

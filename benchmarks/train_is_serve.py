@@ -3,17 +3,17 @@
     python benchmarks/train_is_serve.py [--model FOLDER_OR_GGUF | --large] [--updates 20] [--prompts 8] [--written 32]
                                         [--lr 1e-4] [--reading 300] [--json | --markdown] [--record]
 
-A language model learns by policy gradients (rewards less their mean over 8 samples of one prompt) to write tokens with
+A language model learns by policy gradients (rewards minus their mean over 8 samples of one prompt) to write tokens with
 even numbers.  Before the first update, after it and after the last, sequences are sampled from the weights that a
-server would have.  Both policies score them in one pass of the same arithmetic, so that nothing but weights differs.
+server would have.  Both policies score them in one pass of the same arithmetic, so that only the weights differ.
 With r the trained policy's probability of a sampled token over that of the sampling one:
 
     k3 KL = mean(r - 1 - log r),        ratio = mean(r),        argmax = share of places whose likeliest token differs
 
-A server has E4M3 codes at the largest weight of 128 x 128, or of a row, over 448.  In place, StiffnessAdamW or
-StiffnessMuon trains those of such a folder, which is written as it is.  Other weights are trained by AdamW and rounded
-for the server.  What a server has is decoded by hand, as code times scale.  Without a model a Llama of 1.4M weights
-reads some prose first; ``--large`` takes SmolLM2-135M's shape with random weights, in three of the ways.
+A server has E4M3 codes, at scales of the largest weight of 128 x 128, or of a row, over 448.  In place, StiffnessAdamW
+or StiffnessMuon trains the codes of such a folder, which are written as they are.  Other weights are trained by AdamW
+and rounded for the server.  A server's weights are decoded by hand, as code times scale.  Without a model a Llama of
+1.4M weights is pretrained on some prose; ``--large`` takes SmolLM2-135M's shape with random weights, in three ways.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def decoded(codes: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tens
 
 
 def copy_in(base: Any, dtype: torch.dtype) -> Any:
-    """A copy with its parameters in a dtype; rotary frequencies stay in float32, as ``from_pretrained`` has them."""
+    """A copy with its parameters in a dtype; rotary frequencies stay in float32, as after ``from_pretrained``."""
     model = copy.deepcopy(base)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -97,7 +97,7 @@ class _Through(torch.autograd.Function):
 
 @dataclass
 class Policy:
-    """A model in training, and the weights that a server has of it, as a state for the model it began with."""
+    """A model in training, and the weights that a server gets, as a state for the model before training."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -105,7 +105,7 @@ class Policy:
 
 
 def publish(model: Any, folder: Path, block: tuple[int, int] | None, dtype: torch.dtype) -> None:
-    """Write a float model as it is published in FP8: a scale for each block or row, and the rest in some dtype."""
+    """Write a float model as models are published in FP8: a scale for each block or row, other tensors in a dtype."""
     tensors = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     for name, layer in linear(model).items():
         tensors[f"{name}.weight"], tensors[f"{name}.{'weight_scale_inv' if block else 'weight_scale'}"] = rounded(
@@ -155,7 +155,7 @@ def from_master(
     trained_rounded: bool = False,
     copied_in: torch.dtype | None = None,
 ) -> Policy:
-    """Float weights that are trained, as they are or rounded, and a copy rounded for the server, perhaps in a dtype."""
+    """Float weights, trained as they are or rounded in the forward pass, and a copy rounded for the server."""
     model = copy_in(base, dtype)
     masters = {name: layer.weight for name, layer in linear(model).items()}
     for layer in linear(model).values() if trained_rounded else ():
@@ -196,7 +196,7 @@ def scores(model: Any, tokens: Tensor) -> Tensor:
 
 
 def roll_out(policy: Policy, server: Any, prompts: Tensor, written: int) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Samples of the server's weights, their log-probabilities there, and the mismatch to the trained policy."""
+    """Samples of the server's weights, their log-probabilities under these, and the mismatch to the trained policy."""
     server.load_state_dict(policy.served(), strict=False)
     how = transformers.GenerationConfig(do_sample=True, max_new_tokens=written, top_k=0, pad_token_id=0)
     with torch.no_grad():
@@ -238,12 +238,12 @@ def measure(policy: Policy, base: Any, text: Tensor, args: argparse.Namespace) -
 
 
 def prose() -> Tensor:
-    """English, a token a byte."""
+    """English, one token per byte."""
     return torch.tensor(list("\n".join(topics.topics.values()).encode("ascii", "replace")))
 
 
 def small(steps: int) -> tuple[Any, Tensor]:
-    """A Llama that has read some English for so many steps, a token a byte, and what it has read."""
+    """A Llama that was pretrained on English for so many steps, one token per byte, and that text."""
     torch.manual_seed(0)
     text = prose()
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -258,7 +258,7 @@ def small(steps: int) -> tuple[Any, Tensor]:
 
 
 def large() -> tuple[Any, Tensor]:
-    """SmolLM2-135M's shape as transformers draws it, and the text of the small one: tokens are bytes."""
+    """SmolLM2-135M's shape with random weights, and the text of the small Llama: tokens are bytes."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     sizes |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
@@ -277,7 +277,7 @@ def read(path: Path) -> tuple[Any, Tensor]:
 
 
 def short(number: float) -> str:
-    """Two digits; 0 and 1 for these alone."""
+    """Two significant digits; 0 and 1 without decimals."""
     if number in (0, 1):
         return str(int(number))
     return (

@@ -1,9 +1,9 @@
-"""The walk of a step: files and functions of the package that steps of two weights enter, and moves between the files.
+"""Files and functions of the package that steps of two weights enter, and moves between the files.
 
     python benchmarks/walk_of_a_step.py [--optimizer StiffnessAdamW] [--list]
 
-Few of them are a short way for a reader from ``step()`` to the arithmetic.  A move is a function that is entered, for
-the first time, after one of another file.
+The fewer there are, the shorter a reader's way from ``step()`` to the arithmetic.  A move is a function that is
+entered, for the first time, after one of another file.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import fp8manifold as fm
 
 PACKAGE = Path(fm.__file__).parent
 STEPS = ("first", "later", "steady")
-"""The one that begins a state, one that is planned anew, and one that goes by what that has planned."""
+"""The step that begins a state, one that is planned, and one that reuses that plan."""
 
 
 def walk(step: Any, package: Path = PACKAGE) -> list[tuple[str, str]]:

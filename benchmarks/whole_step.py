@@ -1,14 +1,14 @@
-"""Main memory of training a language model, from its file to its stepped weights, at the peak, by recipe.
+"""The peak of main memory when a language model is read and trained, from its file to its stepped weights, by recipe.
 
     python benchmarks/whole_step.py [--weights 277M] [--recipes adamw,torchao,backward] [--iterations 5] [--record]
 
-A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a process of its own.  For each recipe
+A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a separate process.  For each recipe
 a fresh process reads it, in bfloat16 or into codes of E4M3 with the embedding too, and takes two steps on sequences of
-128 tokens, so that gradients meet a state; blocks are computed once more in the backward pass.  A recipe that steps in
-the backward pass takes each gradient there and frees it, clipped by the norm of the pass before; the others clip all
-gradients at once.  Shown is the largest resident set of that process (``VmHWM`` of Linux, set back first) less what it
-was before, when it had taken such steps of one layer of the model, so that what compiles has compiled.  Muon's
-iterations, of which each takes the memory of the others, may be fewer than the usual 5, where time is short.
+128 tokens, so that the second has gradients and a state; activations of blocks are recomputed in the backward pass.  A
+recipe that steps in the backward pass frees each gradient there, clipped by the norm of the pass before; the others
+clip all gradients at once.  Shown is the largest resident set of that process (``VmHWM`` of Linux, reset first) minus
+that before, taken after such steps of one layer of the model, so that all compilation is done.  Muon's iterations,
+which all take the same memory, may be fewer than the usual 5 to save time.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ MAX_NORM: Final = 1.0
 
 
 def adamw(model: Any, _: int) -> Any:
-    """torch's."""
+    """torch's AdamW."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), 1e-5)
 
 
 def torchao(model: Any, _: int) -> Any:
-    """torchao's with moments of 8 bits."""
+    """torchao's AdamW with moments of 8 bits."""
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(model.parameters(), 1e-5)
 
 
 def stiffness(model: Any, _: int) -> Any:
-    """Ours, with moments of 8 bits."""
+    """StiffnessAdamW, with moments of 8 bits."""
     import fp8manifold as fm
 
     return fm.optim.StiffnessAdamW(model.parameters(), 1e-5, moments="8bit")
 
 
 def muon(model: Any, iterations: int) -> Any:
-    """Ours over a whole model."""
+    """StiffnessMuon over a whole model."""
     import fp8manifold as fm
 
     return fm.optim.StiffnessMuon.for_model(model, 1e-3, moments="8bit", ns_steps=iterations)
@@ -84,7 +84,7 @@ RECIPES: Final = {
 
 
 def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
-    """Two steps, after a pass that takes a norm and steps nothing where they are taken in the backward pass."""
+    """Take two steps; if they are taken in the backward pass, after a pass that only takes the norm."""
     import torch
 
     import fp8manifold as fm
@@ -139,7 +139,7 @@ def child(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
     take_steps(small, recipe, iterations)
     del small
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set is that of now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the largest resident set to the present one
     found: dict[str, float] = {"empty": highest()}
     model = read(folder, recipe)
     found |= {"read": highest(), "weights": sum(p.numel() for p in model.parameters())}

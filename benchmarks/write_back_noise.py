@@ -4,8 +4,8 @@
                                           [--json] [--record]
 
 The 0.86M model of ``compare`` trains on the standard library's prose in E4M3, under Muon (``muon-stochastic``) and
-under AdamW (``stochastic``), each at its own rate, which decays to a tenth.  What each step asks of a few layers is
-recorded, and either half of the steps is then written back in every way that a line of the table names,
+under AdamW (``stochastic``), each at its own rate, which decays to a tenth.  The updates of a few layers are recorded,
+and each half of the steps is then written back in every way that a line of the table names,
 
     w_t = round(w_{t-1} + d_t),      error = w_T - (w_0 + d_1 + ... + d_T)
 
@@ -13,12 +13,12 @@ from the weights that the half began with, rounded once (``w_0``, so that an exa
 the root mean square of the error over that of the weights, together over the layers, with independent draws and with
 dithered ones; and the bias, the error along the movement as a share of it, of the layer and half where it is largest.
 
-``room`` is how far the largest weight under a new scale may grow.  Scales are widened to it where an asked weight lies
-beyond the end, looked at in every step or in every n-th (in between such weights saturate, which is error too);
-``fitted`` are made anew in every step.  The weights of a new scale are those that the step asked for: rounded once,
-stochastically, with no bias.  ``the library's step`` is that of an optimizer whose gradients the updates are: it
-doubles a scale after a step that has left a weight at its end.  ``residual`` lines keep bits of the remainder; the
-error is that of the codes.
+``room`` is the factor by which the largest weight under a new scale may grow.  Scales are widened to it if a target is
+beyond the end, checked in every step or in every n-th (in between such weights saturate, which is error too);
+``fitted`` scales are computed again in every step.  Under a new scale the step's targets are rounded once,
+stochastically, with no bias.  ``the library's step`` is that of an optimizer whose gradients are the updates: it
+doubles a scale after a step that has left a weight at its end.  Lines with ``residual`` store bits of the remainder;
+the error is that of the codes.
 """
 
 import json
@@ -46,7 +46,7 @@ FORMAT: Final = "E4M3"
 FORMER: Final = Way("E2M5", room=2, every=100)
 NO_SLACK: Final = Way("E2M5", stepped=True)
 BAR: Final = 0.5
-#: a look every 100 steps, with room 2 in formats of few binades, was the library's rule until 2026-11-25
+#: a former rule of the library, for comparison: a review every 100 steps, with room 2 in formats of few binades
 WAYS: Final = (
     Way("E7M0", room=16, every=100),
     Way("E4M3", room=16, every=100),
@@ -73,7 +73,7 @@ WAYS: Final = (
 
 @dataclass(frozen=True)
 class Recording:
-    """Movements that the steps of a training asked of one layer, from the number ``first`` on."""
+    """The updates of one layer in the steps of a training, from the number ``first`` on."""
 
     start: Tensor
     updates: list[Tensor]
@@ -82,7 +82,7 @@ class Recording:
 
 
 def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[Recording]:
-    """Train, and keep what was asked of some of the quantised matrices, a recording for either half of the steps."""
+    """Train, and record the updates of some of the quantised matrices, one recording for each half of the steps."""
     trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
     watched = {id(matrices[layer]): layer for layer in layers}
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
@@ -111,7 +111,7 @@ Found = dict[Way, dict[Draws, list[Error]]]
 
 
 def measure(recordings: Sequence[Recording], seed: int) -> Found:
-    """The errors of every way and kind of draws, of every recording."""
+    """The errors of every way and kind of draws, for every recording."""
     found: Found = {}
     for way in WAYS:
         print(way.label, file=sys.stderr, flush=True)
@@ -153,7 +153,7 @@ HEADER: Final = (
 
 
 def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
-    """The table of one optimizer: the noise of either half, and ratios over layers and halves."""
+    """The table of one optimizer: the noise of each half, and ratios over layers and halves."""
     rows: list[list[Cell]] = []
     for way, (independent, dithered) in ((way, [noises[draws] for draws in DRAWS]) for way, noises in found.items()):
         half = len(independent) // 2
@@ -168,7 +168,7 @@ def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
 
 
 def bar(found: Found) -> str:
-    """Bar for rows without slack: half of the noise of the former rule, in the median."""
+    """The bar for scales of rows without room: half of the noise of the former rule, in the median."""
     median, smallest, largest = spread_of(found[NO_SLACK]["dither"], found[FORMER]["independent"])
     figures = f"{median:.3f} ({smallest:.3f} .. {largest:.3f})"
     met = "met" if median <= BAR else "NOT met"

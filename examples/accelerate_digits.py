@@ -43,7 +43,7 @@ def report(when: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> None:
-    """Take five epochs, two batches to a step."""
+    """Train for five epochs, two batches per step."""
     for _ in range(5):
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -62,7 +62,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]
 
 
 def main() -> None:
-    """Train for ten epochs, and for the last five of them once more."""
+    """Train for ten epochs, and once more for the last five, from the saved state."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -2,9 +2,9 @@
 A format of your own
 ====================
 
-A format is four facts: exponent bits, mantissa bits, bias and layout.  Here are one of eight bits that spends no codes
-on infinities and NaN, and one of seven bits.  ``FloatFormat`` derives the rest, and whatever takes a format
-takes these.  The network learns y = sin(2 pi x).
+A format is four facts: exponent bits, mantissa bits, bias and layout.  Here are a format of eight bits that spends no
+codes on infinities and NaN, and one of seven bits.  ``FloatFormat`` derives the rest, and everything that takes a
+format takes these.  The network learns y = sin(2 pi x).
 
 Expected output::
 
@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 
 
 def rounding_error(before: nn.Sequential, after: nn.Sequential) -> float:
-    """Relative size of what the hidden layer lost when it was put on the grid."""
+    """The rounding error of the hidden layer's weights, relative to their norm."""
     exact, stored = before[2].weight.detach(), after[2].weight.dequantize()
     return ((stored - exact).norm() / exact.norm()).item()
 

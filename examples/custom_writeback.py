@@ -2,10 +2,10 @@
 A write-back of your own
 ========================
 
-How a step comes back to the grid is one method of the manifold, ``round``.  This one goes up or down with the odds of
-stochastic rounding and without chance: weight i of step t is compared with the fraction of (i + t) times the golden
+One method of the manifold, ``round``, brings a step back to the grid.  This one goes up or down with the odds of
+stochastic rounding but without chance: weight i of step t is compared with the fraction of (i + t) times the golden
 ratio, a sequence that fills [0, 1) more evenly than random numbers do.  geoopt's RiemannianAdam then trains a linear
-regression on an E4M3 grid with each write-back, with a learning rate that falls from 4 ULPs to 0.04.
+regression on an E4M3 grid with each write-back, with a learning rate that falls from 4 ULPs per step to 0.04.
 
 Expected output::
 

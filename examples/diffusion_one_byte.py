@@ -1,18 +1,18 @@
 """
-A diffusion transformer in one byte a weight
-============================================
+A diffusion transformer in one byte per weight
+==============================================
 
-A small DiT of diffusers, its weights random at first, learns to remove noise from handwritten digits, given the digit's
-class.  Trained by AdamW in float32, and with the weights of its linear layers in one byte each, by Muon, whose momentum
-takes another byte.  Each gradient is used and freed before the next is there, and clipped by the norm of the step
-before.  Losses are the mean squared error of the predicted noise on images that were not trained on.
+A small DiT of diffusers with random weights learns to remove noise from handwritten digits, given the digit's class:
+by AdamW in float32, and with the weights of its linear layers in one byte each by Muon, whose momentum takes another
+byte.  There each gradient is used and freed before the next is computed, and clipped by the norm of the step before.
+Losses are the mean squared error of the predicted noise on images that were not trained on.
 
 Needs diffusers and scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
-    before training        1.516
-    AdamW, float32         0.362
-    Muon, one byte         0.415
-    bytes a linear weight  2.05
+    before training          1.516
+    AdamW, float32           0.362
+    Muon, one byte           0.415
+    bytes per linear weight  2.05
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def report(name: str, model: nn.Module) -> None:
     """Print the loss on the images that were held out."""
     loss = loss_of(model.eval(), images[held_out], classes[held_out], torch.Generator().manual_seed(2))
     model.train()
-    print(f"{name:<23}{float(loss):.3f}")
+    print(f"{name:<25}{float(loss):.3f}")
 
 
 def train(model: nn.Module, optimizer: Any, clip: Callable[[], object] = lambda: None) -> None:
@@ -83,4 +83,4 @@ layers = [module for module in model.modules() if isinstance(module, fm.Quantize
 weights = [layer.weight for layer in layers if "momentum_buffer" in optimizer.state[layer.weight]]
 state = [value for weight in weights for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
 held = sum(weight.codes.nbytes for weight in weights) + sum(value.nbytes for value in state)
-print(f"{'bytes a linear weight':<23}{held / sum(weight.numel() for weight in weights):.2f}")
+print(f"{'bytes per linear weight':<25}{held / sum(weight.numel() for weight in weights):.2f}")

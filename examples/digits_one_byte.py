@@ -1,16 +1,16 @@
 """
-Digits in one byte a weight
-===========================
+Digits in one byte per weight
+=============================
 
 A small MLP learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels) three ways: AdamW on float32
 weights, and StiffnessAdamW on weights that are E4M3 numbers with no other copy, with float32 and with 8-bit averages.
-The last column counts what the run keeps for each quantised weight: weight, scales and optimizer state.
+The last column counts all bytes of the weight matrices: weights, scales and optimizer state.
 
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
-    float32, AdamW                            test accuracy 0.975   bytes a weight 12.0
-    E4M3, StiffnessAdamW                      test accuracy 0.975   bytes a weight 9.1
-    E4M3, StiffnessAdamW, 8-bit averages      test accuracy 0.978   bytes a weight 3.2
+    float32, AdamW                            test accuracy 0.975   bytes per weight 12.0
+    E4M3, StiffnessAdamW                      test accuracy 0.975   bytes per weight 9.1
+    E4M3, StiffnessAdamW, 8-bit averages      test accuracy 0.978   bytes per weight 3.2
 """
 
 import torch
@@ -51,8 +51,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         return (model(test_x).argmax(1) == test_y).float().mean().item()
 
 
-def bytes_a_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of the weight matrices and of the optimizer's state for them, by the number of weights."""
+def bytes_per_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of the weight matrices and of the optimizer's state for them, over the number of weights."""
     weights = [p for p in model.parameters() if p.ndim == 2]
     stored = [p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes for p in weights]
     state = [v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)]
@@ -62,7 +62,7 @@ def bytes_a_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 def report(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train and print one line."""
     accuracy = train(model, optimizer)
-    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes a weight {bytes_a_weight(model, optimizer):.1f}")
+    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {bytes_per_weight(model, optimizer):.1f}")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@ Fine-tuning all of a language model
 ===================================
 
 All weights of a model of transformers learn from a text: those of the linear layers live in one byte each, Adam's two
-averages of them in another byte each, and a gradient is used and freed before the next is there.  Without arguments a
-small Llama that has read the Python reference goes on with Python code; with a folder that ``save_pretrained`` wrote
-and a text file, that model with that text.  ``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
+averages of them in another byte each, and each gradient is used and freed before the next is computed.  Without
+arguments a small Llama, pretrained on the Python reference, learns Python code; with a folder that ``save_pretrained``
+wrote and a text file, that model learns that text.  ``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
 
 Needs transformers (``pip install 'fp8manifold[hf]'``).  Expected output::
 
-    as it was                  2.724
-    in one byte a weight       2.721
-    fine-tuned                 2.485
-    bytes a weight with state  3.14
+    as it was                    2.724
+    in one byte per weight       2.721
+    fine-tuned                   2.485
+    bytes per weight with state  3.14
 """
 
 import difflib
@@ -31,7 +31,7 @@ BATCH, LENGTH, STEPS = 8, 64, 100
 
 
 def text_bytes(text: str) -> Tensor:
-    """One token a byte."""
+    """One token per byte."""
     return torch.tensor(list(text.encode("ascii", "replace")))
 
 
@@ -50,9 +50,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step
 
 @torch.no_grad()
 def report(name: str, model: nn.Module, text: Tensor) -> None:
-    """Print the loss on text that was not trained on, in nats a token."""
+    """Print the loss on text that was not trained on, in nats per token."""
     batch = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)[:64]
-    print(f"{name:<27}{model(input_ids=batch, labels=batch).loss.item():.3f}")
+    print(f"{name:<29}{model(input_ids=batch, labels=batch).loss.item():.3f}")
 
 
 def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
@@ -60,7 +60,7 @@ def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
     learnt, held_out = text[: -len(text) // 5], text[-len(text) // 5 :]
     report("as it was", model, held_out)
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
-    report("in one byte a weight", model, held_out)
+    report("in one byte per weight", model, held_out)
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit")
     fm.optim.step_in_backward(optimizer)
     train(model, optimizer, learnt, STEPS)
@@ -68,7 +68,7 @@ def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
     layer = next(module for module in model.modules() if isinstance(module, fm.QuantizedLinear))
     state = [value for value in optimizer.state[layer.weight].values() if isinstance(value, Tensor)]
     held = layer.weight.codes.nbytes + sum(value.nbytes for value in state)
-    print(f"{'bytes a weight with state':<27}{held / layer.weight.numel():.2f}")
+    print(f"{'bytes per weight with state':<29}{held / layer.weight.numel():.2f}")
 
 
 if __name__ == "__main__":

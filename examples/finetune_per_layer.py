@@ -2,16 +2,16 @@
 Fine-tuning with a format for every layer
 =========================================
 
-A small Llama of Hugging Face's learns bytes of English prose (the Python reference that comes with Python) in float32.
-Then its linear layers are quantised to one byte a weight, E4M3 for attention, E3M4 for the MLPs and E5M2 for the output
-layer, and it is fine-tuned on Python code.  Losses are in nats a byte, on code that was not trained on.
+A small Llama of transformers learns bytes of English prose (the Python reference that comes with Python) in float32.
+Then its linear layers are quantised to one byte per weight, E4M3 for attention, E3M4 for the MLPs and E5M2 for the
+output layer, and it is fine-tuned on Python code.  Losses are in nats per byte, on code that was not trained on.
 
 Needs transformers (``pip install 'fp8manifold[examples]'``).  Expected output::
 
     pretrained on prose, float32      2.661
     quantised, before fine-tuning     2.661
     fine-tuned, float32               2.161
-    fine-tuned, one byte a weight     2.167
+    fine-tuned, one byte per weight   2.167
 """
 
 import copy
@@ -30,7 +30,7 @@ BATCH, LENGTH = 16, 64
 
 
 def text_bytes(text: str) -> Tensor:
-    """One token a byte."""
+    """One token per byte."""
     return torch.tensor(list(text.encode("ascii", "replace")))
 
 
@@ -79,4 +79,4 @@ if __name__ == "__main__":
         TRAIN,
         steps=100,
     )
-    report("fine-tuned, one byte a weight", in_bytes)
+    report("fine-tuned, one byte per weight", in_bytes)

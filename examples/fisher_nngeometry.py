@@ -34,7 +34,7 @@ def data() -> tuple[Batches, tuple[Tensor, Tensor]]:
 
 
 def network() -> nn.Module:
-    """One byte a weight; the same initial weights every time."""
+    """A network in one byte per weight, with the same initial weights every time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     return fm.quantize_model(model, "E4M3", storage="fp8")

@@ -68,7 +68,7 @@ def held(model: Digits, trainer: lightning.Trainer) -> list[list[float]]:
 
 
 def main() -> None:
-    """Train twice."""
+    """Train for ten epochs, and once more from the checkpoint of the fifth."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # advice on loaders and logs
     images, labels = load_digits(return_X_y=True)

@@ -1,19 +1,19 @@
 """
-Muon, in two bytes a weight
-===========================
+Muon, in two bytes per weight
+=============================
 
-A small convolutional network of one's own learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels)
-three ways: AdamW and Muon on float32 weights, and Muon on linear layers whose weights are E4M3 numbers with no other
-copy, with a momentum of one byte.  ``for_model`` leaves what is no hidden matrix, the head and the biases, to Adam.
-The last column counts what the run keeps for each weight of all layers, the kernels of the convolutions included, which
-stay floats: weight, scales and optimizer state.  The third run steps in the backward pass: no two gradients need
-memory at once.
+A small convolutional network learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels) three ways:
+AdamW and Muon on float32 weights, and Muon on linear layers whose weights are E4M3 numbers with no other copy, with a
+momentum of one byte.  ``for_model`` leaves all parameters that are not hidden matrices, the head and the biases, to
+Adam.  The last column counts all bytes (weights, scales and optimizer state) per weight of all layers, the kernels of
+the convolutions included, which stay floats.  The third run steps in the backward pass: no two gradients need memory at
+once.
 
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
-    float32, AdamW                            test accuracy 0.983   bytes a weight 12.0
-    float32, Muon                             test accuracy 0.986   bytes a weight 8.0
-    E4M3, Muon, 8-bit averages                test accuracy 0.983   bytes a weight 2.4
+    float32, AdamW                            test accuracy 0.983   bytes per weight 12.0
+    float32, Muon                             test accuracy 0.986   bytes per weight 8.0
+    E4M3, Muon, 8-bit averages                test accuracy 0.983   bytes per weight 2.4
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()  # with step_in_backward there is nothing left to do
+            optimizer.step()  # under step_in_backward this only ends the step
         schedule.step()
     with torch.no_grad():
         return (model(test_x).argmax(1) == test_y).float().mean().item()
@@ -73,7 +73,7 @@ def report(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     held = [p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes for p in weights]
     held += [v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)]
     share = sum(held) / sum(p.numel() for p in weights)
-    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes a weight {share:.1f}")
+    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {share:.1f}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@ A run folder in pandas
 ======================
 
 A run of ``nanogpt-bench`` leaves a folder of text: a line of ``metrics.jsonl`` for every step, and the totals in
-``summary.json``.  This script makes a short run, or takes the folder that is given to it, and asks pandas how the loss
-went, and what share of the requested updates each layer lost.
+``summary.json``.  This script makes a short run, or takes the folder that is given to it, and computes with pandas how
+the loss fell, and what share of the requested updates each layer lost.
 
 Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``).  Expected output::
 
@@ -34,14 +34,14 @@ SMALL = "--model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size
 
 
 def make_run() -> Path:
-    """Train a tiny GPT in one byte a weight and return its run folder."""
+    """Train a tiny GPT in one byte per weight and return its run folder."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert bench(["run", "e4m3.yaml", "--rule", "stochastic", "--name", "small", *SMALL.split()]) == 0
     return Path("runs/small")
 
 
 def report(run: Path) -> None:
-    """Print what the run says of itself."""
+    """Print the run's status, its loss by thirds, and the lost share of each layer's updates."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     print(f"{summary['rule']}, {summary['format']}: {summary['status']} after {summary['steps']} steps")
     metrics = pd.read_json(run / "metrics.jsonl", lines=True).set_index("step")

@@ -32,7 +32,7 @@ TOKENS, LENGTH, SEQUENCES, UPDATES = 16, 8, 64, 60
 
 
 def save_rounded(model: nn.Module, folder: Path) -> None:
-    """Write a float model in E4M3, at the largest weight of each square over 448, as published models have it."""
+    """Write a float model in E4M3, with the scale (largest weight) / 448 for each square, as published models do."""
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         squares = tensors[name].unflatten(0, (-1, 128)).unflatten(-1, (-1, 128))

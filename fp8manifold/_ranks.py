@@ -25,14 +25,14 @@ class Ranks:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Alone: what is saved does not know the processes that load it."""
+        """A single process: a saved object does not know the processes that load it."""
         return Ranks, ()
 
     def largest(self, x: Tensor) -> Tensor:
         return self._reduced(x, "MAX")
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of each element over the processes; of int64 modulo 2^64."""
+        """The sum of each element over the processes; for int64 modulo 2^64."""
         return self._reduced(x, "SUM")
 
     def any(self, flag: bool, device: torch.device) -> bool:
@@ -48,7 +48,7 @@ class Ranks:
         return whole
 
     def sent(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of one of the processes, in one of the same shape and dtype, in place."""
+        """The tensor of the process ``source``, written in place into the others', of the same shape and dtype."""
         if self.size > 1:
             torch.distributed.broadcast(x, group=self.group, group_src=source)
         return x
@@ -65,9 +65,9 @@ ALONE: Final = Ranks()  #: One process.
 
 
 class Replicas(Ranks):
-    """Processes that hold the same model, each all of it, and the model's parameters by name.
+    """Processes that each hold all of a model, and the model's parameters by name.
 
-    They are known by the layers that hold them: a weak reference to a tensor would keep ``Module.to`` from swapping it.
+    A parameter is found by its layer: a weak reference to a tensor would keep ``Module.to`` from swapping it.
     """
 
     def __init__(self, group: Any, model: nn.Module) -> None:
@@ -88,12 +88,12 @@ class Replicas(Ranks):
 
 
 replicas: Final[WeakKeyDictionary[nn.Module, dict[str, Replicas]]] = WeakKeyDictionary()
-"""The processes that hold a layer's parameters too, by name, as :func:`fp8manifold.distributed.sync` has set them."""
+"""The processes that hold replicas of a layer's parameters, by name; set by :func:`fp8manifold.distributed.sync`."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a parameter that this process holds: a run of them along the first dimension, as DTensors have it."""
+    """The rows of a parameter that this process holds: a run of the first dimension, as a DTensor divides it."""
 
     local: Tensor
     ranks: Ranks
@@ -142,13 +142,13 @@ class Share:
         return whole[first : first + self.local.shape[0]]
 
     def padded(self, own: Tensor) -> Tensor:
-        """The own rows, and others behind them that nobody reads, where this process has fewer than the first."""
+        """The own rows, padded with rows that nobody reads where this process has fewer than the first."""
         short = self.rows - own.shape[0]
         return torch.cat([own, own.new_zeros((short, *own.shape[1:]))]) if short else own.contiguous()
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """Flat, its memory where that is contiguous: of one column or element torch may hold any stride for such."""
+    """The bytes of a tensor, flat, without a copy if it is contiguous: with one column or element at any stride."""
     return x.contiguous().resolve_neg().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
@@ -158,8 +158,8 @@ def local_of(x: Any) -> Any:
 
 
 def share_of(parameter: Tensor) -> Share | None:
-    """The part of a parameter that this process holds of one spread over several; None of any other."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # without which there are no DTensors
+    """The part of a parameter that this process holds, if it is spread over several; None for any other."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
     if tensors is None or not isinstance(parameter, tensors.DTensor):
         return None
     mesh = parameter.device_mesh
@@ -186,7 +186,7 @@ def check_share(parameter: Tensor) -> None:
 
 
 def spread(parameter: Tensor, array: Tensor) -> Tensor:
-    """An array with a row for each of the parameter's here: as it is, or as part of one that is spread like it."""
+    """An array with a row for each row of the parameter here: as it is, or as part of a DTensor spread like it."""
     share = share_of(parameter)
     if share is None:
         return array
@@ -198,7 +198,7 @@ def spread(parameter: Tensor, array: Tensor) -> Tensor:
 
 
 def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
-    """The groups of processes that step these parameters together, each once; none where there is one process."""
+    """The groups of processes that step these parameters together, each once; none for a single process."""
     found: dict[Any, Ranks] = {}
     for ranks in ranks_of_each(parameters):
         if ranks is not None:
@@ -207,7 +207,7 @@ def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
 
 
 def ranks_of_each(parameters: Iterable[Tensor]) -> list[Ranks | None]:
-    """The processes that step each of these parameters together; None where it is one."""
+    """The processes that step each of these parameters together; None for a single one."""
     parameters = list(parameters)
     if not _DISTRIBUTED or not torch.distributed.is_initialized():
         return [None] * len(parameters)

@@ -1,4 +1,4 @@
-"""The rows of a tensor of codes that one of several processes holds, as FSDP2 asks for them: one byte a weight."""
+"""The rows of a tensor of codes that one of several processes holds, as FSDP2 asks for them: one byte per weight."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,9 +20,9 @@ _aten = torch.ops.aten
 
 
 class FP8Shard(FP8Tensor):
-    """Rows of an :class:`FP8Tensor`: codes, the scales of these rows (or the one of all), and the rest of it as it is.
+    """Rows of an :class:`FP8Tensor`: codes, the scales of these rows (or the one of all), and all other attributes.
 
-    It is read as any other.  Only an optimizer of this library writes into it, as draws and scales are the whole's.
+    Only this library's optimizers and ``load_state_dict`` write into it, as draws and scales are those of the whole.
     """
 
     is_share = True
@@ -38,7 +38,7 @@ class FP8Shard(FP8Tensor):
         self.check_writable()
 
     def adopt(self, other: FP8Tensor | View) -> None:
-        """As any other does; what the first rounding left stays in its memory, which may be that of padding."""
+        """As :meth:`FP8Tensor.adopt`; the remainder stays in its memory, which may be part of a padded tensor's."""
         memory = self.remainder
         super().adopt(_rows_of(other) if isinstance(other, View) else other)
         if memory is not None and self.remainder is not None:
@@ -47,7 +47,7 @@ class FP8Shard(FP8Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """The tensors to send: codes, and as bytes the scales of rows; of blocks they are bytes already.
+        """The tensors to send: codes, and the scales of rows as bytes, which those of blocks are already.
 
         FSDP takes nothing but codes where the last processes have fewer rows: scales are gathered here then.  A single
         process has all of them.
@@ -74,7 +74,7 @@ class FP8Shard(FP8Tensor):
             counter = self.counter.clone()
             own = scale if len(outputs) > 1 else scale.clone()
             return FP8Parameter._wrap(outputs[0][: size[0]], own, counter, None, self._traits(param_dtype)), ()
-        # as FSDP fills the codes: to graphs that keep the parts for their backward pass these are what they were
+        # as FSDP does for codes: graphs that saved the parts for their backward pass must see no new version
         with _unsafe_preserve_version_counter(out.kept_scale), _unsafe_preserve_version_counter(out.counter):
             if len(outputs) == 1:
                 out.kept_scale.copy_(scale)
@@ -159,7 +159,7 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(_aten.as_strided.default, _aten.view.default)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor itself, where its geometry stays; rows flat too, where FSDP2 keeps them to know their memory again."""
+    """The tensor itself, if its geometry stays, or flat rows, by which FSDP2 recognises their memory."""
     x, size, *strides = args
     unmoved = (x.stride(),), (x.stride(), 0), (x.stride(), None)  # how as_strided is asked for what is there already
     stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in unmoved)

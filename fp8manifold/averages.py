@@ -1,4 +1,4 @@
-"""Running averages of quantised weights, which have to be floats: a step of an average is a fraction of a grid's."""
+"""Running averages of quantised weights, in float32: an average moves by fractions of a step of the grid."""
 
 import copy
 import sys
@@ -20,12 +20,12 @@ _SHARD_BOTH: Final = "call averaged_model before fully_shard, then fully_shard o
 
 
 def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
-    """An ``AveragedModel`` of torch's over a quantised model, with the average in float32.
+    """An ``AveragedModel`` (``torch.optim.swa_utils``) of a quantised model, with the average in float32.
 
     .. math:: a \\leftarrow a + (w - a) / (n + 1)
 
-    ``AveragedModel(model)`` itself is refused, because averages in codes stall.  :func:`quantize_model` quantises the
-    average's ``module`` again.  Under ``fully_shard`` each process averages its rows.
+    ``AveragedModel(model)`` itself is refused, because averages in codes stall.  To quantise the average, call
+    :func:`quantize_model` on its ``module``.  Under ``fully_shard`` each process averages its rows.
 
     Args:
         model: is not changed; its quantised layers are ordinary ``nn.Linear`` in the average.
@@ -36,8 +36,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: ``use_buffers=True``; a model that ``fully_shard`` has cut into rows; in ``update_parameters`` other
-            rows.
+        ValueError: ``use_buffers=True``; a model that ``fully_shard`` has cut into rows; in ``update_parameters`` a
+            model that is cut into other rows than the average.
 
     Example:
         >>> import torch, fp8manifold as fm
@@ -72,14 +72,14 @@ class _Average(AveragedModel):
 
 
 def _sharded_of(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which there are none
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is sharded
     if fsdp is None or not isinstance(model, nn.Module):
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _rows_of(parameter: Tensor) -> tuple[Any, ...] | None:
-    """A key of the rows of a parameter that this process holds; None of one that is whole."""
+    """A key of the rows of a parameter that this process holds; None for one that is whole."""
     share = share_of(parameter)
     return None if share is None else (share.shape, share.mesh, tuple(share.placements))
 

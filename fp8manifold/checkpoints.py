@@ -33,7 +33,7 @@ _BY: Final = "load_fp8"
 _INPUT: Final = ("input_scale", "activation_scale")
 #: experts of gpt-oss
 _TRANSPOSED: Final = "_blocks"
-#: of a repository: weights, settings, and what a tokenizer is made of
+#: files of a repository that are downloaded: weights, settings and a tokenizer's
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _DTYPES: Final = {
@@ -59,18 +59,18 @@ def load_fp8(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Read a published FP8 model into one of transformers whose weights are codes that can be trained.
+    """Read a published FP8 model into a model of transformers whose weights are codes that can be trained.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Codes, formats and scales stay what the files have, in the layouts of DeepSeek (squares of 128 x 128),
+    Codes, formats and scales are those of the files, in the layouts of DeepSeek (squares of 128 x 128),
     compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4.  A linear layer becomes a :class:`QuantizedLinear`, and
     experts and other weights an :class:`FP8Parameter` where they are; floats stay float.  :func:`save_fp8` writes the
     model back, also after ``save_pretrained``.  Reading takes the memory of the codes and of one tensor.
 
     Args:
-        folder: of ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
-        dtype: in which weights appear, and floats are held: ``torch.bfloat16`` or ``torch.float32``.
+        folder: with ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
+        dtype: of the floats, and the one that weights in codes appear in: ``torch.bfloat16`` or ``torch.float32``.
         device: where the weights go, one at a time.
         activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at the files' ``input_scale``.
         rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
@@ -80,13 +80,13 @@ def load_fp8(
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode.
 
-    NaN and -0 among the codes are kept, and tensors without a place in the model written back as they were.
+    NaN and -0 among the codes are preserved, and tensors without a place in the model are written back as they were.
 
     Raises:
         ImportError, FileNotFoundError: transformers is missing; no such folder, or one without weights or settings.
-        ValueError: no weight in codes; a layout, dtype or setting that is not read; a tensor that the model or the
-            files lack; scales that a fused parameter can't keep apart; floats that ``dtype`` has not every
-            number of; ``activations="as stored"`` where no layer has an ``input_scale``.
+        TypeError, ValueError: no weight in codes; a layout, dtype or option that is not read; a tensor that the model
+            or the files lack; scales that one parameter can't hold where the model fuses weights; floats that ``dtype``
+            does not hold exactly; ``activations="as stored"`` where no layer has an ``input_scale``.
 
     Example:
         >>> import fp8manifold as fm
@@ -130,29 +130,29 @@ def load_fp8(
 
 
 def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
-    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads it as the one it was made of.
+    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads it as it loads the original.
 
     .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
 
     Names, dtypes, shards, index and settings are those of the folder that was read, a weight that was not trained is
-    the same bytes, and the tokenizer's files are copied.  Floats are not rounded: what the file's dtype does not hold
-    is written in the parameter's own.
+    the same bytes, and the tokenizer's files are copied.  Floats are not rounded: a parameter that the file's dtype
+    does not hold exactly is written in its own dtype.
 
     Args:
-        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``.  It stays what it is, but that
-            rows of a fused weight whose file has one scale take the largest of theirs (:meth:`FP8Tensor.rescale_`).
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``.  It does not change, except that
+            rows of a fused weight that share a scale in the file take their largest (:meth:`FP8Tensor.rescale_`).
         folder: made if it is not there; files of the same names are replaced once all have been written.
         source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it.
 
-    NaN and -0 are kept.
+    NaN and -0 are preserved.
 
     Raises:
-        FileNotFoundError: the folder, of which tensors without a place in the model are copied, is unknown or gone.
-        TypeError: a model of which several processes hold a part each.
-        ValueError: a model that does not say how it was published, or a weight that is in codes no more, or in others.
+        ImportError: safetensors is missing.
+        FileNotFoundError: the folder that tensors without a place in the model are copied from is unknown or gone.
+        TypeError, ValueError: a sharded model; one that does not say how it was published; a weight of another format.
 
     Warns:
-        UserWarning: files beside the weights that are not there to be copied.
+        UserWarning: the tokenizer's or other files beside the weights that can't be copied.
 
     Example:
         >>> import fp8manifold as fm
@@ -224,16 +224,16 @@ def _beside(path: Path) -> Path:
 
 
 def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
-    """Say which weights of a published model are in codes, and how, by the headers of its files: no tensor is read.
+    """The weights of a published model that are in codes, by the headers of its files: no tensor is read.
 
     Args:
         folder, options: as in :func:`load_fp8`.
 
     Returns:
-        A description of each weight by its name; of a model of floats there are none.
+        A description of each weight (format, granularity, file and more) by its name; empty for a model of floats.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`load_fp8`.
+        ImportError, FileNotFoundError, ValueError: as :func:`load_fp8`.
 
     Example:
         >>> import fp8manifold as fm
@@ -253,7 +253,7 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
     hub = needed("huggingface_hub", "hf", _BY)
     try:
         return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
-    except (OSError, ValueError) as error:  # what it raises, of a name and of the network, is one of these
+    except (OSError, ValueError) as error:  # of a bad name and of the network
         why = str(error).partition("\n")[0]
         raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model that the Hub gives: {why}") from error
 
@@ -284,11 +284,11 @@ class _Reader:
         return self
 
     def wants(self, name: str) -> bool:
-        """Return whether a tensor that transformers reads becomes codes, which none does."""
+        """False: no tensor that transformers reads becomes codes."""
         return False
 
     def begin(self, model: Any) -> None:
-        """Read every weight in codes, one tensor at a time, and take its place out of a model without values."""
+        """Read every weight in codes, one tensor at a time, and take its parameter out of a model without values."""
         layout = self._layout
         turned = [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]
         modules = dict(model.named_modules())
@@ -342,7 +342,7 @@ class _Reader:
         put_codes(model, self._made, self._scales)
 
     def _keep(self) -> None:
-        """Let small tensors that the model has no place for travel with its settings."""
+        """Write small tensors that the model has no place for into its settings."""
         layout = self._layout
         small = [name for name in layout.left if layout.headers[name].shape in ((), (1,))]
         layout.published["kept"] = {
@@ -366,7 +366,7 @@ class _Reader:
 
 
 def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None:
-    """Refuse a dtype that the numbers of a file don't fit in: they could not be written back."""
+    """Refuse a dtype that does not hold a file's floats exactly: they could not be written back."""
     entries = entries_of(model)
     for name in layout.floats:
         if (place := layout.places.get(name)) is None:
@@ -385,7 +385,7 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
 
 
 class _Source:
-    """The folder that a model came from, opened only where it has something that the model does not."""
+    """The folder that a model came from, opened only if it has tensors that the model does not."""
 
     def __init__(self, layout: Layout, place: Path | None) -> None:
         names = [name for name in layout.left if name not in layout.published["kept"]]
@@ -433,7 +433,7 @@ def _written(name: str, layout: Layout, entries: Mapping[str, Tensor], source: _
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors none of which is another: safetensors writes no tied ones."""
+    """Tensors that share no memory: safetensors refuses tied ones."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in seen:

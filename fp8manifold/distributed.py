@@ -1,4 +1,4 @@
-"""The same model in every process: an exact start, and what processes that train it together have to share."""
+"""The same model in every process: an exact start, the scales and skipped steps that processes share, and digests."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
 
-NAME: Final = "digest"  #: The key under which a state keeps its own.
+NAME: Final = "digest"  #: The key under which a state holds its digest.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: odd numbers of 64 bits (the golden ratio's, and those of SplitMix64), as signed ones
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -39,8 +39,8 @@ def sync(model: nn.Module, group: Any = None) -> None:
     NaN, Inf and -0 are preserved, and empty tensors allowed.
 
     Raises:
-        RuntimeError: no process group, a model that is sharded already, or made otherwise in some process, before
-            anything changes; from the model, in torch's ``Join`` without ``throw_on_early_termination=True``.
+        RuntimeError: no process group; a model that is sharded already, or that differs between processes (before
+            anything changes); later, if the model runs in a ``Join`` without ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -64,13 +64,13 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of a whole tensor that this process holds, as a DTensor: of an entry of a state, say.
+    """The rows of a whole tensor, such as an entry of a state, that this process holds, as a DTensor.
 
     ``load_state_dict`` of a sharded model takes whole one-byte weights as they are, and cuts their rows itself.
 
     Args:
         whole: the same in every process, with as many rows as ``like``; NaN, Inf, -0 and an empty tensor as they are.
-        like: spread over processes, as by ``fully_shard``; of any other the whole is returned.
+        like: spread over processes, as by ``fully_shard``; with any other tensor ``whole`` is returned.
 
     Raises:
         ValueError: another number of rows.
@@ -91,7 +91,7 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
-    """Something with a row for each that this process holds of a parameter, as a DTensor of all of them.
+    """A DTensor of all rows of a parameter, from a tensor with one row for each that this process holds.
 
     Args:
         parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
@@ -111,7 +111,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
     tensors = {name: value.detach().contiguous() for name, value in (state | hidden).items()}
     own: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()}
-    for name, p in model.named_parameters():  # but for seeds and rounding
+    for name, p in model.named_parameters():  # seeds and rounding may differ: they are sent
         if isinstance(p, FP8Tensor):
             own[f"format of {name}"] = [[], f"{p.format.name}, {p.block_size}, {p.dtype}"]
     first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
@@ -128,7 +128,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """A line on what differs from the first process's model, or None."""
+    """The first difference from the first process's model, in words, or None."""
     if strange := sorted(own.keys() ^ first.keys()):
         return f"{strange[0]!r} is in one of them only"
     for name, (shape, dtype) in own.items():
@@ -179,7 +179,7 @@ def _check_inputs(model: nn.Module, inputs: Any) -> None:
 
 @torch.no_grad()
 def digest(state: Mapping[str, Any]) -> Tensor:
-    """Give one number of everything in a state: names, shapes, dtypes, every bit of every tensor, and its place.
+    """One number for all of a state: names, shapes, dtypes, every bit of every tensor, and its place.
 
     .. math:: \\sum_{name} \\sum_i \\mathrm{mix}(key_{name}, i, bits_i) \\bmod 2^{64}
 
@@ -219,9 +219,9 @@ def check_digest(state: Mapping[str, Any]) -> None:
         state: as in :func:`digest`, after ``dcp.load``.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: the state is another.
         TypeError: as :func:`digest`.
-        ValueError: it has none.
+        ValueError: it has no digest.
 
     Example:
         >>> state = {"step": 3}
@@ -249,13 +249,13 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _share(value: Any) -> Share | None:
-    """The own rows of a tensor that is spread by rows; None of one that is whole in every process."""
+    """The own rows of a tensor that is spread by rows; None for one that is whole in every process."""
     share = share_of(value) if isinstance(value, Tensor) else None
     return share if share is not None and share.placements[0].is_shard(0) else None
 
 
 def _word(name: str, value: Any, ranks: Ranks) -> Tensor:
-    """The sum over what is held here; of what every process holds it is the first one's."""
+    """An entry's part of the sum; what every process holds is counted in the first one only."""
     share, first = _share(value), ranks.rank == 0
     if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
@@ -275,7 +275,7 @@ def _key(*parts: object) -> int:
 
 
 def _sum(key: int, tensor: Tensor, begin: int) -> Tensor:
-    """The sum of one mixed word an element, from an element's place in the whole and its bits."""
+    """The sum of one mixed word per element, of its place in the whole tensor and its bits."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     flat = tensor.detach().as_subclass(Tensor).contiguous().reshape(-1).view(_BITS[tensor.element_size()])
     for start in range(0, flat.numel(), _BLOCK):

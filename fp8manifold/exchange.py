@@ -1,4 +1,4 @@
-"""Layouts of other libraries, for the codes and scales that a model has: compressed-tensors, torchao, DeepSeek's."""
+"""Export of a model's codes and scales in the layouts of other libraries: compressed-tensors, torchao, DeepSeek's."""
 
 import copy
 import warnings
@@ -47,13 +47,13 @@ _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision
 def exported_state_dict(
     model: nn.Module, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a model's state in another library's layout, with the model's codes and scales: nothing is rounded.
+    """A model's state in another library's layout, with the model's codes and scales: nothing is rounded.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 ``(1,)`` or ``(R, 1)``, or of blocks
-      uint8 exponents ``(R, C/32)`` (E8M0), float32 unless all are powers of two.
-    - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
+    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 ``(1,)`` or ``(R, 1)``, or for
+      blocks ``(R, C/32)``: uint8 exponents (E8M0) if all are powers of two, otherwise float32.
+    - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is the shape of the values that share a scale.
     - ``fp8``: ``weight_scale_inv`` is float32 ``(R/128, C/128)``, rounded up: the layout of DeepSeek-V3, of a model
       quantised with ``granularity="square"``.
 
@@ -65,16 +65,16 @@ def exported_state_dict(
         model: of :func:`quantize_model`; other parameters in codes than weights of linear layers are written as floats.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ and
             E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
-        activations: ``float`` (W8A16), or of ``compressed-tensors`` ``E4M3``, with which a server rounds inputs, at a
-            scale per token, or per 32 values where blocks have scales (W8A8); with ``fp8`` the reader decides.
+        activations: ``float`` (W8A16), or with ``compressed-tensors`` ``E4M3`` (W8A8): a server rounds inputs, at a
+            scale per token, or per 32 values where blocks have scales.  With ``fp8`` the reader decides.
 
     Returns:
         The tensors, which share the model's memory, and ``quantization_config`` of transformers' ``config.json``.
 
     Raises:
-        ImportError, TypeError: torchao is missing; no module, or a sharded one.
-        ValueError: an unknown layout; activations, a format, scales or a layer that it can't describe; values between
-            those of the format; or no quantised weight.
+        ImportError, TypeError: torchao is missing; ``model`` is no module, or a sharded one.
+        ValueError: an unknown layout; activations, a format, scales or a layer that the layout can't describe; values
+            between those of the format; or no quantised weight.
 
     Warns:
         UserWarning: with ``fp8``, of matrices that end in a partial square after a whole one, which transformers'
@@ -126,8 +126,7 @@ def export_model(
 
     Raises:
         ImportError: transformers or torchao is missing.
-        TypeError: a model that is not of transformers.
-        ValueError: as :func:`exported_state_dict`.
+        TypeError, ValueError: a model that is not of transformers; as :func:`exported_state_dict`.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
@@ -223,14 +222,14 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
 
 
 def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
-    """A scale that broadcasts against the weight, as one for each of those that share it."""
+    """The distinct entries of a scale that broadcasts against the weight: (), (R, 1) or (R, C/32)."""
     if scale.numel() == 1 and layer.spec.operands["weight"].granularity == "tensor":
         return scale.reshape(())
     return scale[:, ::BLOCK_SIZE].contiguous() if scale.shape[-1] > 1 else scale
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tensors that the model computes with, by name: tied ones once, and nothing that layers keep for training."""
+    """The tensors that the model computes with, by name: tied ones once, and nothing that only training needs."""
     names, others, turned = parameter_names(model).values(), in_place_parameters(model), turned_names(model)
     left = {name for its in names for name in its[1:]}
     left |= {name + suffix for its in names if its[0] in others for name in its for suffix in PARTS if suffix}

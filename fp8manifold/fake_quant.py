@@ -43,9 +43,9 @@ def fake_quantize(
     Args:
         x: float tensor of any shape.
         fmt: a format or its name.
-        scale: positive, broadcasting against ``x``, by blocks of 32 with granularity ``block``; None takes
+        scale: positive; broadcasts against ``x``, or with granularity ``block`` against its blocks of 32.  None takes
             :func:`amax_scale` of ``x``.
-        granularity, axis, pow2: of that scale.
+        granularity, axis, pow2: as in :func:`amax_scale`.
         ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0 where ``x`` saturates), ``relu``
             (1 for positive ``x``, 0 elsewhere), ``none`` (0, the true derivative).
         rounding, seed, step, stream: as in :func:`round_to_grid`.
@@ -55,7 +55,7 @@ def fake_quantize(
         empty.
 
     Raises:
-        TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale that does not fit.
+        TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale that does not fit; no ``seed``.
 
     Example:
         >>> fake_quantize(torch.tensor([0.1, 1000.0]), "E4M3", scale=1.0).tolist()
@@ -91,7 +91,7 @@ def quantize_at(
     *,
     blocks: bool = False,
 ) -> Tensor:
-    """:func:`fake_quantize` at a scale that is known to be in order."""
+    """:func:`fake_quantize` at a scale that has been checked."""
     apply: Callable[..., Tensor] = _FakeQuantize.apply  # typed in some releases of torch only
     return apply(x, scale, fmt, ste, rounding, key, blocks)
 

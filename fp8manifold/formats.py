@@ -22,7 +22,7 @@ _DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
 _LARGEST_EXPONENT: Final = 100  # float32 holds 1.5 * 2^23 times the power of two of any value, as exact rounding needs
 _SMALLEST_EXPONENT: Final = -102  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
 _LARGEST_ULP_EXPONENT: Final = 24  # the smallest float32 is still a nonzero fraction of the smallest ulp
-_LONGEST_NAME: Final = 40  # of a name that is read; an error quotes no more of it
+_LONGEST_NAME: Final = 40  # characters of a name that is read; an error quotes no more of a longer one
 _EXMY = re.compile(r"E([0-9]+)M([0-9]+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?[0-9]+))?")
 _P3109 = re.compile(r"P3109_([0-9]+)P([0-9]+)(F)?")
 
@@ -283,7 +283,7 @@ def _default_bias(exponent_bits: int, layout: str) -> int:
 
 def _unreadable(name: str, text: str, why: str) -> str:
     nearest = difflib.get_close_matches(text, NAMED_FORMATS, n=1, cutoff=0.0)
-    why = "" if "at most 8 bits" in why else why  # which the allowed ones say as well
+    why = "" if "at most 8 bits" in why else why  # "x + y <= 7" below says it as well
     return (
         f"unknown float format {name!r}; did you mean {nearest[0]!r}? allowed: ExMy with x >= 1 and x + y <= 7, with "
         f"or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; P3109_8P1 to P3109_8P7, with or without F{why}"

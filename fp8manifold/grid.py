@@ -33,7 +33,7 @@ def ulp(x: Tensor, fmt: FormatLike) -> Tensor:
         binade; +0, -0 and subnormals have the smallest one.  An empty tensor gives an empty one.
 
     Raises:
-        TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
+        TypeError, ValueError: ``x`` is not a float tensor, its dtype can't hold the format, or there is no such format.
 
     Example:
         >>> ulp(torch.tensor([0.0, 1.0, 1.9, 2.0]), "E4M3").tolist()
@@ -66,9 +66,9 @@ def round_to_grid(
 
     .. math:: P = \\lceil 2^{24} f \\rceil / 2^{24}, \\qquad f = |x|/S(x) - \\lfloor |x|/S(x) \\rfloor
 
-    which is ``f`` itself for normal float32 (within ``2^-24`` ulp for subnormals of the format and for float64): where
-    the draw ``r < 2^24 f``, and below 0 where ``2^24 - 1 - r < 2^24 f``, so that one draw moves both signs in one
-    direction.
+    which is ``f`` itself for normal float32 (within ``2^-24`` of it for subnormals of the format and for float64).  A
+    positive number moves if its draw ``r < 2^24 f``, a negative one if ``2^24 - 1 - r < 2^24 f``, so that one draw
+    moves both signs in one direction.
 
     Args:
         x: float16, bfloat16, float32 or float64 tensor of any shape; float64 is rounded once.
@@ -85,8 +85,8 @@ def round_to_grid(
         tensor stays empty.
 
     Raises:
-        TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it.
-        ValueError: an unknown mode, or ``stochastic`` without ``seed`` or ``bits``.
+        TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it; a key word is no int.
+        ValueError: an unknown format or mode, ``stochastic`` without ``seed`` or ``bits``, or one of them out of range.
 
     Example:
         >>> round_to_grid(torch.tensor([1.06, 500.0, -0.0]), "E4M3").tolist()
@@ -177,11 +177,11 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
         dtype: float16, bfloat16, float32 or float64.
 
     Returns:
-        Tensor of ``codes``' shape; the codes of NaN, Inf and -0 give NaN, Inf and -0, no codes an empty tensor.
+        Tensor of ``codes``' shape; the codes of NaN, Inf and -0 give NaN, Inf and -0; an empty tensor an empty one.
 
     Raises:
         TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
-        ValueError: a code has bits above the format's width; on a GPU as in :func:`encode`.
+        ValueError: an unknown format, or a code with bits above its width; on a GPU as in :func:`encode`.
 
     Example:
         >>> decode(torch.tensor([56, 184, 127], dtype=torch.uint8), "E4M3").tolist()
@@ -201,7 +201,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
 
 
 def decode_known(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """:func:`decode` of codes that have been checked: to look at them once more would be to wait for a card."""
+    """:func:`decode` of codes that have been checked: checking them again would wait for a GPU."""
     if (native := decoded(codes, fmt, dtype)) is not None:
         return native
     table = _decode_table(fmt, dtype, codes.device)
@@ -229,7 +229,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
         go to its ends; NaN stays NaN; -0 gives -0; an empty tensor stays empty.
 
     Raises:
-        TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
+        TypeError, ValueError: as :func:`ulp`.
 
     Example:
         >>> to_chart(torch.tensor([0.0, 1.0, 1.0625, -448.0]), "E4M3").tolist()
@@ -255,7 +255,7 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
         beyond the last code, Inf included, give ``+-max``; NaN stays NaN; -0 gives -0; an empty tensor stays empty.
 
     Raises:
-        TypeError: ``c`` is not a float tensor, or its dtype can't hold the format.
+        TypeError, ValueError: as :func:`ulp`, for ``c``.
 
     Example:
         >>> from_chart(torch.tensor([56.0, 56.5, -1000.0]), "E4M3").tolist()
@@ -293,12 +293,12 @@ def _draws(x: Tensor, key: Stream | None, offset: int, bits: Tensor | None) -> C
 
 
 def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
-    """True if native code has this way to round."""
+    """True if native code can round in this mode: it always saturates."""
     return rounding in ("nearest", "stochastic") and (overflow == "saturate" or fmt.layout == "finite")
 
 
 def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) -> Tensor | None:
-    """None too where a NaN could be that has no code: it is counted elsewhere."""
+    """Codes by native code; None where it can't make them, or ``x`` may hold a NaN that has no code."""
     if not isinstance(x, Tensor) or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return None
     if fmt.nan_code is None and is_read_at_once(x) and not bool(x.sum().isfinite()):
@@ -310,14 +310,14 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) 
 
 
 def _may_hold_nan(y: Tensor) -> bool:
-    """True if there is a NaN, or nobody is to wait for the answer."""
+    """True if there is a NaN, or if finding out would wait for a GPU or be traced."""
     if torch.compiler.is_compiling() or not is_read_at_once(y):
         return True
     return bool(y.sum().isnan())  # one pass, where a mask would cost four
 
 
 def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
-    """Raise ValueError of a NaN, or have the card stop at it, for a format that has no code for one."""
+    """Raise ValueError for a NaN, as the format has no code for it; on a GPU as a device assertion."""
     rest = f"NaN, and {fmt.name} has no code for NaN: remove them first"
     if torch.compiler.is_compiling() or is_read_at_once(y):
         if count := int(y.isnan().sum()):
@@ -328,7 +328,7 @@ def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
 
 
 def _codes_of(y: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes (int32) of finite values on the grid; of Inf and NaN any."""
+    """Codes (int32) of values on the grid; those of Inf and NaN have no meaning."""
     return _chart(fmt).forward(y).abs().to(torch.int32) + y.signbit() * fmt.sign_bit
 
 

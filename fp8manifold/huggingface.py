@@ -1,4 +1,4 @@
-"""Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` keep them to the bit."""
+"""Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` preserve every bit."""
 
 import copy
 import functools
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **options: Any) -> Any:
-    """Return the ``quantization_config`` with which ``from_pretrained`` quantises a float model while it loads it.
+    """The ``quantization_config`` with which ``from_pretrained`` quantises a float model while it loads it.
 
     Args:
         formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
@@ -88,7 +88,7 @@ def reading(published: dict[str, Any], reader: Any) -> Any:
 
 
 def published_of(model: Any) -> dict[str, Any] | None:
-    """The layout in which a model in codes was published, as its settings have it."""
+    """The layout in which a model in codes was published, from its settings, or None."""
     found: dict[str, Any] | None = getattr(getattr(model.config, "quantization_config", None), "published", None)
     return found
 
@@ -145,7 +145,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 class _Config:
-    """A configuration: formats to quantise by, or the layers that were; it holds nothing but what JSON has."""
+    """A configuration in JSON's types: formats to quantise to, or the layers that are quantised."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class _Quantizer:
             self.reader = reader
             reader.begin(model)
         elif not self.pre_quantized:
-            if checkpoint_files is None:  # tensors in memory are cast before anybody is asked
+            if checkpoint_files is None:  # transformers casts tensors in memory before it asks a quantiser
                 raise ValueError("state_dict= goes with no quantization_config here: call quantize_model on the model")
             check_floats(model, checkpoint_files)
             self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
@@ -273,7 +273,7 @@ class _Quantizer:
         attach(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return dequantize_model(model).to(dtype)  # None leaves what it is
+        return dequantize_model(model).to(dtype)  # None leaves the dtypes
 
     def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The state of the model as it is now; its settings are written after that."""
@@ -303,7 +303,7 @@ def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) ->
 
 
 def _keep_whole(model: Any) -> None:
-    """Let transformers write parameters in codes as they are: it takes experts apart, of which parts can't be."""
+    """Let transformers write parameters in codes whole: it would take experts apart, which codes can't be."""
     names = [name for name in in_place_parameters(model) if not name.endswith(".weight")]
     if not names:
         return
@@ -326,7 +326,7 @@ def _is_ours(conversion: Any) -> bool:
 
 
 def _describe(model: Any) -> None:
-    """Let a model's settings say what its layers are, and whether its output layer is the embedding still."""
+    """Write to a model's settings how its layers are quantised, and whether its output layer still is the embedding."""
     if has_own_head(model):
         model.config.tie_word_embeddings = False
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
@@ -338,7 +338,7 @@ def _describe(model: Any) -> None:
 
 
 class _Gather:
-    """From what a file has under a weight's name to the parameter that the layer takes, in the dtype of its own."""
+    """The conversion of a weight's parts in a file to the parameter that the layer takes, in the layer's dtype."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, missing_keys: Any = None, **_: Any
@@ -387,7 +387,7 @@ class TrainerOptimizer:
 def trainer_optimizer(
     arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
 ) -> tuple[type[Any], dict[str, Any]]:
-    """Return the ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers, or of a library that builds on it.
+    """The ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers, or of a library that builds on it.
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
 
@@ -440,7 +440,7 @@ def trainer_optimizer(
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters that decay, and those that do not, as Trainer has it."""
+    """Groups of the parameters that decay and of those that do not, as Trainer divides them."""
     trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
     decays = set(trainer.get_decay_parameter_names(None, model))
     groups: dict[bool, dict[str, Any]] = {}

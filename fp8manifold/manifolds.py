@@ -22,12 +22,12 @@ ScaleLike = float | Tensor
 class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is untyped
     """The interval ``[-s max, s max]`` with the metric ``1 / S^2``: lengths are counted in ULPs.
 
-    With the chart phi of the metric (:func:`fp8manifold.to_chart` for ``ulp``), scale ``s``, and ``u``, ``v`` tangent
-    at ``x``:
+    With chart phi and spacing ``S_1`` of the metric at scale 1 (for ``ulp`` :func:`fp8manifold.to_chart` and
+    :func:`fp8manifold.ulp`), scale ``s``, and ``u``, ``v`` tangent at ``x``:
 
     .. math::
 
-        S(x) &= s \\, S(x / s), & \\langle u, v \\rangle_x &= u v / S(x)^2, \\\\
+        S(x) &= s \\, S_1(x / s), & \\langle u, v \\rangle_x &= u v / S(x)^2, \\\\
         \\exp_x(u) &= s \\varphi^{-1}(\\varphi(x/s) + u / S(x)), &
         \\log_x(y) &= S(x) (\\varphi(y/s) - \\varphi(x/s)), \\\\
         d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
@@ -94,7 +94,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return self.component_inner(x, u, v)
 
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-        """``(u / S)(v / S)``: divided first, for S^2 can leave the range of float32."""
+        """``(u / S)(v / S)``: divided first, because S^2 can leave the range of float32."""
         stiffness = self.stiffness(x)
         steps = u / stiffness
         return steps * (steps if v is None else v / stiffness)
@@ -219,9 +219,9 @@ class FP8Manifold(StiffnessManifold):
 
     .. math:: R_x(u) = s \\, \\mathrm{round}(\\exp_x(u) / s), \\qquad \\mathrm{projx}(x) = s \\, \\mathrm{round}(x / s)
 
-    NaN, Inf, -0 and empty tensors are treated as there; where the layout has no -0 its points are +0.  ``nearest``
-    violates ``dR_x(0) = id``, a part of the definition of a retraction, because a step below half an ULP does nothing
-    (stall); ``stochastic`` satisfies it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
+    NaN, Inf and empty tensors are treated as there; -0 becomes +0 where the layout has none.  ``nearest`` violates
+    ``dR_x(0) = id``, a part of the definition of a retraction, because a step below half an ULP does nothing (stall);
+    ``stochastic`` satisfies it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
 
     Args:
         fmt: a format or its name.
@@ -230,7 +230,7 @@ class FP8Manifold(StiffnessManifold):
         seed: key of the random bits; give every parameter its own manifold with another seed.
         metric: as in :class:`StiffnessManifold`.
         retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation).
-        draws: ``independent`` in every retraction, or ``dither``, spread evenly (:func:`fp8manifold.random_bits`).
+        draws: ``independent`` in every retraction, or ``dither``: spread evenly (:func:`fp8manifold.random_bits`).
 
     The stochastic manifold counts its retractions in the buffer ``counter``, part of ``state_dict``.
 

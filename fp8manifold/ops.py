@@ -1,4 +1,4 @@
-"""Matrix products of quantised operands as operators of torch, on the hardware's own units where it has them."""
+"""Matrix products of quantised operands as operators of torch, on the hardware's FP8 units where it has them."""
 
 from collections.abc import Callable
 from typing import Any, Final, Literal
@@ -35,7 +35,7 @@ def fp8_mm(
     pow2: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The product of two matrices that are quantised before.
+    """The product of two matrices, each quantised first.
 
     .. math:: C = s_a s_b \\, Q(A / s_a) \\, Q(B / s_b)
 
@@ -53,7 +53,7 @@ def fp8_mm(
         gradient_format: of G; None does not quantise it.
         granularity: one scale for each matrix (``tensor``), or for each row of the first and each column of the second
             (``channel``), with which the gradients' products quantise all three matrices again.
-        a_scale, b_scale: positive scales of the forward product, with ``tensor`` of the backward ones too: numbers, or
+        a_scale, b_scale: positive scales of the forward product, with ``tensor`` also of the backward ones: numbers, or
             float32 of shape ``()``; with ``channel`` ``(M, 1)`` and ``(1, N)``.  None takes
             :func:`fp8manifold.amax_scale`.
         pow2: round measured scales up to powers of two.
@@ -99,7 +99,7 @@ def _product(
     granularity: ProductGranularity,
     *how: Any,
 ) -> Tensor:
-    """The operator, with scales measured where none are given; an operand that is taken as it is has none."""
+    """The operator, with scales measured where none are given, and 1 for an operand that is not quantised."""
     left, right = (
         _measured_scale(x, fmt, granularity, axis, how[0]) if scale is None or fmt == NONE else scale
         for axis, (x, scale, fmt) in enumerate(zip((a, b), scales, formats[:2], strict=True))
@@ -113,7 +113,7 @@ def _name_of(fmt: FormatLike | None) -> str:
 
 
 def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
-    """The scale of a matrix, ``()`` or one for each index of ``axis``; 1 for an operand that is taken as it is."""
+    """The scale of a matrix, ``()`` or one for each index of ``axis``; 1 for an operand that is not quantised."""
     if fmt == NONE:
         return torch.ones((), device=x.device)
     return amax_scale(x, fmt, granularity, axis=axis, pow2=pow2)
@@ -185,7 +185,7 @@ _fp8_mm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _in_own_order(x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Walk over a matrix, or one that is transposed, in the order of its memory."""
+    """Apply ``rounded`` to a matrix in the order of its memory, which may be that of its transpose."""
     if not x.is_contiguous() and x.t().is_contiguous():
         return rounded(x.t(), scale.t() if scale.dim() == 2 else scale).t()
     return rounded(x, scale)
@@ -220,10 +220,10 @@ def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
 
 
 def _hardware_product(left: Tensor, right: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The product on the device's own units, which take the first matrix by rows and the second by columns.
+    """The product on the device's FP8 units, which take the first matrix by rows and the second by columns.
 
-    The units multiply by the scales themselves, and write ``out_dtype``: those of matrices always, those of rows and
-    columns for bfloat16 alone, which is all that every release has them for.
+    The units apply the scales and write ``out_dtype``: scales of whole matrices always, those of rows and columns only
+    for bfloat16, as some releases of torch have them for no other dtype.
     """
     left, right = left.contiguous(), right.t().contiguous().t()
     by_rows = bool(a_scale.dim() or b_scale.dim())

@@ -1,4 +1,4 @@
-"""A parameter that lives in one byte a weight, on the manifold of its format."""
+"""A parameter that takes one byte per weight, on the manifold of its format."""
 
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``, ``seed``, ``dtype`` and
             ``keep_remainder``, as there, and ``requires_grad``, True by default.
 
-    If ``w`` is an :class:`FP8Tensor`, or the options are a parameter's attributes, codes and scales are shared.
+    An :class:`FP8Tensor` without options, or with a parameter's attributes as options, shares its codes and scales.
 
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.

@@ -24,10 +24,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32, https://github.com/skeeto/hash-prospector
 _SHIFTS = (17, 11, 15)
 Words = tuple[int, ...]
-Draws = Literal["independent", "dither"]  #: The order of one element's draws in time.
-EPOCH: Final = 256  #: Writes after which dithered draws take new phases.
+Draws = Literal["independent", "dither"]  #: The relation of one element's draws in successive steps.
+EPOCH: Final = 256  #: Steps after which dithered draws take new phases.
 _ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
-_DITHERED = 3  # a key word: the phases of dithered draws are no independent draws
+_DITHERED = 3  # a key word, so that the phases of dithered draws differ from independent draws
 
 
 class Stream(NamedTuple):
@@ -68,8 +68,8 @@ def random_bits(
     .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
-    each uniform and independent of other elements and streams, but not of the element's earlier draws: where the
-    rounded value depends on these (the spacing changes, or weights decay), weights are pulled towards 0.
+    Each draw is uniform and independent of other elements and streams, but not of the element's earlier draws: where
+    the rounded value depends on these (the spacing changes, or weights decay), weights are pulled towards 0.
 
     Args:
         shape: shape of the result; positions count in row-major order.
@@ -148,7 +148,7 @@ def words_at(positions: Tensor, words: Words) -> Tensor:
     if not x.numel():
         return x
     high = positions >> 32
-    for each in range(int(high.min()), int(high.max()) + 1):  # one, but in tensors of more than 2^32 elements
+    for each in range(int(high.min()), int(high.max()) + 1):  # one value, except in tensors of over 2^32 elements
         first, second, third = round_keys(words, each)
         low = (positions + first % 2**32) & (2**32 - 1)
         signed = torch.where(low < 2**31, low, low - 2**32).to(torch.int32)

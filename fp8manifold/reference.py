@@ -30,7 +30,7 @@ DRAWS: Final = 1 << 24  #: The number of values of a random draw.
 
 
 class Fields(Protocol):
-    """The facts of a format that the definition needs: :class:`~fp8manifold.FloatFormat` has it."""
+    """The facts of a format that the definition needs: :class:`~fp8manifold.FloatFormat` has them."""
 
     @property
     def exponent_bits(self) -> int: ...
@@ -83,7 +83,7 @@ def inf_code(fmt: Fields) -> int | None:
 
 @cache
 def nan_codes(fmt: Fields) -> tuple[int, ...]:
-    """The codes of NaN: what follows Inf (``ieee``), the last magnitude (``fn``), that of -0, or none (``finite``).
+    """The codes of NaN: those past Inf (``ieee``), the last magnitude (``fn``), none (``finite``), or the code of -0.
 
     Args:
         fmt: the format.
@@ -123,7 +123,7 @@ def max_code(fmt: Fields) -> int:
 
 
 def magnitude(code: int, fmt: Fields) -> Fraction:
-    """The value of a code without a sign, as if every one, at the top and past it, were a finite number.
+    """The value of a code without a sign, as if every code, at the top and past it, were a finite number.
 
     .. math:: 2^{\\max(E, 1) - bias} ([E > 0] + m / 2^M)
 
@@ -261,7 +261,7 @@ def encode(
 ) -> int:
     """Round a number and return its code, as :func:`fp8manifold.encode` does.
 
-    Between the codes ``c`` and ``c + 1``, a fraction ``f`` of the way, a magnitude goes to the next one where
+    A magnitude between the codes ``c`` and ``c + 1``, a fraction ``f`` of the way, goes to ``c + 1`` where
 
     .. math:: f > 1/2, \\text{ or } f = 1/2 \\text{ and } c \\text{ is odd (nearest)}; \\quad
               f > 0 \\text{ and the sign is that of the mode (up, down)}; \\quad bits < 2^{24} f \\text{ (stochastic)}
@@ -272,7 +272,7 @@ def encode(
         x: any number.
         fmt: a format or its name.
         rounding: ``nearest``, ``toward_zero``, ``up``, ``down`` or ``stochastic``.
-        overflow: ``saturate``, or ``inf_or_nan`` as far as the layout has them.
+        overflow: ``saturate``, or ``inf_or_nan``: Inf, or NaN where the layout has no Inf (``finite`` saturates).
         bits: the draw of ``stochastic``: ``0 <= bits < 2**24``.
 
     Raises:
@@ -333,7 +333,7 @@ def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, 
 
 
 def _code_beyond(fmt: Fields, rounding: str, overflow: str, *, negative: bool, infinite: bool) -> int:
-    """The code without a sign of what lies beyond the largest value; Inf stays where rounding is inwards."""
+    """The code without a sign of a number beyond the largest value; Inf stays Inf where rounding is inwards."""
     inwards = rounding == "toward_zero" or rounding == ("up" if negative else "down")
     if overflow == "saturate" or fmt.layout == "finite" or (inwards and not infinite):
         return max_code(fmt)

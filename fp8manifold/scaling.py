@@ -20,15 +20,15 @@ WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
 """Granularities of weights: also a scale for each square of 128 x 128, as servers of such weights take."""
 StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
 STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
-"""Granularities of codes of more than two dimensions: also a scale for each row of the last."""
+"""Granularities of stored codes: with more than two dimensions also a scale for each row of the last one."""
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
 BLOCK_SIZE: Final = 32
 """Values along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
 SQUARE_SIZE: Final = 128
 """Rows and columns of the last two dimensions that share a scale under ``square``, as in DeepSeek-V3's checkpoints."""
-_DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
-_HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
+_DEPTH = 40  # binades from amax down to the smallest spacing: S and S^2 of stored weights stay within float32
+_HYSTERESIS = 2.0**4  # as long as amax swings by less than this, the scale stays
 
 
 class SaturationWarning(UserWarning):
@@ -60,8 +60,8 @@ def amax_scale(
         and nowhere less than ``2^-126``.
 
     Raises:
-        ValueError: an unknown granularity, an axis that ``x`` does not have, a last dimension that 32 does not divide,
-            or float64 values beyond float32, which have no scale.
+        TypeError, ValueError: an unknown format or granularity, an axis that ``x`` does not have, a last dimension that
+            32 does not divide, or float64 values beyond float32, which have no scale.
 
     Example:
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()
@@ -132,7 +132,7 @@ def _check_fits(amax: Tensor) -> None:
 
 
 def _is_read(x: Tensor) -> bool:
-    """True if there are values to look at: no compiler looks on."""
+    """True if there are values to check, outside of a compiled graph."""
     return type(x) is Tensor and has_values(x) and not torch.compiler.is_compiling()
 
 
@@ -157,8 +157,8 @@ def storage_scale(
 
     .. math:: s = 2^{\\lceil \\log_2 (\\max|w| \\cdot headroom / max) \\rceil}
 
-    The largest weight may grow by ``headroom`` before it saturates.  It is placed at most 40 binades above the smallest
-    spacing, where nothing is lost and squares of the stiffness stay within float32.
+    The largest weight may grow by the factor ``headroom`` before it saturates.  It is placed at most 40 binades above
+    the smallest spacing, so that squares of the stiffness stay within float32.
 
     Args:
         w, fmt, axis: as in :func:`amax_scale`.
@@ -172,7 +172,7 @@ def storage_scale(
         against ``w``; ``block`` and ``square`` divide the last dimension by 32, or the last two by 128, rounded up.
 
     Raises:
-        ValueError: as :func:`amax_scale`, a headroom below 1, weights that are NaN or Inf, or squares of a vector.
+        TypeError, ValueError: as :func:`amax_scale`; a headroom below 1; weights NaN or Inf; squares of a vector.
 
     Example:
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
@@ -187,7 +187,7 @@ def storage_scale(
 
 
 def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float = 1.0) -> Tensor:
-    """The scale for weights that are all replaced: the present one where none saturates and it need not be narrower."""
+    """The scale for weights that are all replaced: the present one unless some saturate or it is 16 times too wide."""
     made = (scale >= torch.finfo(scale.dtype).tiny) & scale.isfinite()
     fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, least)), torch.where(made, scale, 1.0))
     beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
@@ -195,7 +195,7 @@ def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float =
 
 
 def narrowed_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """The narrowing half of :func:`widened_scale`, for codes: a fresh scale where the present one is 16 times that."""
+    """The narrowing half of :func:`widened_scale`: a fresh scale where the present one is at least 16 times as wide."""
     fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)), scale)
     return torch.where(_shrunk(amax, scale, fresh), fresh, scale)
 
@@ -205,13 +205,13 @@ def _shrunk(amax: Tensor, scale: Tensor, fresh: Tensor) -> Tensor:
 
 
 def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:
-    """The scale that stored weights should have by now: the present one, unless they left its middle.
+    """The scale that stored weights should have: the present one, unless the largest left the middle of its range.
 
     .. math:: s' = s^* \\text{ where } amax \\ge s \\, max \\text{ or } 16 s^* \\le s, \\qquad
               s' = s \\text{ elsewhere},
 
-    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f``: a scale whose
-    end was reached, or that could be 16 times smaller, leaves ``headroom`` again.
+    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f``.  A scale whose
+    end was reached, or that could be 16 times smaller, is replaced by one with ``headroom``.
 
     Args:
         amax: the largest magnitude under each scale, in value; of the shape of ``scale``.
@@ -224,7 +224,7 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
         largest there is (``2^127`` of powers of two) where it is Inf.  Empty tensors give an empty one.
 
     Raises:
-        ValueError: a headroom below 1.
+        TypeError, ValueError: a headroom that is no number or below 1.
 
     Example:
         >>> scale = torch.tensor([0.5, 0.5, 0.5])
@@ -237,7 +237,7 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
 
 
 def usual_headroom(fmt: FloatFormat, least: float) -> float:
-    """The usual headroom: 16, or what keeps the largest weight at 8 times the smallest normal, but ``least``."""
+    """The usual headroom: 16, or what leaves the largest weight at 8 times the smallest normal; at least ``least``."""
     return min(16.0, max(least, fmt.max / (8 * fmt.min_normal)))
 
 

@@ -31,7 +31,7 @@ class FP8Tensor(ScaledTensor):
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Scales that it chooses are powers of two, so products are exact; with scales from a file the product is rounded to
+    Scales that it chooses are powers of two, so products are exact; with given scales the product is rounded to
     float32, and from there to bfloat16.  To torch it is a float32 or bfloat16 tensor, which operators decode when they
     run.  In-place operators (``add_``, a torch optimizer's) run in float32 and round the result, at the same scale
     unless all values are replaced: ``normal_`` gives a new scale, and so do copied floats that would saturate or be
@@ -42,9 +42,9 @@ class FP8Tensor(ScaledTensor):
         fmt: a format or its name.
         granularity: one scale for the ``tensor``, each ``channel`` (index of the first dimension), each ``row`` of the
             last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two.
-        headroom: of the scale, as in :func:`fp8manifold.storage_scale`, except that None is 1 in a format of few
-            binades; other libraries' optimizers need 2 or more.
-        scale: positive normal, a number or a tensor of the granularity's shape; values beyond its range saturate.
+        headroom: of the scale, as in :func:`fp8manifold.storage_scale`, except that None may go down to 1 in a format
+            of few binades; other libraries' optimizers need 2 or more.
+        scale: positive and normal: a number, or a tensor of the granularity's shape; values beyond its range saturate.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
         seed: key of the random bits, one for each tensor; None: from torch's default generator.
         dtype: the apparent dtype, float32 or bfloat16; by default that of ``w``, or float32.
@@ -56,11 +56,11 @@ class FP8Tensor(ScaledTensor):
         codes: uint8, in the shape of the tensor.
         scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up;
             written by :meth:`set_scale_`, or by :meth:`rescale_`, which preserves values.
-        kept_scale: its memory, which for powers of two of blocks and squares is uint8 (``127 + log2(scale)``, as in
-            E8M0).
-        exponents: the same where it is uint8, or None.
+        kept_scale: the scale as it is stored: uint8 for powers of two of blocks and squares (``127 + log2(scale)``, as
+            in E8M0), otherwise float32.
+        exponents: ``kept_scale`` if it is uint8, otherwise None.
         format: the :class:`FloatFormat`.
-        block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
+        block_size: 32 for blocks, ``(128, 128)`` for squares, otherwise None.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: the remainder of rounding ``w``, in 1/256 of a chart step.  Writing drops it.
 
@@ -87,7 +87,7 @@ class FP8Tensor(ScaledTensor):
     by_operator: bool
     draws: Draws
     filled: int | None = None
-    """The version of ``codes`` at which an optimizer knew that no scale had weights of 0 alone."""
+    """The version of ``codes`` at which an optimizer knew of a weight other than 0 under every scale."""
 
     @staticmethod
     def __new__(
@@ -147,14 +147,14 @@ class FP8Tensor(ScaledTensor):
         draws: Draws = "independent",
         requires_grad: bool = False,
     ) -> Self:
-        """Put codes and scales together; the tensors are held, not copied, but for powers of two of blocks.
+        """The tensor of given codes and scales, which it holds without a copy, except for powers of two of blocks.
 
         Args:
             codes: uint8, contiguous.
             scale: float32, positive and normal, in one of the shapes of the attribute, or uint8 exponents (E8M0) of
                 blocks.
             fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
-            block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
+            block_size: 32 for one scale per block, ``(128, 128)`` for one per square, otherwise None.
             counter, by_operator: stochastic writes so far; whether the writing operator's name enters the key of its
                 draws.
 
@@ -227,7 +227,7 @@ class FP8Tensor(ScaledTensor):
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-        """True if code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
+        """True if code compiled for one tensor serves another: seeds, which differ from layer to layer, don't count."""
         return seen[:2] == now[:2] and seen[3:5] == now[3:5]
 
     @classmethod
@@ -247,13 +247,13 @@ class FP8Tensor(ScaledTensor):
         return storage.dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
-        """The values of a view; of some indices of the first dimension no others are decoded."""
+        """The values of a view; of a view that takes rows, only these are decoded."""
         if not takes_rows(replay) or self.dim() < 2 or storage.is_traced(self.codes):
             return super()._dequantized_view(replay)
         return self.decoded_rows(replay)
 
     def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
-        """The values of the indices of the first dimension that ``take`` takes of it."""
+        """The values of the rows (indices of the first dimension) that ``take`` takes."""
         check_current(self)
         codes = take(self.codes).contiguous()
         if isinstance(self.block_size, tuple) and self.dim() == 2:
@@ -284,7 +284,7 @@ class FP8Tensor(ScaledTensor):
         other's.
 
         Raises:
-            ValueError: another format or shape, or scales finer than the own.
+            ValueError: another format or shape, or scales finer than this tensor's.
         """
         check_own(self)
         if other.format != self.format:
@@ -341,7 +341,7 @@ class FP8Tensor(ScaledTensor):
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale, by one unbiased (stochastic) rounding, exact for values that the new grid has.
 
-        The sum with the residual of the optimizer that steps it stays, rounded to 1/256 of a step.
+        With an optimizer's residual, the sum of weight and residual is preserved, rounded to 1/256 of a step.
 
         Args:
             scale: as in :meth:`set_scale_`, and wide enough for all stored values, or ValueError is raised.
@@ -366,7 +366,7 @@ class FP8Tensor(ScaledTensor):
         return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:
-        """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.
+        """Widen or narrow each scale as :func:`fp8manifold.widened_scale` says; True if one changed.
 
         Args:
             headroom: as in the constructor, 1 or more.

@@ -1,4 +1,4 @@
-"""A card's bits beside the CPU's: of steps, of arrays, and of products within the bound of their sums."""
+"""A GPU's bits beside the CPU's: of steps, of arrays, and of products within the bound of their sums."""
 
 import copy
 from functools import partial
@@ -25,7 +25,7 @@ SHAPES: Final = (
 
 
 def exact_steps(session: Session) -> dict[str, Any]:
-    """Bytes of weights and state in which five steps of the card differ from native code's."""
+    """The number of bytes of weights and state in which five steps on the GPU differ from native code's."""
     found: dict[str, Any] = {}
     for fmt in FORMATS[: 1 if session.dry else None]:
         for writeback, moments in WAYS[: 2 if session.dry else None]:
@@ -53,7 +53,7 @@ def exact_steps(session: Session) -> dict[str, Any]:
 
 
 def exact_arrays(session: Session) -> dict[str, Any]:
-    """Elements in which decoding, rounding and encoding differ."""
+    """The number of elements in which decoding, rounding and encoding differ."""
     found = {}
     for fmt in FORMATS:
         x = torch.randn(100_003, generator=seeded(1)) * torch.exp2(torch.randn(100_003, generator=seeded(2)) * 4)
@@ -69,7 +69,7 @@ def exact_arrays(session: Session) -> dict[str, Any]:
 
 
 def exact_products(session: Session) -> dict[str, Any]:
-    """Values that are converted otherwise than by definition, and elements of products beyond the bound of sums."""
+    """The number of values converted otherwise than by definition, and of elements of products beyond the bound."""
     found: dict[str, Any] = {}
     session.case(found, "bfloat16 values, converted to E4M3", partial(differing_conversions, session))
     if KINDS:
@@ -82,22 +82,22 @@ def exact_products(session: Session) -> dict[str, Any]:
 
 
 def values_of_bfloat16() -> Tensor:
-    """All that a row at scale 1 may hold, both zeros among them."""
+    """All bfloat16 values that a row at scale 1 may hold, both zeros among them."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     return every[every.abs() <= LARGEST]
 
 
 def differing_conversions(session: Session) -> int:
-    """Count values that torch converts to another code than the library does on the CPU."""
+    """The number of values that torch converts to another code than the library does on the CPU."""
     x = values_of_bfloat16()
     there = x.to(session.device).to(torch.float8_e4m3fn)
     return int((bits(there) != bits(fm.encode(x.float(), "E4M3"))).sum())
 
 
 def differing_in_a_layer(session: Session) -> int:
-    """Count values that differ, of a layer that multiplies by 1 after it has rounded.
+    """The number of values that differ in the output of a layer that multiplies by 1 after it has rounded.
 
-    The largest value of the format stands at the end of each row, so that the row's scale is 1.
+    The last value of each row is the format's largest, so that the row's scale is 1.
     """
     x = values_of_bfloat16()
     padded = torch.cat([x, x.new_zeros(-len(x) % 15)]).view(-1, 15)
@@ -112,7 +112,7 @@ def differing_in_a_layer(session: Session) -> int:
 def beyond_the_bound(
     session: Session, shape: tuple[int, int, int], products: str, fmt: str = "E4M3"
 ) -> dict[str, float]:
-    """Count elements of y, dx and dW further from the CPU's than the bound, with the largest distance over it.
+    """The number of elements of y, dx and dW further from the CPU's than the bound, with the largest ratio to it.
 
     Two sums that differ may round to neighbours in bfloat16, and an FP8 unit keeps fewer bits of a sum than float32:
     ``ulp(y) + 2^-11 (|a| @ |b|)``, the ulp being bfloat16's, ``2^-7 |y|`` at most.  Sums of integers are exact.

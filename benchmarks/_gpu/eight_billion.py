@@ -1,10 +1,10 @@
-"""Full-rank training of Llama-3.1-8B's and Llama-2-7B's shapes in one byte a weight, inside a cap of memory.
+"""Full-rank training of Llama-3.1-8B's and Llama-2-7B's shapes in one byte per weight, under a cap on memory.
 
     cd benchmarks && python -m _gpu.eight_billion --shape Llama-3.1-8B --optimizer StiffnessMuon --gb 24
 
-Weights are random and made a block at a time, so that nothing of 16 bits a weight is ever there but the peer's own.
-Each row has a process of its own, whose memory torch caps; blocks are computed once more in the backward pass, the loss
-in chunks, and gradients are stepped and freed as they come.
+Weights are random and made a block at a time, so that no whole model in 16 bits ever exists except the peer's.  Each
+row runs in a separate process, whose memory torch caps; blocks are recomputed in the backward pass, the loss is
+computed in chunks, and each gradient is stepped with and freed as soon as it is computed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ OUT_OF_MEMORY: Final = "out of memory"
 
 
 def eight_billion(session: Session) -> dict[str, Any]:
-    """Peak memory, tokens a second, and the first and last loss of 20 steps over a text with something to learn."""
+    """Peak memory, tokens per second, and the first and last loss of 20 steps over a text with something to learn."""
     found: dict[str, Any] = {}
     for shape, optimizer, gigabytes in ROWS[:: 2 if session.dry else 1]:
         if optimizer == PEER and peer(*PEERS[PEER][:2]) is None:
@@ -65,7 +65,7 @@ def eight_billion(session: Session) -> dict[str, Any]:
 
 
 def in_a_process(options: dict[str, Any], session: Session) -> dict[str, Any]:
-    """A row's figures, or why it has none."""
+    """A row's figures, from a fresh process, or why there are none."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     try:
@@ -117,7 +117,7 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def made(session: Session, shape: str, in_codes: bool) -> Llama:
-    """The model with random weights of deviation 0.02, in one byte each but for the norms, or in bfloat16."""
+    """The model with random weights of deviation 0.02, in one byte each except the norms, or in bfloat16."""
     with torch.device("meta"):
         model = Llama(SHAPES[shape]).to(torch.bfloat16)
     for block in model.blocks:
@@ -153,7 +153,7 @@ def prepared(session: Session, model: Llama, name: str) -> Any:
 
 
 def walk(follows: Tensor, length: int) -> Tensor:
-    """A text (1, length) where a token follows from the one before, nine times of ten."""
+    """A text (1, length) in which nine of ten tokens follow from the one before."""
     rule, at, out = follows.tolist(), 1, []
     others = torch.randint(0, len(rule), (length,)).tolist()
     for flips, other in zip((torch.rand(length) < 0.1).tolist(), others, strict=True):

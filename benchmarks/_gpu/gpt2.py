@@ -1,4 +1,4 @@
-"""GPT-2's 124M from its first weights over 50 million tokens, a row after the other, by the bench's own sweep."""
+"""GPT-2's 124M trained from scratch over 50 million tokens, one row after the other, by the bench's own sweep."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FIGURES: Final = {
 
 
 def gpt2(session: Session) -> dict[str, Any]:
-    """Loss, speed and bytes a parameter of each row so far; what is not finished goes on in the next call."""
+    """Loss, speed and bytes per parameter of each row so far; unfinished rows continue in the next call."""
     if not session.dry:
         if not DATA.is_dir():
             prepare = "nanogpt-bench prepare packages --tokenizer gpt2"
@@ -42,7 +42,7 @@ def gpt2(session: Session) -> dict[str, Any]:
 
 
 def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]:
-    """Train until the part's time is up, and read what there is."""
+    """Train until the part's time is up, and read the results so far."""
     words = ["sweep", SWEEP, "--data.dir", str(data), "--out", str(out), *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "nanogpt_bench", *words]

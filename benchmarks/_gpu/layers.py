@@ -40,7 +40,7 @@ def both(layer: Any, x: Tensor, g: Tensor) -> None:
 
 
 def products(session: Session) -> dict[str, Any]:
-    """Matrix products of 8,192 rows by themselves: bfloat16, FP8 at one scale a tensor and at one a row."""
+    """Matrix products of 8,192 rows by themselves: bfloat16, FP8 at one scale per tensor and at one per row."""
     found: dict[str, Any] = {}
     tokens = 16 if session.dry else TOKENS
     for d in (32,) if session.dry else (768, 2048, 4096, 8192):
@@ -52,7 +52,7 @@ def products(session: Session) -> dict[str, Any]:
 
 
 def rate(session: Session, call: Callable[[], object], work: float, unit: str) -> dict[str, float]:
-    """The time of a call, and the work over it."""
+    """The time of a call, and the work divided by it."""
     ms = session.milliseconds(call)
     return {"ms": ms, unit: work / ms}
 
@@ -73,7 +73,7 @@ def product_calls(
 
 
 def kernels(session: Session) -> dict[str, Any]:
-    """Kernels that read and write once, and the bytes a second that they move."""
+    """Kernels that read and write once, and the bytes per second that they move."""
     found: dict[str, Any] = {}
     for d in (64,) if session.dry else (768, 4096, 11_008):
         x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16)

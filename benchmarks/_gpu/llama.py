@@ -1,4 +1,4 @@
-"""Llama by its shapes, in PyTorch alone: what is trained where a machine has no transformers, and one block of it."""
+"""Llama's shapes in PyTorch alone, for machines without transformers, and one block of it."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -65,7 +65,7 @@ def rotated(x: Tensor, base: float) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy, in chunks: never are all logits there."""
+    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy, in chunks: all logits never exist at once."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A session of ``gpu.py``: where its parts run, how long each may take, and how a card is timed."""
+"""A session of ``gpu.py``: where its parts run, how long each may take, and how a GPU is timed."""
 
 import contextlib
 import inspect
@@ -26,7 +26,7 @@ class Session:
         self.start(90.0)
 
     def start(self, seconds: float) -> None:
-        """Begin a part of so many seconds."""
+        """Begin a part that may take so many seconds."""
         self.until = time.monotonic() + seconds
 
     @property
@@ -36,11 +36,11 @@ class Session:
 
     @property
     def has_time(self) -> bool:
-        """Return whether another case may begin; in a dry run it always may."""
+        """True if another case may begin; in a dry run it always may."""
         return self.dry or self.seconds_left > 0
 
     def case(self, found: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
-        """Put figures into a part's, if there is time, or why there are none: a case may fail alone."""
+        """Add a case's figures to a part's, or why there are none: no time, or a failure, which ends no other case."""
         if self.has_time:
             try:
                 found[name] = measure()
@@ -48,7 +48,7 @@ class Session:
                 found[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def milliseconds(self, call: Callable[[], object], repeats: int = 20) -> float:
-        """The median of single calls, with the cache flushed between them, by the card's own clock."""
+        """The median of single calls, with the cache flushed between them, by the GPU's own clock."""
         if self.dry:
             begun = time.perf_counter()
             call()
@@ -67,7 +67,7 @@ class Session:
         return sorted(times)[len(times) // 2]
 
     def busy(self, call: Callable[[], object]) -> float:
-        """Milliseconds that kernels run for in one call: what is left of a call where the host runs ahead."""
+        """Milliseconds that the kernels of one call run for: the time of a call when the host runs ahead."""
         if self.dry:
             return 0.0
         torch.cuda.synchronize()
@@ -87,7 +87,7 @@ class Session:
 
 @contextlib.contextmanager
 def on_card(session: Session) -> Iterator[None]:
-    """Steps by kernels; of a dry run by Triton's interpreter, on the CPU."""
+    """Steps by kernels; in a dry run by Triton's interpreter, on the CPU."""
     if not session.dry:
         yield
         return
@@ -102,7 +102,7 @@ def on_card(session: Session) -> Iterator[None]:
 
 
 def one_byte(model: nn.Module, products: str = "decoded", fmt: str = "E4M3", left: tuple[str, ...] = ()) -> nn.Module:
-    """The model in one byte a weight, some layers left; of ``fp8, dW`` the weights' gradients are FP8 products, too."""
+    """The model in one byte per weight, some layers left; with ``fp8, dW`` weights' gradients are FP8 products, too."""
     spec: dict[str, Any] = {"weight": fmt}
     if products != "decoded":
         units, _, gradients = products.partition(", ")
@@ -111,7 +111,7 @@ def one_byte(model: nn.Module, products: str = "decoded", fmt: str = "E4M3", lef
 
 
 def bits(x: Tensor) -> Tensor:
-    """Its bytes, on the CPU."""
+    """A tensor's bytes, on the CPU."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

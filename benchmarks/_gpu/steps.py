@@ -1,4 +1,4 @@
-"""Times of a step of the optimizers, on the card and in Python, and the calls of the driver."""
+"""Times of a step of the optimizers, on the GPU and in Python, and the calls of the driver."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -53,7 +53,7 @@ def of_count(session: Session, count: int) -> Iterator[tuple[int, int]]:
 def timed(
     session: Session, count: int, make: Made, one_byte: bool = True, dtype: torch.dtype = torch.float32
 ) -> dict[str, float]:
-    """Milliseconds a step over so many weights, and the bytes a weight that torch has allocated for it."""
+    """Milliseconds per step over so many weights, and the bytes per weight that torch has allocated for it."""
     before = 0 if session.dry else torch.cuda.memory_allocated()
     optimizer = make(weights(session, of_count(session, count), one_byte, dtype))
     optimizer.step()
@@ -67,17 +67,17 @@ def sizes(session: Session) -> tuple[int, ...]:
 
 
 def millions(count: int) -> str:
-    """As the rows of the table have it."""
+    """A number of weights as the rows of the table write it."""
     return f"{count // 10**6:,}M weights"
 
 
 def fused(session: Session) -> Made:
-    """torch's AdamW; a CPU's dry run has no fused one of bfloat16."""
+    """torch's fused AdamW; in a dry run, on a CPU, not the fused one, which lacks bfloat16."""
     return partial(torch.optim.AdamW, fused=not session.dry)
 
 
 def step_times(session: Session) -> dict[str, Any]:
-    """Steps at each size; gradients are float32, as weights of one byte say their values are."""
+    """Steps at each size; gradients are float32, the apparent dtype of weights of one byte."""
     found: dict[str, Any] = {}
     for count in sizes(session):
         for writeback, moments in WAYS:
@@ -129,7 +129,7 @@ def rivals(session: Session) -> dict[str, Any]:
 
 
 def peer(package: str, name: str) -> Any:
-    """Another package's class, or nothing."""
+    """Another package's class, or None."""
     try:
         return getattr(import_module(package), name)
     except ImportError as error:
@@ -140,7 +140,7 @@ def peer(package: str, name: str) -> Any:
 def launches(session: Session) -> dict[str, Any]:
     """Calls of the driver in a steady step of 290 parameters.
 
-    Events are waited for that belong to the step before: its verdict, and its uploads.
+    The step waits for events of the step before: its verdict, and its uploads.
     """
     count = 3 if session.dry else 290
     parameters = [fm.FP8Parameter(torch.randn(8, 256, device=session.device), "E4M3", seed=i) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Training as others measure it: GPT-2's model with attention, its FLOP count, compiled and eager, beside bfloat16."""
+"""Training as other projects measure it: GPT-2 with attention, its FLOP count, compiled and eager, beside bfloat16."""
 
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -29,14 +29,14 @@ OTHERS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 
 
 def shape_of(session: Session, width: int) -> GPTShape:
-    """Twelve blocks, GPT-2's but for its vocabulary, a multiple of 64 as everybody has it."""
+    """Twelve blocks, GPT-2's except for the vocabulary, which is padded to a multiple of 64 as usual."""
     if session.dry:
         return GPTShape(1, 2, 32, 16, vocab_size=64, tie_weights=True)
     return GPTShape(12, width // 64, width, 1024, vocab_size=50_304, tie_weights=True, gelu="tanh")
 
 
 def flops_per_token(model: GPT) -> float:
-    """Six a weight of the linear layers, the head among them and no lookup, and attention's products.
+    """Six per weight of the linear layers, with the head and without the embedding, and attention's products.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
@@ -45,7 +45,7 @@ def flops_per_token(model: GPT) -> float:
 
 
 def prepared(session: Session, model: GPT, kind: str) -> Any:
-    """Turn a float32 model into what a row trains; the optimizer, or nothing where its package is missing."""
+    """Turn a float32 model into the model of a row; the optimizer, or None if its package is missing."""
     if kind == REFERENCE:
         return fused(session)(model.parameters(), lr=LR)
     if kind in OURS:
@@ -81,7 +81,7 @@ def stepping(session: Session, model: GPT, kind: str, way: str) -> Callable[[Ten
 
 
 def training(session: Session, width: int) -> dict[str, Any]:
-    """Tokens a second, the share of the card's products and peak memory, of steps of 8,192 tokens."""
+    """Tokens per second, the share of the GPU's peak rate of products, and peak memory, for steps of 8,192 tokens."""
     found: dict[str, Any] = {}
     by_worth = [("compiled", REFERENCE), *product(("compiled", "graphed"), OURS)]
     for way, kind in [*by_worth, *product(("eager",), (REFERENCE, *OURS)), *product(("compiled",), OTHERS)]:
@@ -90,7 +90,7 @@ def training(session: Session, width: int) -> dict[str, Any]:
 
 
 def trained(session: Session, width: int, kind: str, way: str) -> dict[str, float]:
-    """The figures of one row; none where its package is missing."""
+    """The figures of one row; none if its package is missing."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = GPT(shape := shape_of(session, width)).to(session.device)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 BLOCK: Final = 131_072
-"""Elements a block: few enough that temporaries stay in the second-level cache, many enough to hide the calls."""
+"""Elements per block: few enough that temporaries stay in the second-level cache, many enough to hide the calls."""
 _LAUNCHED = 2**22
-"""Elements a block where each operation is a launch: a card moves them for longer than Python takes to the next one."""
+"""Elements per block on a GPU: they keep it busy for longer than Python takes to launch the next operation."""
 
 
 def block_on(device: torch.device) -> int:
-    """Elements a block of a chain of operations on a device."""
+    """Elements per block of a chain of operations on a device."""
     return BLOCK if device.type == "cpu" else _LAUNCHED
 
 
@@ -25,7 +25,7 @@ def runs_in_blocks(device: torch.device | str | None, numel: int) -> bool:
 
 
 PIECE: Final = 2**20
-"""Elements a piece of rows of a tensor that is turned into codes: its temporaries are some megabytes."""
+"""Elements per piece of rows of a tensor that is turned into codes: its temporaries are some megabytes."""
 
 
 def in_pieces(x: Tensor) -> bool:
@@ -34,7 +34,7 @@ def in_pieces(x: Tensor) -> bool:
 
 
 def pieces(x: Tensor, whole: int = 1) -> list[slice]:
-    """Runs of indices of the first dimension, of about as many elements each, and of a multiple of ``whole``."""
+    """Slices of the first dimension, each of about ``PIECE`` elements, and in length a multiple of ``whole``."""
     length = max(1, PIECE * x.shape[0] // x.numel())
     length = -(-length // whole) * whole
     return [slice(start, start + length) for start in range(0, x.shape[0], length)]
@@ -42,7 +42,7 @@ def pieces(x: Tensor, whole: int = 1) -> list[slice]:
 
 def blockwise(function: Callable[[Tensor, int, Tensor | None], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
     """``function(block, start, out)`` over the flattened ``x``, block by block; ``out`` is what it may write into."""
-    flat = x.reshape(-1).resolve_neg()  # functions look at bits
+    flat = x.reshape(-1).resolve_neg()  # functions read bits
     if not runs_in_blocks(x.device, flat.numel()):
         return function(flat, 0, None).to(dtype).view(x.shape)
     whole = torch.empty(flat.numel(), dtype=dtype, device=x.device)

@@ -45,7 +45,7 @@ def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> N
 
 
 def needed(module: str, extra: str, by: str) -> Any:
-    """A module of a package that only some need."""
+    """A module of an optional package, or ImportError with the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

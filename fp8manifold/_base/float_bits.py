@@ -1,4 +1,4 @@
-"""The bit fields of the floats we compute in: what makes powers of two exact without a logarithm."""
+"""The bit fields of the floats we compute in: with them powers of two are exact, without a logarithm."""
 
 from dataclasses import dataclass
 from typing import TypeVar

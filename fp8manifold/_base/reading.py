@@ -1,4 +1,4 @@
-"""Reading a tensor's values: whether it has any, outside of compiled graphs alone, and those on a card once."""
+"""Reading a tensor's values: only if it has any, only outside of compiled graphs, and from a GPU only once."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # torch.compiler.disable does the same and imports the whole compiler at once: more than half of this library's import.
 eager_only = _disable_dynamo
-_READ: Final = WeakIdKeyDictionary()  #: By tensor: its version when it was read, and what was read of it.
+_READ: Final = WeakIdKeyDictionary()  #: By tensor: its version when it was read, and what was read.
 
 
 def has_values(x: Tensor) -> bool:
@@ -26,7 +26,7 @@ def is_read_at_once(x: Tensor) -> bool:
 
 
 def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """``read(x)``, always in the same way; of a card kept until the tensor is written to, as autograd counts it."""
+    """``read(x)``, with one ``read`` for each tensor; from a GPU read again only once autograd counts a write to it."""
     if is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
         return read(x)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -41,24 +41,24 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 
 def refuse_on_card(right: Tensor, message: str) -> None:
-    """Have a card stop where something is not right; the host raises an error where it waits next."""
+    """Assert on the GPU that ``right`` is true; if not, the host raises an error where it waits next."""
     torch._assert_async(right, message)
 
 
 def advance(x: Tensor, number: int) -> None:
-    """Count a tensor up by one whose number is known."""
+    """Add one to a counter on the device whose ``number`` the host knows."""
     x.add_(1)
     expect(x, number + 1)
 
 
 def expect(x: Tensor, number: Any) -> None:
-    """Spare :func:`known` the wait for a number just written on a card: the number, or a function that gives it."""
+    """Spare :func:`known` the wait for a number just written on a GPU: it is given, or a function that returns it."""
     if not (is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference()):
         _READ[x] = (x._version, number)
 
 
 class Later:
-    """A tensor's values on the host, copied after what has been launched: only who reads them waits."""
+    """A tensor's values, copied to the host once the work before is done: only reading them waits."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = self._values = x
@@ -70,7 +70,7 @@ class Later:
 
     @property
     def is_there(self) -> bool:
-        """True if they can be read without a wait."""
+        """True if the values can be read without a wait."""
         return self._there is None or self._there.query()
 
     @cached_property
@@ -82,14 +82,14 @@ class Later:
 
 
 class LaterMaximum:
-    """The largest of numbers that a card computes, read when it is there, without a wait."""
+    """The largest of numbers that a GPU computes, read without a wait once it has reached the host."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
         self._later: Later | None = None
 
     def add(self, number: Tensor) -> float | None:
-        """The largest of the numbers before this one, if it is there by now; they are forgotten then."""
+        """Add a number; the largest of those before it if it has reached the host, which then drops them."""
         found = None
         if self._later is not None and self._later.is_there:
             found, self._largest = float(self._later.values), None

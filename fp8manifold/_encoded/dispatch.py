@@ -34,7 +34,7 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
-    """Codes as they are, but no sooner than a gradient is there: until then a graph keeps no values."""
+    """The same codes, made to depend on a gradient, so that a graph decodes them no earlier and stores no values."""
     if not gradient.numel():
         return codes
     first = gradient[(0,) * gradient.dim()]
@@ -48,7 +48,7 @@ def is_backward() -> bool:
 
 
 TRACED_AS: Final = 6
-"""Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
+"""The version of what operators are traced to: with another one, code that a compiler has on disk is not used."""
 DTYPES: Final = (torch.float32, torch.bfloat16)  #: The dtypes that an encoded tensor may appear as.
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -63,7 +63,7 @@ _FACTORIES: Final = {
 
 
 def _without_memory(name: str) -> Any:
-    """A method that is refused."""
+    """A method that raises RuntimeError."""
     return lambda self, **options: refuse_memory(name)
 
 
@@ -71,13 +71,13 @@ class EncodedTensor(torch.Tensor):
     """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    is_share = False  #: True if it is a part of one that several processes hold.
+    is_share = False  #: True if it holds one process's rows of a sharded tensor.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, hidden from a compiler once it is loaded: it must not take what runs here for a user's."""
+        """Run an operator, hidden from a compiler once it is loaded, which would trace this code as a user's."""
         if "torch._dynamo" in sys.modules:
             EncodedTensor.__torch_dispatch__ = classmethod(_hidden)  # type: ignore[assignment]
         check_not_sent(func)
@@ -88,11 +88,11 @@ class EncodedTensor(torch.Tensor):
         raise NotImplementedError
 
     def _in_float32(self) -> Tensor:
-        """The values in float32, with no rounding to what it appears as."""
+        """The values in float32, not rounded to the apparent dtype."""
         raise NotImplementedError
 
     def _dequantized_view(self, replay: "Replay") -> Tensor:
-        """The values of a view of it as a plain tensor."""
+        """The values of a view of this tensor as a plain tensor."""
         viewed: Tensor = replay(self.dequantize())
         return viewed
 
@@ -101,7 +101,7 @@ class EncodedTensor(torch.Tensor):
         raise NotImplementedError
 
     def check_writable(self) -> None:
-        """Raise RuntimeError where an operator may not write values into it."""
+        """Raise RuntimeError if operators may not write values into this tensor."""
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The parts that a compiler sees, by name, and everything else that makes the tensor."""
@@ -119,7 +119,7 @@ class EncodedTensor(torch.Tensor):
         if values.dtype not in DTYPES:
             raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
         refuse_part_of_buffer(values)
-        before: int | None = getattr(values, "writes_before", None)  # of x.data += y, and of a clone that was added to
+        before: int | None = getattr(values, "writes_before", None)  # set for x.data += y, and for a changed clone
         rounded = isinstance(values, EncodedTensor) and before not in (None, values._writes())
         with torch.no_grad():
             self.copy_(values)
@@ -131,7 +131,7 @@ class EncodedTensor(torch.Tensor):
         return 0
 
     def _warn_of_rounding(self) -> None:
-        """Warn of values that were assigned to ``data`` and are not those that it has then."""
+        """Warn that values assigned to ``data`` were rounded."""
 
     def share_memory_(self) -> Self:
         """Move every part into memory that processes share."""
@@ -144,7 +144,7 @@ class EncodedTensor(torch.Tensor):
         return all(bool(getattr(self, name).is_shared()) for name in self.__tensor_flatten__()[0])
 
     def untyped_storage(self) -> Any:
-        """A storage that has a size and nothing else: there is no memory full of floats."""
+        """A storage with a size and no memory: there are no floats."""
         return NoStorage(super().untyped_storage())
 
     storage, data_ptr = _without_memory("storage"), _without_memory("address")
@@ -167,7 +167,7 @@ class EncodedTensor(torch.Tensor):
 
 @dataclass(frozen=True)
 class Replay:
-    """An operator that makes a view, with its arguments: comparable, so that compiled code knows a view again."""
+    """An operator that makes a view, with its arguments: comparable, so that compiled code recognises a view."""
 
     func: Any
     args: tuple[Any, ...]
@@ -175,7 +175,7 @@ class Replay:
     part: int | None = None
 
     def __call__(self, x: Tensor) -> Any:
-        """The view of ``x``, or of an operator that makes several the chosen one."""
+        """The view of ``x``, or the chosen one if the operator makes several."""
         made = self.func(x, *self.args, **self.kwargs)
         return made if self.part is None else made[self.part]
 
@@ -192,7 +192,7 @@ _ROWS: Final = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.
 
 
 def takes_rows(replay: Replay) -> bool:
-    """True if a view is of some indices of the first dimension, and of all there is under these."""
+    """True if a view takes some indices of the first dimension, and all entries under these."""
     place = 1 if replay.func is _aten.split.Tensor else 0
     dimension = replay.args[place] if len(replay.args) > place else replay.kwargs.get("dim", 0)
     return replay.func in _ROWS and dimension == 0
@@ -203,7 +203,7 @@ class View(EncodedTensor):
 
     base: Any
     replay: Replay
-    is_turned = False  #: True of matrices that are transposed and decoded into memory in their order.
+    is_turned = False  #: True for transposed matrices, whose values are decoded into contiguous memory.
 
     @staticmethod
     def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
@@ -231,7 +231,7 @@ class View(EncodedTensor):
         return values.contiguous() if self.is_turned else values
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
-        """The values of a view of it; of some of its matrices, if it is turned, no others are decoded."""
+        """The values of a view of this view; of a turned one that takes some matrices only these are decoded."""
         if self.is_turned and takes_rows(replay):
             turned: Tensor = self.replay(self.base._dequantized_view(replay))
             return turned.contiguous()
@@ -284,7 +284,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments in a backward pass, the encoded ones of a graph decoded no sooner than a plain one is there."""
+    """Arguments in a backward pass, encoded ones in a graph decoded no earlier than a plain one is computed."""
     gradient = next((x for x in args if isinstance(x, Tensor) and not isinstance(x, EncodedTensor)), None)
     if gradient is None:
         return args
@@ -304,7 +304,7 @@ def _after(gradient: Tensor, x: Any) -> Tensor:
 
 
 def root_of(x: Any) -> Any:
-    """The tensor that a view, or one of a view, is of."""
+    """The tensor under a view, or under a view of a view."""
     return root_of(x.base) if isinstance(x, View) else x
 
 
@@ -328,7 +328,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
-    """Run on float32 copies of what is written (a fused optimizer wants one dtype), and encode these."""
+    """Run on float32 copies of what is written (of the apparent dtype for a fused optimizer), and encode these."""
     widen = not func._schema.name.startswith("aten::_fused")
     stands_for = {id(x): x for x in written}
     for x in written:
@@ -383,7 +383,7 @@ _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_fun
 
 
 def check_not_sent(func: Any) -> None:
-    """Raise RuntimeError for a collective but a broadcast, which sends every part."""
+    """Raise RuntimeError for any collective except a broadcast, which sends every part."""
     if func.namespace in _COLLECTIVES and func._schema.name != "c10d::broadcast_":
         refuse_collective(func)
 
@@ -397,7 +397,7 @@ def refuse_collective(func: Any) -> NoReturn:
 
 
 def refuse_part_of_buffer(values: Tensor) -> None:
-    """Raise RuntimeError for part of a buffer, as ``ZeroRedundancyOptimizer`` sends it: no step of codes is in it."""
+    """Raise RuntimeError for part of a buffer of floats, as ``ZeroRedundancyOptimizer`` sends it: it has no codes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or hasattr(values, "is_share"):
         return
     if values._base is not None or values.untyped_storage().nbytes() > values.nbytes:
@@ -408,7 +408,7 @@ def refuse_part_of_buffer(values: Tensor) -> None:
 
 
 def guard_memory(x: Tensor) -> None:
-    """Make what asks for the values' address in C++ fail, where it would write to no memory at all."""
+    """Make C++ code that asks for the values' address raise, which would write to no memory at all."""
     torch._C._set_throw_on_mutable_data_ptr(x)
 
 

@@ -31,7 +31,7 @@ _FILLS: Final = {
     )
     for overload in getattr(_aten, name).overloads()
 }
-"""Operators whose result has nothing to do with what they write over."""
+"""Operators whose result does not depend on the values that they replace."""
 
 
 def _is_whole(x: Any) -> bool:
@@ -62,7 +62,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dispatch.implements(_aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
+    """A copy on another device or with another apparent dtype; a plain tensor for any other dtype."""
     x, dtype = args[0], kwargs.get("dtype")
     if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
         return lent(x, dtype)
@@ -76,7 +76,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dispatch.implements(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another FP8Tensor exactly; anything else is rounded, at a scale that suits it."""
+    """Copy another FP8Tensor exactly; round anything else, at a scale that suits it."""
     x, source = args[0], args[1]
     if _is_whole(x) and _is_whole(source):
         x.adopt(source)
@@ -91,7 +91,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_there(x: Any, source: Any) -> bool:
-    """True if the values are there already, to the sign of a zero, as where DDP copies after a ``sync``."""
+    """True if the tensor has these values already, to the sign of a zero, as when DDP copies after a ``sync``."""
     values = source.dequantize() if isinstance(source, dispatch.EncodedTensor) else source
     if values.shape != x.shape or values.device != x.device:
         return False
@@ -101,14 +101,14 @@ def _is_there(x: Any, source: Any) -> bool:
 
 @dispatch.implements(*_FILLS)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor at a fresh scale: what was there is gone."""
+    """Fill a tensor at a fresh scale, which owes nothing to the values before."""
     return _replace(
         func, args[0], lambda values: func(values, *dispatch.plain(args[1:]), **dispatch.plain(kwargs)), fresh=True
     )
 
 
 def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
-    """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
+    """Replace all values of a tensor, also through a view of all of them; NotImplemented for a part of them."""
     if not isinstance(x, dispatch.EncodedTensor):
         return NotImplemented
     root: Any = x
@@ -127,9 +127,9 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
 
 
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every part of a whole tensor; format, seed and rounding are not sent."""
+    """Broadcast every part of a whole tensor; format, seed and rounding are not sent."""
     (x,), rest = args[0], args[1:]
-    if isinstance(x, dispatch.View) and x.numel() == x.base.numel():  # flat, as DDP's own start has a single one
+    if isinstance(x, dispatch.View) and x.numel() == x.base.numel():  # flat, as DDP starts with a single parameter
         x = x.base
     if not _is_whole(x):
         dispatch.refuse_collective(func)
@@ -146,18 +146,18 @@ if torch.distributed.is_available():
 
 @dispatch.implements(_aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A meta tensor is given memory (``Module.to_empty``); of any other it is a plain tensor."""
+    """Memory for a meta tensor (``Module.to_empty``); for any other a plain tensor."""
     x = args[0]
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
         return NotImplemented
     made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
-    made.set_scale_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
+    made.set_scale_(1.0)  # zeros at a valid scale: a scale without a value could not be told from another
     return made
 
 
 @dispatch.implements(_aten.embedding.default)
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only the rows that are looked up are decoded."""
+    """Look up rows, decoding only these."""
     x, rows = args[:2]
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented

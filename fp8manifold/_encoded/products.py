@@ -1,7 +1,7 @@
 """Operands of products on units of eight bits: rows rounded at power-of-two scales, and copies of bytes.
 
-The definitions are these, in torch's operators: what a CPU runs, what a compiler fuses, and what kernels are compared
-with.  Codes are uint8 in the layout of ``torch.float8_e4m3fn``; scales are float32 powers of two, one a row.
+These are the definitions, in torch's operators: a CPU runs them, a compiler fuses them, and kernels are compared with
+them.  Codes are uint8 in the layout of ``torch.float8_e4m3fn``; scales are float32 powers of two, one per row.
 """
 
 import math
@@ -19,7 +19,7 @@ _MANTISSA: Final = 23
 
 
 def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The least powers of two that take magnitudes to ``largest`` at most, or NaN, and their inverses, 0 of NaN."""
+    """The least powers of two that take magnitudes to ``largest`` at most, or NaN, and their inverses, 0 for NaN."""
     fraction, exponent = math.frexp(largest)
     carry = 2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)  # reaches the exponent from the next mantissa on
     biased = ((amax.view(torch.int32) + carry) >> _MANTISSA).sub(exponent - 1).clamp(min=1)
@@ -30,7 +30,7 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """True if a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
+    """True if a kernel can read ``x`` on its GPU; a compiler gets the definition, which it fuses with others."""
     return x.is_cuda and has_memory(x) and _triton.is_available()  # in this order: no compiler traces the last
 
 
@@ -42,7 +42,7 @@ def _units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[T
 
 
 def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes (M, K) of ``x * fold`` and a scale (M, 1) a row; ``fold`` is None, K powers of two or one."""
+    """E4M3 codes (M, K) of ``x * fold`` and a scale (M, 1) per row; ``fold`` is None, K powers of two or one."""
     if _has_kernels(x):
         return rows_on_gpu(x, fold)
     units, scale = _units(x, fold, LARGEST[torch.float8_e4m3fn], 1)
@@ -50,7 +50,7 @@ def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes (N, M) of the transpose of ``g * fold``, a scale (N, 1) a column of g; ``fold`` is None or (M, 1)."""
+    """E4M3 codes (N, M) of ``(g * fold)^T``, and a scale (N, 1) per column of g; ``fold`` is None or (M, 1)."""
     if _has_kernels(g):
         return columns_on_gpu(g, fold)
     units, scale = _units(g, fold, LARGEST[torch.float8_e4m3fn], 0)
@@ -89,7 +89,7 @@ _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 
 
 def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
-    """The transpose (K, N) of codes (N, K), by rows; in a graph, which would keep it, no sooner than ``after``."""
+    """The transpose (K, N) of codes (N, K), by rows; a graph makes it only after ``after``, so as not to save it."""
     made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
     return made
 

@@ -1,4 +1,4 @@
-"""The parts of a tensor beside its codes: constant traits, scales, and the weight that autocast made it of."""
+"""The parts of a tensor beside its codes: constant traits, scales, and the weight whose codes autocast lent it."""
 
 import weakref
 from functools import lru_cache
@@ -27,9 +27,9 @@ class Traits(NamedTuple):
     seed: int
     dtype: torch.dtype
     block_size: BlockSize
-    #: whether the operator that writes is a word of the key of its draws
+    #: whether the name of the operator that writes is a key word of its draws
     by_operator: bool = True
-    #: how the draws of one weight follow each other, step by step of an optimizer; operators draw independently
+    #: how the draws of one weight follow each other in an optimizer's steps; operators always draw independently
     draws: Draws = "independent"
 
     @property
@@ -53,7 +53,7 @@ _format_named = lru_cache(maxsize=256)(FloatFormat.from_string)
 
 
 def is_lent_here(x: Any) -> bool:
-    """True if a cast may share the codes: under autocast, of a whole tensor, with no compiler that looks on."""
+    """True if a cast may share the codes: under autocast, of a tensor that is neither sharded nor traced."""
     root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
@@ -63,7 +63,7 @@ def is_lent_here(x: Any) -> bool:
 
 
 def lent(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor of codes, or a view of one, under another dtype, without memory that is not shared."""
+    """A tensor of codes, or a view of one, under another dtype, on the same memory."""
     if isinstance(x, View):
         return View(lent(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
     twin = x.with_parts(lambda part: part, dtype)
@@ -73,7 +73,7 @@ def lent(x: Any, dtype: torch.dtype) -> Any:
 
 
 def check_current(x: Any) -> None:
-    """Raise RuntimeError where codes are lent, and no longer those of the cast."""
+    """Raise RuntimeError if codes were lent by a cast, and have changed since."""
     if x.lent_from is not None and any(part._version != version for part, version in x.lent_from):
         raise RuntimeError(
             f"an {type(x).__name__} has changed since it was cast under autocast, which shares its codes: leave the "
@@ -82,7 +82,7 @@ def check_current(x: Any) -> None:
 
 
 def check_own(x: Any) -> None:
-    """Raise RuntimeError where codes are lent: to write to them would be to write to the weight."""
+    """Raise RuntimeError if codes are lent: writing to them would change the weight that was cast."""
     if x.lent_from is not None:
         raise RuntimeError(
             f"an {type(x).__name__} that was cast under autocast shares the codes of the one that was cast: write to "
@@ -98,22 +98,22 @@ class ScaledTensor(EncodedTensor):
 
     codes: Tensor
     kept_scale: Tensor
-    """The memory of the scales: uint8 exponents, which blocks have where all are powers of two, otherwise float32."""
+    """The memory of the scales: uint8 exponents for blocks whose scales all are powers of two, otherwise float32."""
     format: FloatFormat
     block_size: BlockSize
     lent_from: Lent | None
-    """The parts that a cast under autocast shares, and their versions; None of any other tensor."""
+    """The parts that a cast under autocast shares, and their versions; None for any other tensor."""
     stepped_by: "weakref.ref[Any] | None" = None  #: The optimizer whose state has something in units of the scale.
-    resumes = False  #: True if it came from a state dict: whoever copies it goes on with its count and seed.
+    resumes = False  #: True if it came from a state dict: a tensor that copies it takes over its count and seed.
 
     @property
     def exponents(self) -> Tensor | None:
-        """The memory of the scales where it holds bytes."""
+        """The memory of the scales if it holds exponents, otherwise None."""
         return self.kept_scale if self.kept_scale.dtype is torch.uint8 else None
 
     @property
     def scale(self) -> Tensor:
-        """The scales, float32; of exponents a copy."""
+        """The scales, float32; decoded from exponents they are a copy."""
         return decoded_scale(self.kept_scale)
 
     @scale.setter
@@ -138,7 +138,7 @@ class ScaledTensor(EncodedTensor):
         return largest_magnitude(self.codes, self.scale, self.format, self.block_size)
 
     def set_scale_(self, scale: float | Tensor) -> Self:
-        """Write other scales, for all that share them; the codes stay, so that their values change with the scales.
+        """Write other scales, also for tensors that share them; the codes stay, so values change with the scales.
 
         Args:
             scale: positive normal, a number or a tensor that broadcasts to the shape of ``scale``, rounded to float32.
@@ -169,7 +169,7 @@ class ScaledTensor(EncodedTensor):
 
 
 def write_kept(kept: Tensor, new: Tensor) -> None:
-    """Write scales, for all that share the memory: in eager mode exponents become floats where floats are written."""
+    """Write scales, also for tensors that share the memory; in eager mode floats may replace exponents."""
     if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
         if is_traced(kept):
             raise RuntimeError("compiled code can't write floats in place of exponents: set the scale in eager mode")

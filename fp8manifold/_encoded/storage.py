@@ -1,7 +1,7 @@
-"""Codes and scales as a store of weights: from floats, to floats, and what the rounding left.
+"""Codes and scales as a store of weights: from floats, to floats, and the remainder of rounding.
 
-A scale belongs to what its shape says, to 32 weights of a row, or to a square of 128 x 128: partial squares end the
-rows and columns of a matrix.
+A scale is for the weights that its shape says, for 32 weights of a row, or for a square of 128 x 128; a matrix may end
+in partial squares.
 """
 
 import math
@@ -27,7 +27,7 @@ _KNOWN: Final[dict[int, BlockSize]] = {0: None, BLOCK_SIZE: BLOCK_SIZE, SQUARE_S
 
 
 def number_of(block_size: BlockSize) -> int:
-    """The weights that share a scale, as states of plain numbers have it; 0 where no blocks do."""
+    """The block size as one number, which states store: the weights that share a scale, or 0 without blocks."""
     return next(number for number, known in _KNOWN.items() if known == block_size)
 
 
@@ -47,12 +47,12 @@ def run_length(columns: int) -> int:
 
 
 def runs_of(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """One scale a square as one for each of the runs that :func:`run_length` has, contiguous."""
+    """The scales of squares, one for each run of :func:`run_length` weights, contiguous."""
     return runs_of_rows(spread_rows(scale, shape[-2]), shape[-1])
 
 
 def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
-    """Runs of rows whose scales are known, one for each square that a row runs through."""
+    """The scales of runs, from those of rows: one for each square that a row runs through."""
     length = run_length(columns)
     if columns <= SQUARE_SIZE:
         return scale.contiguous()
@@ -60,13 +60,13 @@ def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
 
 
 def spread_rows(scale: Tensor, rows: int) -> Tensor:
-    """One scale a square as one a row, for each square that it runs through."""
+    """The scales of squares, one per row for each square that the row runs through."""
     return _spread(scale, rows, -2)
 
 
 def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
     if size % SQUARE_SIZE and (is_traced(scale) or torch.compiler.is_compiling()):
-        # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins loops: no // for it to find
+        # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins loops: avoid // altogether
         return scale.index_select(dim, (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long())
     return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)
 
@@ -75,7 +75,7 @@ REMAINDER_STEPS: Final = 256  #: Parts of a chart step in which a remainder is c
 
 
 def is_traced(x: Tensor) -> bool:
-    """True if ``x`` stands for a tensor while a compiler looks on, so that nothing may depend on its values."""
+    """True if ``x`` is a tracer's tensor or has no memory, so that nothing may depend on its values."""
     return type(x) is not Tensor or x.is_meta
 
 
@@ -89,9 +89,9 @@ def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Ten
 def dequantize_codes(
     codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: BlockSize
 ) -> Tensor:
-    """``scale * decode(codes)``, where stored weights become floats: rounded to float32, and from there to ``dtype``.
+    """``scale * decode(codes)``, the floats of stored weights: rounded to float32, and from there to ``dtype``.
 
-    A scale is ``()``, one a row ``(R, 1, .., 1)``, one a block of the last axis, or one a square of the last two.
+    A scale is ``()``, or one per row ``(R, 1, .., 1)``, per block of the last axis, or per square of the last two.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
@@ -127,7 +127,7 @@ def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
 
 
 def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool) -> tuple[Tensor, Tensor | None]:
-    """Codes of the values of ``w`` rounded to nearest, and what that left where it is kept; some rows at a time."""
+    """Codes of the values of ``w`` rounded to nearest, and the remainder if it is kept; some rows at a time."""
     if not has_values(w):
         codes = torch.empty_like(w, dtype=torch.uint8)
     elif not is_traced(w) and in_pieces(w):
@@ -156,14 +156,14 @@ def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> T
 
 
 def void_remainder(own: Any) -> None:
-    """Drop what rounding left in a tensor whose codes are others now, for all that share it, as state dicts do."""
+    """Drop the remainder of a tensor whose codes have changed, also for state dicts, which share its memory."""
     if own.remainder is not None:
         own.remainder.zero_()
         own.remainder = None
 
 
 def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """The codes, contiguous; an infinity's, or one beyond the format's width, is refused."""
+    """The codes, contiguous; the code of Inf, or one beyond the format's width, is refused."""
     check_codes(codes)
     if not is_traced(codes) and codes.numel():
         if int(codes.max()) >= 2 * fmt.sign_bit:
@@ -188,7 +188,7 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
 
 
 def next_codes(own: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
-    """Codes of what ``operator`` writes, in units of the scale; draws are counted, and always independent."""
+    """Codes of values in units of the scale that ``operator`` writes; draws are counted, and always independent."""
     if is_traced(own.codes):
         return encode_in_graph(units, own.format, rounding)
     if rounding == "nearest":

@@ -1,4 +1,4 @@
-"""Scales of stored weights: made, checked, described; those of blocks as exponents where all are powers of two."""
+"""Scales of stored weights: made, checked, described; those of blocks as exponents if all are powers of two."""
 
 import logging
 import warnings
@@ -16,18 +16,18 @@ from fp8manifold.random_bits import named_word, random_bits
 
 ONE: Final = 127  #: The byte of a scale of 1.
 IN_BLOCKS: Final = ("block", "square")
-"""Granularities whose scales are kept as exponents, a byte each, where all are powers of two."""
+"""Granularities whose scales are stored as exponents, one byte each, if all are powers of two."""
 _MANTISSA_BITS: Final = 23
 _FRACTION: Final = 2**_MANTISSA_BITS - 1
 
 
 def are_powers_of_two(scale: Tensor) -> bool:
-    """True if all of a float32 scale are, so that they can be kept as exponents; False while a compiler looks on."""
+    """True if a float32 scale has only powers of two, which can be stored as exponents; False in a graph."""
     return scale.is_meta or not (is_traced(scale) or bool((scale.view(torch.int32) & _FRACTION).any()))
 
 
 def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
-    """A float32 scale, checked, as it is kept: of blocks the byte ``e`` of ``2^(e - 127)`` where all are such."""
+    """A float32 scale, checked, as it is stored: for blocks the bytes ``e`` of ``2^(e - 127)`` if all are such."""
     if not is_traced(scale):
         wrong = ~((scale >= torch.finfo(torch.float32).tiny) & scale.isfinite())
         if bool(wrong.any()):
@@ -41,7 +41,7 @@ def exponents_of(scale: Tensor) -> Tensor:
 
 
 def decoded_scale(kept: Tensor) -> Tensor:
-    """A kept scale in float32; 0 for a byte of 0, which is memory without values."""
+    """A stored scale in float32; 0 for a byte of 0, which is memory without values."""
     return (kept.to(torch.int32) << _MANTISSA_BITS).view(torch.float32) if kept.dtype is torch.uint8 else kept
 
 
@@ -51,18 +51,18 @@ _LOG: Final = logging.getLogger("fp8manifold")
 def kept_fresh_scale(
     w: Tensor, fmt: FloatFormat, granularity: scaling.StoredGranularity, headroom: float | None
 ) -> Tensor:
-    """:func:`fp8manifold.storage_scale` as it is kept: uint8 of blocks, as all are powers of two."""
+    """:func:`fp8manifold.storage_scale` as it is stored: uint8 for blocks, as all are powers of two."""
     scale = scaling.storage_scale(w, fmt, granularity, headroom=headroom)
     return exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
 def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
-    """The headroom that a caller gives to codes, or the usual one, of 1 at least."""
+    """The headroom that a caller gives, or for None the usual one, at least 1."""
     return scaling.usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """A scale that the caller chose, as it is kept, in the granularity's shape."""
+    """A scale that the caller chose, as it is stored, in the granularity's shape."""
     if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
     blocks = granularity in IN_BLOCKS
@@ -92,7 +92,7 @@ def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
 
 
 def other_scale(own: Any, scale: float | Tensor, *, blocks: bool = False) -> Tensor:
-    """A scale to take the place of a tensor's own, which it has to fit, as it is kept."""
+    """A scale to take the place of a tensor's, which it has to fit, as it is stored."""
     new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
     if not scaling.broadcasts_to(new.shape, shape):
         raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
@@ -116,7 +116,7 @@ def describe_scale(scale: Tensor) -> str:
 
 
 def describe_change(old: Tensor, new: Tensor) -> str:
-    """A line on how many scales change, and by how much."""
+    """In words, how many scales change, and by how much."""
     if not old.numel():
         return "no scale to change"
     low, high = _ends(new / old, "+")
@@ -124,7 +124,7 @@ def describe_change(old: Tensor, new: Tensor) -> str:
 
 
 def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
-    """Warn where values to be stored do not even round to the largest value at their scale."""
+    """Warn of values to be stored that lie too far beyond the range to round to its end."""
     if is_traced(scale) or is_traced(values):
         return
     beyond = int((values.abs() > scale * (fmt.max + fmt.ulp_max / 2)).sum())
@@ -138,7 +138,7 @@ def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
 
 
 def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: str) -> None:
-    """Warn where even the largest of the values under a scale rounds to zero."""
+    """Warn if even the largest value under a scale rounds to zero."""
     if is_traced(scale) or is_traced(values) or not values.numel():
         return
     amax = scaling.amax_of(values, granularity)
@@ -153,7 +153,7 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
 
 
 def warn_of_rounding(fmt: FloatFormat) -> None:
-    """Warn that values that were assigned to the ``data`` of a weight are not those that it has then."""
+    """Warn that values assigned to the ``data`` of a weight were rounded."""
     warnings.warn(
         f"what was assigned to the data of a weight in {fmt.name} is rounded; of an adapter that is merged into it, or "
         "taken out again, outputs may differ, and unmerging does not give the weight back: to round once, call "
@@ -164,7 +164,7 @@ def warn_of_rounding(fmt: FloatFormat) -> None:
 
 
 def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
-    """Set the scale for values that replace all there are: a fresh one, or where the present one does not suit them."""
+    """Set the scale for values that replace all: a fresh one, or unless ``fresh`` the present one if it suits them."""
     amax = scaling.amax_of(values, x.granularity)
     if not bool(amax.isfinite().all()):
         return
@@ -188,14 +188,14 @@ _BITS = 8
 
 
 def entry_of(own: Any) -> dict[str, Any]:
-    """The state that the optimizer of a tensor of codes has for it; empty without one."""
+    """The state that its optimizer has for a tensor of codes; empty without an optimizer."""
     optimizer = None if own.stepped_by is None else own.stepped_by()
     entries = {} if optimizer is None else optimizer.state
     return next((entry for p, entry in entries.items() if getattr(p, "codes", None) is own.codes), {})
 
 
 def largest_of(own: Any, left: Tensor | None) -> Tensor:
-    """The largest magnitude under each scale, in value, with what is left beside the codes."""
+    """The largest magnitude under each scale, in value, of codes and the residual ``left`` together."""
     if left is None or not own.codes.numel():
         largest: Tensor = own.largest()
         return largest
@@ -205,7 +205,7 @@ def largest_of(own: Any, left: Tensor | None) -> Tensor:
 
 
 def _units(own: Any, left: Tensor) -> Tensor:
-    """The sum in units of the scale, float32."""
+    """The sum of codes and residual in units of the scale, float32."""
     joined = joined_codes(own.codes.to(torch.int32), left.to(torch.int32), own.format, _BITS)
     return decode_signed(joined, own.format, _BITS)[0]
 

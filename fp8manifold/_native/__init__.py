@@ -1,7 +1,7 @@
 """The step and the codec in plain C, built when the package is installed: the bits of the eager stages, in one pass.
 
-Nothing is kept here but what a specification is.  Where the library was not built, :func:`library` is None, everything
-runs eager, and one :class:`NativeUnavailableWarning` says so.
+If the library was not built, :func:`library` is None, everything runs eagerly, and one
+:class:`NativeUnavailableWarning` says so.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ class NativeUnavailableWarning(UserWarning):
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, with the types of its functions; None where there is none, which is said once."""
+    """The library, with the types of its functions; None, with one warning, if there is none."""
     kernels, unsaid = _found()
-    if unsaid:  # taken before it is said: where warnings are errors the next call goes on too
+    if unsaid:  # popped before warning: where warnings are errors, the next call does not raise again
         warnings.warn(unsaid.pop(), NativeUnavailableWarning, stacklevel=2)
     return kernels
 
 
 @cache
 def _found() -> tuple[ctypes.CDLL | None, list[str]]:
-    """The library as first loaded, whatever becomes of the file, and a warning that is not given yet."""
+    """The library as first loaded, whatever becomes of the file, and the warning that is still to be given."""
     path = Path(__file__).with_name("_kernels.so")
     reason = "it was built from other sources"
     try:

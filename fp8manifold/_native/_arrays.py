@@ -1,7 +1,7 @@
-"""Decoding, rounding and encoding whole arrays in native code: None where that is not to be had.
+"""Decoding, rounding and encoding whole arrays in native code or on a GPU; None where neither can.
 
-Codes are uint8, and values float32 where nothing else is said.  A scale is one in all or one for each of equal runs.
-Rounding is to nearest without a key of draws, which begin at the position ``offset``.
+Codes are uint8, and values float32 where nothing else is said.  There is one scale, or one for each of equal runs.
+Rounding is stochastic with a key, by draws from the position ``offset`` on, and otherwise to nearest.
 """
 
 from functools import lru_cache
@@ -53,12 +53,12 @@ def rounded(
 
 
 def encoded(x: Tensor, fmt: FloatFormat, key: Stream | None = None, offset: int = 0) -> Tensor | None:
-    """The codes of ``x``, saturating; NaN has the format's code for it, or that of zero where there is none."""
+    """The codes of ``x``, saturating; NaN gives the format's code for it, or the code of zero if it has none."""
     return _made("encode", x, fmt, torch.uint8, None, key, offset) if x.dtype is torch.float32 else None
 
 
 def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
-    """The codes of ``x / scale``, to nearest and saturating, on a GPU alone."""
+    """The codes of ``x / scale``, to nearest and saturating, on a GPU only."""
     return _made("encode", x, fmt, torch.uint8, scale) if x.dtype in _OUT and not x.is_cpu else None
 
 
@@ -85,7 +85,7 @@ def _made(
     rescale: bool = False,
     spacing: bool = False,
 ) -> Tensor | None:
-    """An array through ``decode``, ``round`` or ``encode``, in C or on a card."""
+    """An array through ``decode``, ``round`` or ``encode``, in C or on a GPU."""
     (high, low), numel = divmod(offset, 2**32), given.numel()
     if not 0 < numel <= 2**32 - low or not (has_memory(given) if scale is None else has_memory(given, scale)):
         return None
@@ -116,17 +116,17 @@ def _made(
 
 @lru_cache(maxsize=256)
 def _known(fmt: FloatFormat) -> tuple[bytes, int]:
-    """A format as C has it, and what a NaN is encoded as."""
+    """A format as C has it, and the code that a NaN gets."""
     return format_record(fmt).tobytes(), fmt.nan_code or 0
 
 
 def is_plain(x: Tensor) -> bool:
-    """True if it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
+    """True if ``x`` has memory of the CPU that may be read now: no subclass, outside of tracers and transforms."""
     return x.device.type == "cpu" and has_memory(x)
 
 
 def has_memory(*parts: Tensor) -> bool:
-    """True if all is memory that may be read now, on the CPU or elsewhere."""
+    """True if all parts have memory that may be read now, on the CPU or elsewhere."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():  # what is read now would be a constant
         return False
     try:

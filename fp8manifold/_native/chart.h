@@ -1,5 +1,5 @@
-/* The chart of the spacing and the power of two of a polynomial, as charts.py and stiffness.py of fp8manifold/_numerics
- * have them. */
+/* The chart of the spacing, and powers of two by a polynomial, as in charts.py and stiffness.py of
+ * fp8manifold/_numerics. */
 #ifndef FP8MANIFOLD_CHART_H
 #define FP8MANIFOLD_CHART_H
 

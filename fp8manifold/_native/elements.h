@@ -1,23 +1,23 @@
-/* The stages of a step, element by element: what fp8manifold/optim/_step.py and _directions.py and
- * fp8manifold/_numerics/stiffness.py say of whole tensors. */
+/* The stages of a step, element by element, as fp8manifold/optim/_step.py, _directions.py and
+ * fp8manifold/_numerics/stiffness.py have them for whole tensors. */
 #ifndef FP8MANIFOLD_ELEMENTS_H
 #define FP8MANIFOLD_ELEMENTS_H
 
 #include "step.h"
 
-/* The formats of averages in eight bits: E4M3, and E2M5 of one that is fitted. */
+/* The formats of averages in eight bits: E4M3, and E2M5 for one that is fitted. */
 static const Format MOMENT = {3, 7, -6, 8, 8, 128, 126, 0x43E00000, 1, 0, -1, 1, -1, 448.0f};
 static const Format MOMENTUM = {5, 1, 0, 2, 8, 128, 127, 0x40FC0000, 1, 0, -1, 0, -1, 7.875f};
 
 /* What holds for all elements that share a scale. */
 typedef struct {
     float scale, inverse, rate, floor;
-    float log_reference; /* log2 S_ref, less that of the scale's mantissa */
+    float log_reference; /* log2 S_ref minus log2 of the scale's mantissa */
     Chart chart, own;
-    int exact; /* whether dividing by the scale is */
+    int exact; /* whether division by the scale is exact */
 } Local;
 
-/* Of a power of two. */
+/* The reciprocal of a power of two. */
 INLINE float reciprocal(float power) { return float_of(254 * (1 << 23) - bits_of(power)); }
 
 INLINE int extra_bits(const Spec *s) { return s->writeback == WRITE_RESIDUAL8 ? 8 : 0; }
@@ -130,7 +130,7 @@ INLINE int32_t to_fitted_codes(float x, float inverse, uint32_t word)
     return encode_finite(&MOMENTUM, x * inverse, 1, draw_of(word), 1);
 }
 
-/* A root that 1 over it is right in the mean of, over steps; one that is not zero stays so, for it is divided by. */
+/* The code of a root, for which the mean of 1 over it is right; a root that is not 0 does not become 0. */
 INLINE int32_t root_to_codes(float root, float inverse, uint32_t word)
 {
     const int32_t m = 3, lowest = 127 - 6; /* of MOMENT */

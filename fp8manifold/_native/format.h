@@ -1,4 +1,4 @@
-/* Codes to values and back, and rounding to the grid, as codec.py of fp8manifold/_numerics has them. */
+/* Codes to values and back, and rounding to the grid, as in codec.py of fp8manifold/_numerics. */
 #ifndef FP8MANIFOLD_FORMAT_H
 #define FP8MANIFOLD_FORMAT_H
 
@@ -6,13 +6,13 @@
 
 #include "portable.h"
 
-/* A format; fp8manifold/_native/__init__.py fills it in. */
+/* A format; format_record of fp8manifold/_numerics/records.py fills it in. */
 typedef struct {
     int32_t mantissa_bits, bias, emin, emax, bits, sign_bit, max_code;
     int32_t top;          /* float32 bits of the largest value */
     int32_t signed_zero;  /* whether there is a -0 */
     int32_t coarse;       /* whether the smallest ulp exceeds 1 */
-    int32_t one_nan;      /* the code of NaN, where there is but one; -1 */
+    int32_t one_nan;      /* the code of NaN if there is exactly one, otherwise -1 */
     int32_t many_nans;    /* whether all codes above max_code are special */
     int32_t inf_code;     /* -1 where there is none */
     float largest;
@@ -22,7 +22,7 @@ typedef struct {
     float value, ulp;
 } Decoded;
 
-/* Whether steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there. */
+/* Whether steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32. */
 INLINE int in_fixed_point(const Format *f, int32_t mantissa_bits)
 {
     const int32_t low = mantissa_bits + 24 - f->emin, high = mantissa_bits + 24 - f->emax;
@@ -69,7 +69,7 @@ INLINE int32_t encode_magnitude(
     const int32_t below = power >> (23 - m);
     int32_t whole;
     if (!stochastic) {
-        /* without mantissa bits there is one value a binade: the even code is that of an even exponent field */
+        /* without mantissa bits there is one value per binade: the even code is that of an even exponent field */
         whole = (int32_t)rintf(steps) - ((m == 0) & (steps == 1.5f) & ((below + lowest) & 1));
     } else if (fixed) {
         whole = ((int32_t)ceilf(steps) + (draw ^ 0xFFFFFF)) >> 24;
@@ -101,15 +101,15 @@ INLINE int32_t encode_signed(const Format *f, float x, int stochastic, int32_t d
     return (code ^ negative) - negative;
 }
 
-/* A format of which nothing has to be asked in a loop: the usual one, with mantissa bits and a -0, and NaN, if there is
- * any, above the largest code. */
+/* A format that needs no special cases in a loop: with mantissa bits and a -0, and NaN, if there is any, above the
+ * largest code. */
 INLINE int is_usual(const Format *f)
 {
     return f->signed_zero && !f->coarse && f->mantissa_bits > 0 && f->one_nan < 0 &&
            in_fixed_point(f, f->mantissa_bits);
 }
 
-/* The same format, in which a compiler sees that it is. */
+/* The same format, with constants by which a compiler sees that it is a usual one. */
 INLINE Format usual_format(const Format *f)
 {
     return (Format){f->mantissa_bits, f->bias, f->emin, f->emax, f->bits, f->sign_bit, f->max_code, f->top,

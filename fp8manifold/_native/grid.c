@@ -1,4 +1,4 @@
-/* Whole arrays to the grid, to codes and back: matrices whose rows share a scale each, or one in all. */
+/* Whole arrays to the grid, to codes and back: matrices with a scale for each row, or one in all. */
 #include <math.h>
 #include <stddef.h>
 
@@ -17,12 +17,12 @@ typedef struct {
     int32_t shared;     /* whether all rows share one scale */
     int32_t stochastic, rescale, bfloat16;
     int32_t nan_code;   /* what a NaN is encoded as */
-    int32_t spacing;    /* decode: give the spacing at the values, and not these */
+    int32_t spacing;    /* decode: the spacings at the values in place of the values */
     Keys keys;
     uint32_t position;  /* of the first element */
 } Array;
 
-_Static_assert(sizeof(Array) == 144, "the size of ARRAY in _layouts.py");
+_Static_assert(sizeof(Array) == 144, "the size of ARRAY in records.py");
 
 /* Some elements that share a scale. */
 typedef void (*Piece)(const Array *a, int64_t at, int n, float scale);

@@ -1,4 +1,4 @@
-/* What most people run in one loop: the same stages of an element one after another, with nothing put down between. */
+/* The usual step, Adam over codes, in one loop: an element passes through all stages without memory between them. */
 #include <stddef.h>
 
 #include "tile.h"

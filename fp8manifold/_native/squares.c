@@ -1,7 +1,7 @@
 /* Whether gradients and their squares are finite. */
 #include "portable.h"
 
-/* The sum of the squares of some arrays, as float32: Inf or NaN where any of them is, and else finite unless the sum
+/* The sum of the squares of some arrays, as float32: Inf or NaN if a square is, and otherwise finite unless the sum
  * itself is beyond float32. */
 CLONED static float sum_of_squares(const float *x, int64_t n)
 {

@@ -1,5 +1,5 @@
-/* The stages, a tile at a time, for every variant.  What is read in a loop is copied first: what the loop stores could be
- * any of it, as far as a compiler knows. */
+/* The stages, a tile at a time, for every variant.  Values that a loop reads are copied first: as far as a compiler
+ * knows, the loop could overwrite them. */
 #include <stddef.h>
 
 #include "tile.h"
@@ -77,7 +77,7 @@ CLONED void store_weights(const Job *j, const Local *l, Tile *t)
 }
 
 /* ----------------------------------------------------------------------------------------------------- gradient */
-/* With respect to the coordinates that the direction is taken in. */
+/* The gradient with respect to the coordinates that the direction is taken in. */
 CLONED void load_gradient(const Job *j, const Local *l, Tile *t)
 {
     const Spec *s = j->spec;
@@ -238,7 +238,7 @@ CLONED void move(const Job *job, const Local *local, Tile *t)
         LOOP(t->target[i] = move_on_chart(j, l, t->x[i] * keep, t->direction[i], EXPONENTIAL, METRIC_EUCLIDEAN);)
 }
 
-/* What the rounding took from the weights goes into the first average. */
+/* The rounding error of the weights goes into the first average. */
 CLONED void inject(const Job *job, const Local *local, Tile *t)
 {
     const Spec spec = *job->spec, *s = &spec;

@@ -64,7 +64,7 @@ static float largest_of(const Job *j, const Local *l, Tile *t)
     return float_of(largest_bits(t->gradient, t->n));
 }
 
-/* The largest magnitude of a tile's average after the step; the weights are of no matter to it. */
+/* The largest magnitude of a tile's average after the step, which does not depend on the weights. */
 static float largest_average(const Job *j, const Local *l, const Block *b, Tile *t)
 {
     load_gradient(j, l, t);

@@ -1,4 +1,4 @@
-/* What a step is made of.  fp8manifold/_native/_layouts.py has the same in the same order. */
+/* The records of a step.  fp8manifold/_numerics/records.py has the same fields in the same order. */
 #ifndef FP8MANIFOLD_STEP_H
 #define FP8MANIFOLD_STEP_H
 
@@ -15,13 +15,13 @@ enum { FIELD_NONE, FIELD_LINEAR, FIELD_SQRT, FIELD_SQUARE, FIELD_POWER };
 enum { METRIC_ULP, METRIC_EUCLIDEAN };
 enum { ONE_SCALE, SCALE_A_ROW, SCALE_AN_ELEMENT };
 
-/* The numbers of a step: those of fp8manifold/optim/_slot.py, by name. */
+/* The numbers of a step: NUMBERS of fp8manifold/optim/_directions.py, in its order. */
 typedef struct {
     float beta1, gain1, beta2, gain2, eps, rate, keep, correction, largest, inverse_reference, log_reference;
     float low, high, log_low, log_high, power, inject, floor, per_unit;
 } Hyper;
 
-/* What is fixed: fp8manifold/optim/_spec.py. */
+/* The fixed part of a step, as in fp8manifold/optim/_spec.py. */
 typedef struct {
     int32_t direction, storage, writeback, moments, geometry, stiffness, metric;
     int32_t decays, nesterov, maximize;
@@ -42,13 +42,13 @@ typedef struct {
     int64_t rows, length;
     int32_t scales;          /* ONE_SCALE, ... */
     int32_t repeats;         /* rows that share one scale */
-    int32_t low_exponent, high_exponent; /* in value; between them the chart's exponent follows the format's */
+    int32_t low_exponent, high_exponent; /* of values; between them the chart's exponent follows the format's */
     Keys weight_keys, average_keys;
     Hyper hyper;
 } Job;
 
 /* As NumPy lays them out; a platform that differs is not built for. */
-_Static_assert(sizeof(Spec) == 96, "the size of SPEC in _layouts.py");
-_Static_assert(sizeof(Job) == 232, "the size of JOB in _layouts.py");
+_Static_assert(sizeof(Spec) == 96, "the size of SPEC in records.py");
+_Static_assert(sizeof(Job) == 232, "the size of JOB in records.py");
 
 #endif

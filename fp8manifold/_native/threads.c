@@ -1,4 +1,4 @@
-/* Threads for as long as a call lasts: none is kept, so that nothing is lost in a fork. */
+/* Threads for as long as a call lasts: none outlives it, so that nothing is lost in a fork. */
 #include "threads.h"
 
 #define MOST 64

@@ -1,4 +1,4 @@
-/* A function run in some threads, each with its own number; where there are none, one after another. */
+/* A function run in some threads, each with its own number; a thread that can't be started is run by the caller. */
 #ifndef FP8MANIFOLD_THREADS_H
 #define FP8MANIFOLD_THREADS_H
 

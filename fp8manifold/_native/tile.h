@@ -9,7 +9,7 @@
         __VA_ARGS__ \
     }
 
-/* A loop for each value of what is the same for all elements, so that no vector carries the choice. */
+/* A loop for each value of a flag that is the same for all elements, so that no vector carries the choice. */
 #define LOOP_FOR(flag, ...) \
     if (flag) { \
         enum { FLAG = 1 }; \

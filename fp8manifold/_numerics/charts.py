@@ -46,7 +46,7 @@ class UlpChart(Chart):
 
     ``lowest = emin`` is the format's own chart.  A higher ``lowest`` or a finite ``highest`` bounds the stiffness from
     below or above by a power of two and leaves the chart closed-form: it is the chart of a format with other ends.
-    The ends may be int tensors that broadcast against the points, one entry a channel.
+    The ends may be int tensors that broadcast against the points, with one entry per channel.
     """
 
     mantissa_bits: int
@@ -94,7 +94,7 @@ class UlpChart(Chart):
         return power.clamp(max=2.0**highest)
 
     def _codes_below(self, power: Tensor) -> Tensor:
-        """``(e - lowest) 2^M``: the steps below the binade, short of those its own mantissa counts."""
+        """``(e - lowest) 2^M``: the steps up to the binade, minus the ``2^M`` that ``|x| / S`` counts again."""
         fields = float_bits(power.dtype)
         index = (power.view(fields.integer) >> fields.mantissa_bits) - (fields.bias + self.lowest)
         return (index << self.mantissa_bits).to(power.dtype)
@@ -128,7 +128,7 @@ class LogChart(Chart):
 
 
 class TabulatedChart(Chart):
-    """The chart of any positive function, whose value midway between neighbours of the grid holds between them."""
+    """The chart of any positive function: its value midway between two neighbours is the stiffness of the gap."""
 
     def __init__(self, function: Callable[[Tensor, FloatFormat], Any], fmt: FloatFormat) -> None:
         self._function, self._format = function, fmt

@@ -72,7 +72,7 @@ def decode_bits(codes: Tensor, fmt: FloatFormat) -> Tensor:
 
 
 def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
-    """Codes (int32) of ``x`` without NaN, to nearest or by draws of 24 bits; ``extra_bits`` are a finer grid's."""
+    """Codes (int32) of ``x`` without NaN, to nearest or by draws of 24 bits; with ``extra_bits`` on a finer grid."""
     bits = x.view(torch.int32)
     draws = None if draws is None else mirrored(draws, bits >> 31)
     code = encode_magnitude((bits & _MAGNITUDE_MASK).view(torch.float32), fmt, draws, extra_bits)
@@ -92,13 +92,13 @@ def mirrored(draws: Tensor, negative: Tensor) -> Tensor:
 def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
     """:func:`encode_finite` of values that are not negative."""
     m = fmt.mantissa_bits + extra_bits
-    # steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there
+    # steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32
     fixed = m <= _IN_FIXED_POINT and all(-_BIAS < m + RANDOM_BITS - e <= _BIAS for e in (fmt.emin, fmt.emax))
     fixed = fixed and draws is not None
     steps, below = encoding_steps(x, fmt, extra_bits, RANDOM_BITS if fixed else 0)
     if draws is None:
         whole = torch.round(steps).to(torch.int32)
-        if m == 0:  # one value a binade: the even code is that of an even binade, not an even multiple
+        if m == 0:  # one value per binade: the even code is that of an even binade, not an even multiple
             whole = whole - (steps == 1.5).to(torch.int32) * (below & 1)
     elif fixed:  # a fraction exceeds a draw where both carry into the whole steps; less than a part counts as one
         whole = (steps.ceil().to(torch.int32) + (draws ^ ((1 << RANDOM_BITS) - 1))) >> RANDOM_BITS
@@ -143,14 +143,14 @@ def joined_codes(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -
 
 
 def split_codes(signed: Tensor, fmt: FloatFormat, bits: int, old: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest code (of two zeros the ``old`` one's) and the rest, up to ``2^(bits-1)`` parts of a step."""
+    """The nearest code (-0 if it is 0 and the ``old`` one -0) and the rest, up to ``2^(bits-1)`` parts of a step."""
     nearest = (signed + (1 << (bits - 1))) >> bits
     codes = torch.where(nearest == 0, (old == fmt.sign_bit) * fmt.sign_bit, nearest.abs() | (nearest & fmt.sign_bit))
     return codes, signed - (nearest << bits)
 
 
 def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes (int32) as bytes, but codes of NaN stay what they are: the step knows only finite weights."""
+    """Codes (int32) as bytes, where the ``old`` code was NaN the old one: steps are for finite weights."""
     if fmt.nan_codes:
         old = old.to(torch.int32)
         special = old == fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else (old & (fmt.sign_bit - 1)) > fmt.max_code
@@ -179,12 +179,12 @@ def _round_unbounded(y: Tensor, x: Tensor, fmt: FloatFormat, rounding: str, bits
 
 
 def _nearest(y: Tensor, fmt: FloatFormat) -> Tensor:
-    """Adding ``1.5 * 2^(23-M)`` times the own power of two pushes all bits below the kept ones out of the float."""
+    """Add ``1.5 * 2^(23-M)`` times each value's power of two in place, which pushes out the bits below the last one."""
     fields = float_bits(y.dtype)
     power = binade(y, fmt.emin)
     constant = 1.5 * 2.0 ** (fields.mantissa_bits - fmt.mantissa_bits)
     if fmt.mantissa_bits == 0:
-        # One value a binade: the even code is that of an even exponent field, not an even multiple of the ulp.
+        # One value per binade: the even code is that of an even exponent field, not an even multiple of the ulp.
         # An odd multiple of the power of two in the constant turns the tie the other way.
         odd = (power.view(fields.integer) >> fields.mantissa_bits).bitwise_and_(1)
         magic = power.mul_(constant + (1 ^ ((fields.bias - fmt.bias) & 1)))

@@ -1,4 +1,4 @@
-"""The records that C takes: the same fields in the same order as in ``format.h``, ``step.h`` and ``grid.c``."""
+"""The records that C reads: the same fields in the same order as in ``format.h``, ``step.h`` and ``grid.c``."""
 
 from functools import lru_cache
 from struct import Struct
@@ -46,7 +46,7 @@ ARRAY: Final = Struct(f"{FORMAT.itemsize}s3Q2q6i4ii0q")
 
 @lru_cache(maxsize=256)
 def format_record(fmt: FloatFormat) -> NDArray[np.void]:
-    """A format as C knows it, one record; it lives as long as the cache."""
+    """A format as a record of C, which lives as long as the cache."""
     record = np.zeros(1, dtype=FORMAT)
     record[0] = (
         *(fmt.mantissa_bits, fmt.bias, fmt.emin, fmt.emax, fmt.bits, fmt.sign_bit, fmt.max_code),

@@ -1,4 +1,4 @@
-"""Stiffness fields: their mean, the bounds of their ratios to it, and powers of those."""
+"""Stiffness fields: their mean, bounds of their ratios to the mean, and powers of these ratios."""
 
 import math
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ _PART = 26  # bits of a mantissa that are summed at once
 
 
 def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
-    """The mean of a field of all processes, float64, from integer sums: the same bits however it is cut up."""
+    """The mean of a field over all processes, float64, from integer sums: the same bits however it is cut up."""
     fields = float_bits(stiffness.dtype)
     counts, *parts = ranks.total(_summed(stiffness)).tolist()
     terms = [math.ldexp(n, e - fields.bias) for e, n in enumerate(counts) if n and e]
     for i, part in enumerate(parts):
         unit = _PART * i - fields.bias - fields.mantissa_bits
         terms += [math.ldexp(n, max(e, 1) + unit) for e, n in enumerate(part) if n]
-    return math.fsum(terms) / sum(counts) or 2.0**-fields.bias  # where all of it has underflowed
+    return math.fsum(terms) / sum(counts) or 2.0**-fields.bias  # if all of it has underflowed
 
 
 def _summed(stiffness: Tensor) -> Tensor:
-    """The number of values of each exponent, and the sums of their mantissas, of 26 bits at once; taken in pieces."""
+    """The number of values of each exponent, and the sums of their mantissas in parts of 26 bits."""
     fields = float_bits(stiffness.dtype)
     shifts = range(0, fields.mantissa_bits, _PART)
     sums = torch.zeros(1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device)
@@ -45,7 +45,7 @@ def _summed(stiffness: Tensor) -> Tensor:
 
 
 def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
-    """Share of elements, of all processes, whose ratio to the reference is outside ``[damping, clip]``."""
+    """Share of elements, over all processes, whose ratio to the reference is outside ``[damping, clip]``."""
     outside = torch.zeros((), dtype=torch.int64, device=stiffness.device)
     for part in stiffness.flatten().split(block_on(stiffness.device)):
         ratio = part / reference
@@ -61,7 +61,7 @@ def factor(stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Te
     if mode == "power":
         logarithm = _exponent(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
         return exp2_exact(logarithm.clamp(numbers["log_low"], numbers["log_high"]) * numbers["power"])
-    # positive floats order like their bits, and integer bounds cost a third of those that look for NaN
+    # positive floats order like their bits, and integer bounds cost a third of float ones, which check for NaN
     fields = float_bits(stiffness.dtype)
     bits = (stiffness * numbers["inverse_reference"]).view(fields.integer)
     low, high = numbers["low"].view(fields.integer), numbers["high"].view(fields.integer)
@@ -133,14 +133,14 @@ def sqrt_exact(x: Tensor) -> Tensor:
 
 
 def bounds(reference: float, damping: float, clip: float) -> tuple[float, float]:
-    """The powers of two between which the stiffness is kept: the bounds rounded outwards."""
+    """The powers of two between which the stiffness is held: the bounds rounded outwards."""
     low = 2.0 ** math.floor(math.log2(damping * reference)) if damping else 0.0
     high = 2.0 ** math.ceil(math.log2(clip * reference)) if math.isfinite(clip) else math.inf
     return low, high
 
 
 def end_exponents(reference: float, damping: float, clip: float, mantissa_bits: int) -> tuple[int, int]:
-    """The exponents, in value, of the weights between which the chart's stiffness follows the format."""
+    """The exponents of values between which the chart's stiffness follows the format."""
     low, high = map(log2_bounded, bounds(reference, damping, clip))
     return int(low) + mantissa_bits, int(high) + mantissa_bits
 

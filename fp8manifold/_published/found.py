@@ -12,20 +12,20 @@ from fp8manifold.formats import as_format
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""What float weights are read from, as files and as torch name it."""
+"""The dtypes that float weights are read from, as files and as torch name them."""
 _READ: Final = (
     "read are float8 and packed E2M1, with a positive scale for the tensor, each row, 32 of a row or each square of "
     "128 x 128, of float32, bfloat16, float16 or E8M0"
 )
 _METHODS: Final = (None, "fp8", "compressed-tensors", "modelopt", "fbgemm_fp8", "mxfp4", "torchao")
 _SIZES: Final = (None, -1, BLOCK_SIZE, [1, BLOCK_SIZE], [SQUARE_SIZE, SQUARE_SIZE], f"{SQUARE_SIZE}x{SQUARE_SIZE}")
-"""Sizes of groups and blocks in settings; shapes of scales say which weight has which."""
+"""Sizes of groups and blocks that settings may have; which weight has which follows from the shapes of scales."""
 _PACKING: Final = ("_blocks", "_packed", "_qdata")
-"""What names of codes end with where they are called otherwise than the weight."""
-_SCALES: Final = ("_scale_inv", "_scale", "_scales", ".absmax")  #: How names of scales end, after that of the weight.
+"""Ends of names of codes, where these names are not the weight's."""
+_SCALES: Final = ("_scale_inv", "_scale", "_scales", ".absmax")  #: Ends of names of scales, after the weight's name.
 _PLAIN: Final = ("scale", "scales", "qscale_weight", "SCB")  #: Names of scales without that of the weight.
 _SECOND: Final = ("_scale_2", "_global_scale", "_outer_scale_denominator", "_zero_point")
-"""How names end of what codes are computed from beside a scale."""
+"""Ends of names of other tensors that a weight's values depend on."""
 _OF_OTHERS: Final = re.compile(r"(\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?")
 """Scales of activations and caches."""
 
@@ -40,7 +40,7 @@ def quantization_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
 
 
 def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | None = None) -> dict[str, StoredWeight]:
-    """Every weight in codes of a folder, by the names that a model has: dtypes, names and shapes say what each is.
+    """Every weight in codes of a folder, by the name that a model has for it; found by dtypes, names and shapes.
 
     Settings (of :func:`quantization_of`) that change what codes mean are refused.
     """
@@ -59,7 +59,7 @@ def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | No
 
 
 def refuse_codes(name: str, dtype: torch.dtype | str, others: Collection[str] = (), file: str = "") -> None:
-    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
+    """Raise ValueError unless the tensor from which a float weight is read holds floats."""
     if dtype in FLOATS:
         return
     scale = scale_of(name, others)
@@ -76,7 +76,7 @@ def refuse_codes(name: str, dtype: torch.dtype | str, others: Collection[str] = 
 
 
 def may_be_weight(name: str, dtype: torch.dtype | str, others: Collection[str]) -> bool:
-    """True for codes of a weight, by dtype and name among those of the same files; masks and positions are none."""
+    """True for codes of a weight, by dtype and name among the names of the same files; masks and positions are none."""
     entry = name.rpartition(".")[2]
     if dtype in FLOATS or any(word in entry.lower() for word in ("scale", "scb", "absmax")):
         return False
@@ -89,7 +89,7 @@ def _is_short(dtype: torch.dtype | str) -> bool:
 
 
 def scale_of(name: str, others: Collection[str]) -> str | None:
-    """The name of a tensor's scale among those of the same files, or None."""
+    """The name of a tensor's scale among the names of the same files, or None."""
     owner, dot, entry = name.rpartition(".")
     stem = _stem(entry)
     names = [stem + end for end in _SCALES] + list(_PLAIN if stem.endswith("weight") else ())
@@ -97,7 +97,7 @@ def scale_of(name: str, others: Collection[str]) -> str | None:
 
 
 def names_beside(name: str, others: Collection[str]) -> list[str]:
-    """The names of what a weight is computed from beside its codes, scales first."""
+    """The names of the other tensors that a weight's values depend on, scales first."""
     owner, dot, entry = name.rpartition(".")
     stem = owner + dot + _stem(entry)
     return [stem + end for end in (*_SCALES, *_SECOND) if stem + end in others]
@@ -112,7 +112,7 @@ def _refused(name: str, header: Header, why: str) -> ValueError:
 
 
 def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares: bool) -> StoredWeight:
-    """One weight by its header and those beside it; granularities that say the same go by the usual name."""
+    """One weight by its header and those beside it; of granularities that mean the same the usual name is taken."""
     if f"{name}_traits" in headers:
         raise _refused(
             name, header, "codes of this library's own states, which load_state_dict and from_pretrained read"
@@ -124,7 +124,7 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
     at = f"at {scale} of {beside.dtype} and shape {beside.shape}"
     if more := [each for each in names_beside(name, headers) if each != scale]:
         raise _refused(name, header, f"{at}, and at {more[0]}")
-    if name.endswith("_qdata") and beside.dtype in EXPONENTS:  # as its metadata say, which no header of a tensor does
+    if name.endswith("_qdata") and beside.dtype in EXPONENTS:  # only the file's metadata would say, and no header
         raise _refused(name, header, f"{at}, which torchao may have written in the order of a kernel")
     packed = unpacked(header, beside)
     shape, held = packed or (header.shape, header.shape)
@@ -142,7 +142,7 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
 
 
 def _check_others(found: Mapping[str, StoredWeight], headers: Mapping[str, Header]) -> None:
-    """Refuse codes and scales that are no part of a weight, but for what only scales activations."""
+    """Refuse codes and scales that are no part of a weight, unless they only scale activations."""
     read = {name for weight in found.values() for name in (weight.codes, weight.scale)}
     layers = {weight.codes.rpartition(".")[0] for weight in found.values() if weight.name.endswith("weight")}
     for name, header in headers.items():
@@ -158,7 +158,7 @@ def _check_others(found: Mapping[str, StoredWeight], headers: Mapping[str, Heade
 
 
 def _unread(config: Mapping[str, Any]) -> str | None:
-    """An entry of the settings that no shape of a tensor says, and that is not read."""
+    """An entry of the settings that changes what codes mean and is not supported, or None."""
     for where in _with_groups(config):
         for key in ("weight_block_size", "group_size", "block_structure"):
             if where.get(key) not in _SIZES:
@@ -186,7 +186,7 @@ def _with_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _with_extras(found: dict[str, StoredWeight], headers: Mapping[str, Header]) -> dict[str, StoredWeight]:
-    """The weights, each with the scales of its activations; those of a cache go with the first weight of its module."""
+    """The weights with the scales of their activations; those of a cache go to the first weight of its module."""
     first: dict[str, str] = {}
     for weight in found.values():
         parts = weight.name.split(".")

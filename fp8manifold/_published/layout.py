@@ -22,7 +22,7 @@ INDEX: Final = "model.safetensors.index.json"
 
 
 def described(place: Path, tensors: Any) -> dict[str, Any]:
-    """The description of a folder, of whose files ``tensors`` has ``names()``, ``header`` and ``metadata``."""
+    """The description of a folder; ``tensors`` has ``names()``, ``header`` and ``metadata`` of its files."""
     files: dict[str, Any] = {}
     for name in tensors.names():
         header = tensors.header(name)
@@ -45,7 +45,7 @@ class Layout:
     def __init__(self, published: dict[str, Any]) -> None:
         self.published = published
         for name in (*published["files"], *published["documents"], *published["others"]):
-            if Path(name).name != name:  # settings come from anywhere, and say where is written
+            if Path(name).name != name:  # settings may come from anyone, and these are names of files to write
                 raise ValueError(f"the model's settings name {name!r} among its files, which is no name of a file")
         self.headers = {
             name: Header(dtype, tuple(shape), file)
@@ -72,9 +72,9 @@ class Layout:
 
 
 def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """The place in a model of transformers of each tensor, by shapes under the files' names; none for what it lacks.
+    """The place of each tensor of the files in a model of transformers, by its name; none if the model lacks it.
 
-    Transformers renames tensors and puts several into one; what it makes otherwise than of parts is refused.
+    Transformers renames tensors and puts several into one; a parameter that it makes in another way is refused.
     """
     loading = needed("transformers.core_model_loading", "hf", "load_fp8")
     conversions = needed("transformers.conversion_mapping", "hf", "load_fp8").get_model_conversion_mapping(model)

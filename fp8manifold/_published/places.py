@@ -18,10 +18,10 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a parameter that one tensor of a file is."""
+    """The part of a parameter that one tensor of a file holds."""
 
     target: str  #: Name of the parameter.
-    index: Index = ()  #: What of it, a number or a slice for each dimension; empty of the whole.
+    index: Index = ()  #: Its part: a number or a slice for each dimension; empty for the whole.
 
 
 def weight_of(
@@ -62,10 +62,10 @@ def weight_of(
 def _joined(
     target: str, parts: Sequence[tuple[Index, StoredWeight]], found: Sequence[Tensor], shape: Sequence[int]
 ) -> Tensor:
-    """The scales of a parameter by those of its parts; unlike ones of rows of one matrix for each row."""
+    """The scales of a parameter from those of its parts; unlike ones of rows of a matrix become one per row."""
     for by_row in (False, True):
         unlike = False
-        # transformers has another default dtype while it reads
+        # transformers sets another default dtype while it reads
         scales = found[0].new_full(scales_at(*parts[0], shape, by_row)[1], torch.nan, dtype=torch.float32)
         for (index, stored), scale in zip(parts, found, strict=True):
             at = scales_at(index, stored, shape, by_row)[0]
@@ -114,7 +114,7 @@ def scales_at(
 
 
 def _shared(stored: StoredWeight) -> list[int]:
-    """Number of entries of each dimension that share a scale; 0 where all do."""
+    """The number of entries of each dimension that share a scale; 0 for all of them."""
     dims = len(stored.shape)
     if stored.granularity == "channel":
         return [1] + [0] * (dims - 1)
@@ -123,7 +123,7 @@ def _shared(stored: StoredWeight) -> list[int]:
 
 
 def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
-    """The part of a parameter that a file has, in the same memory; rows with one scale there are brought to one."""
+    """The part of a parameter that a file has; rows that share a scale in the file are rescaled to one first."""
     if not place.index:
         return weight
     at, sizes = scales_at(place.index, stored, weight.shape)

@@ -1,4 +1,4 @@
-"""One stored weight: dtypes and shapes of its codes and scales, and both for FP8Tensor and back for files."""
+"""One stored weight: dtypes and shapes of its codes and scales, and their conversion to FP8Tensor and back."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ FORMATS: Final = {
     "F8_E4M3FNUZ": as_format("E4M3FNUZ"),
     "F8_E5M2FNUZ": as_format("E5M2FNUZ"),
 }
-"""Formats of codes of a byte each, by the dtypes of safetensors."""
+"""Formats with one code per byte, by the dtypes of safetensors."""
 PACKED: Final = ("F4", "U8", "I8")
-"""Dtypes of codes of E2M1, two a byte; of ``F4`` a header counts codes, and torch bytes."""
+"""Dtypes of codes of E2M1, two per byte; of ``F4`` a header counts the codes, torch the bytes."""
 EXPONENTS: Final = ("F8_E8M0", "U8")  #: Dtypes in which scales are exponents, E8M0.
 SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)  #: Dtypes that scales are read from.
 _A_BYTE: Final = 2
@@ -43,15 +43,15 @@ _TINY: Final = torch.finfo(torch.float32).tiny
 _NOTHING: Final = {True: 2.0, False: 1 + 2.0**-7}
 """The scale of codes whose scale in the file is 0, by whether it is an exponent there.
 
-Quantisers write 0 where all weights are 0, or by 0 / 0 NaN: no value depends on it.  Others write there 1 or a small
-number, but not this, which a file may not have there.  It is about what our own scales of zeros are, and a number of
-bfloat16 and float16, as is what a step makes of it by powers of two.
+Quantisers write the scale 0 where all weights are 0 (or 0 / 0 is NaN): no value depends on it.  Others write 1 or a
+small number there, but not this one, which is refused in a file.  It is near our own scale of zeros, and a number of
+bfloat16 and float16, also after a step has multiplied it by powers of two.
 """
 
 
 @dataclass(frozen=True)
 class Header:
-    """One tensor of a file: what its header says, with dtypes as safetensors names them."""
+    """The header of one tensor of a file, with the dtype as safetensors names it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,10 +60,10 @@ class Header:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight that files hold as codes and scales, by names in the files; ``name`` is that in a model.
+    """One weight that files hold as codes and scales, by their names in the files; ``name`` is the weight's in a model.
 
     ``shape`` is that of the codes, unpacked; a model may have its weight transposed, as transformers has experts whose
-    codes are called ``_blocks``.  ``extras`` are tensors beside it that are no part of it, such as ``input_scale``.
+    codes are called ``_blocks``.  ``extras`` are tensors beside the weight, such as ``input_scale``.
     """
 
     name: str
@@ -81,7 +81,7 @@ class StoredWeight:
 
     @property
     def own_scale_shape(self) -> tuple[int, ...]:
-        """The shape in which :class:`fp8manifold.FP8Tensor` has the scales."""
+        """The shape that the scales have in :class:`fp8manifold.FP8Tensor`."""
         return next(shape for granularity, shape in scale_shapes(self.shape) if granularity == self.granularity)
 
     @property
@@ -91,9 +91,9 @@ class StoredWeight:
 
 
 def scale_shapes(shape: tuple[int, ...]) -> Iterator[tuple[StoredGranularity, tuple[int, ...]]]:
-    """Shapes that scales of a weight may have, of each granularity our own first.
+    """Shapes that scales of a weight may have, for each granularity ours first.
 
-    Where two granularities have the same shape, they say the same of every weight.
+    Where two granularities have the same shape, the same weights share a scale.
     """
     yield "tensor", ()
     yield "tensor", (1,)
@@ -122,14 +122,14 @@ def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of a dtype of codes or of scales; any other as torch has it."""
+    """Safetensors' name of a dtype of codes or scales; torch's name of any other."""
     return next((name for name, known in _DTYPES.items() if known is dtype), str(dtype))
 
 
 def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """Codes, uint8, and scales as :meth:`FP8Tensor.from_codes` takes them; ``read`` gives a tensor by its name.
 
-    A scale below 2^-126 or not finite is refused, but for 0 (in E8M0 the byte 0) where all codes are 0 or NaN.
+    A scale below 2^-126 or not finite is refused, except 0 (in E8M0 the byte 0) where all codes are 0 or NaN.
     """
     codes = read(stored.codes).view(torch.uint8)
     if stored.code_dtype not in FORMATS:
@@ -163,7 +163,7 @@ def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Ten
 
 
 def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
-    """The two tensors of the files by their names: of a weight that no step has changed, the same bytes."""
+    """The two tensors of the files by their names: the same bytes for a weight that no step has changed."""
     if (weight.format, tuple(weight.shape), weight.block_size, tuple(weight.scale.shape)) != (
         stored.format, stored.shape, stored.block_size, stored.own_scale_shape,
     ):  # fmt: skip

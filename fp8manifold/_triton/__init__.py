@@ -1,4 +1,4 @@
-"""The step and the codec as Triton kernels, for GPUs of NVIDIA: the bits of native code, one launch for many tensors.
+"""The step and the codec as Triton kernels for NVIDIA GPUs: the bits of native code, one launch for many tensors.
 
 Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton, and are imported when there is something to launch:
 an installed Triton without a driver fails late.
@@ -24,7 +24,7 @@ def is_installed() -> bool:
 
 
 def is_available() -> bool:
-    """True if kernels run on this machine's GPU: CUDA's, for no other compiler's code was looked at."""
+    """True if kernels run on this machine's GPU: only CUDA, as no other compiler's code has been checked."""
     return torch.version.cuda is not None and is_installed() and not is_interpreted() and _keeps_subnormals()
 
 

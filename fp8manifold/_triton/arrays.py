@@ -13,7 +13,7 @@ LARGEST_INT8: tl.constexpr = tl.constexpr(0x42FE0000)  # float32 bits of 127
 
 @triton.jit
 def _scaled_places(scale, rows, length, in_row, R: tl.constexpr, W: tl.constexpr):
-    """Positions in a matrix whose rows share a scale each, which of them there are, and the scales."""
+    """Positions in a matrix with a scale for each row, a mask of those that exist, and the scales."""
     program = tl.program_id(0).to(tl.int64)
     row = (program // in_row) * R + tl.arange(0, R)
     column = (program % in_row) * W + tl.arange(0, W)[None, :]
@@ -34,7 +34,7 @@ def _units(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Places and scales, what is there over its scale, of float32 or bfloat16 (uint16 bits), and its draw."""
+    """Positions, mask, scales, the values (float32 or bfloat16 as uint16 bits) over their scales, and the draws."""
     at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
     value = tl.load(x + at, mask=inside, other=0)
     if x.dtype.element_ty == tl.uint16:
@@ -112,7 +112,7 @@ def encode_kernel(
 
 @triton.jit
 def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
-    """Put 1 into ``refused``, and into the parameter's own word, where a gradient's square is not finite in float32."""
+    """Set the first word of ``refused``, and the parameter's, if a gradient's square is not finite in float32."""
     chunk = chunks + 2 * tl.program_id(0)
     index = tl.load(chunk)
     words = table + index.to(tl.int64) * WORDS
@@ -141,7 +141,7 @@ def _scales_of(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _code(x, reciprocal, LARGEST: tl.constexpr, F: tl.constexpr):
-    """The int8 or the E4M3 code of ``x`` over its scale, rounded once; 0 where the reciprocal is, whatever ``x`` is.
+    """The int8 or the E4M3 code of ``x`` over its scale, rounded once; 0 where the reciprocal is 0.
 
     Without F by the instruction of compute capability 8.9 and later: Triton's own conversion passes through a float16
     that is cut off on 8.9, and its interpreter rounds wrongly.
@@ -206,7 +206,7 @@ def rows_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x * fold`` at a scale for each row, read twice if LONG; FOLDS: 2 of one a column, 1 of one, 0."""
+    """Codes of ``x * fold`` at a scale for each row, read twice if LONG; ``fold``: 2 one per column, 1 one, 0 none."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     if LONG:
@@ -229,7 +229,7 @@ def rows_kernel(
 
 @triton.jit
 def _tile(x, fold, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Values of ``fold * x``, a factor for each row where FOLDS is 2, and where they are."""
+    """Values of ``fold * x`` (FOLDS: 2 a factor for each row, 1 one in all, 0 none), and their rows and columns."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
     value = _values(x, row, column, stride, (row < height)[:, None] & (column < width)[None, :])
@@ -248,7 +248,7 @@ def _store_transposed(out, code, row, column, height, width):
 
 @triton.jit
 def amax_kernel(x, fold, amax, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """The largest magnitude of each column of ``fold * x`` (float32 bits), over zeros: no order changes it."""
+    """The largest magnitude of each column of ``fold * x`` (float32 bits), into zeros; the same in any order."""
     value, _, column = _tile(x, fold, height, width, stride, FOLDS, R, C)
     tl.atomic_max(amax + column, _largest(value, 0), mask=column < width, sem="relaxed")
 

@@ -1,4 +1,4 @@
-"""Codes to values and back, rounding and random words, as ``format.h`` and ``draws.h`` of native code have them."""
+"""Codes to values and back, rounding and random words, as in ``format.h`` and ``draws.h`` of native code."""
 
 import triton
 import triton.language as tl
@@ -58,7 +58,7 @@ def _unbiased(x, BIAS: tl.constexpr):
 
 @triton.jit
 def magnitude_value(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The value of a code without sign: its fields go where float32 has its own, and a power corrects the bias."""
+    """The value of a code without sign: its fields are moved to those of float32, and a power corrects the bias."""
     return _unbiased(float_of(magnitude << (23 - F.M - EXTRA)), F.BIAS)
 
 
@@ -94,7 +94,7 @@ def any_value(code, F: tl.constexpr):
 
 @triton.jit
 def is_special(code, F: tl.constexpr):
-    """True if a weight's code is none of a number: those stay what they are."""
+    """True if a code is not a finite number's: steps leave such codes as they are."""
     if F.MANY_NANS:
         special = (code & (F.SIGN - 1)) > F.MAX_CODE
     else:
@@ -128,7 +128,7 @@ def encode_magnitude(bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTI
     steps, below = encoding_steps(bits, F, EXTRA, 24 if STOCHASTIC and FIXED else 0)
     if not STOCHASTIC:
         whole = round_even(steps)
-        if F.M + EXTRA == 0:  # one value a binade: the even code is that of an even field, and below counts from EMIN
+        if F.M + EXTRA == 0:  # one value per binade: even is the code of an even field, and below counts from EMIN
             whole = whole - ((steps == 1.5).to(tl.int32) & below & 1)
     elif FIXED:
         whole = (tl.ceil(steps).to(tl.int32) + (0xFFFFFF - draw)) >> 24
@@ -248,7 +248,7 @@ def _float16_magnitude(magnitude, draw):
 
 @triton.jit
 def random_half(x, draw, FLOAT16: tl.constexpr):
-    """float32 that a half holds: one of the two neighbours, away from zero with the odds of what is cut off."""
+    """The float32 of a 16-bit neighbour: the one away from zero with the odds of what is cut off."""
     bits = bits_of(x)
     magnitude = bits & 0x7FFFFFFF
     if FLOAT16:
@@ -341,7 +341,7 @@ def log2_of_mantissa(x):
 
 @triton.jit
 def field_factor(stiffness, scale, reference, MODE: tl.constexpr, EXPONENTS: tl.constexpr):
-    """(S / S_ref)^k of a spacing in value, which has the scale's mantissa: EXPONENTS, none.
+    """(S / S_ref)^k of a spacing in value, whose mantissa is the scale's: with EXPONENTS 1.
 
     ``reference`` points to 1 / S_ref, log2 S_ref, the bounds of the ratio, those of its logarithm, and k.
     """

@@ -1,6 +1,6 @@
 """Facts that kernels are compiled for: a format, a step, and how a program walks over a parameter.
 
-A kernel is compiled for each such value; nothing here needs Triton.
+A kernel is compiled for each combination of them; nothing here needs Triton.
 """
 
 import math
@@ -20,7 +20,7 @@ weight is at the end of its range, how many scales have been doubled, whether it
 finite, and whether some weights in a row are 0 throughout."""
 WIDENED: Final = np.dtype(
     [
-        # codes, residual, scales as they are kept, gradient, first average, what is said of the parameter
+        # codes, residual, scales as they are stored, gradient, first average, the parameter's words in the report
         ("pointers", np.uint64, 6),
         ("rows", np.int64),
         ("length", np.int64),
@@ -63,21 +63,21 @@ class Format:
     __hash__ = _kept_hash
 
     def fixed(self, extra: int = 0) -> bool:
-        """True if steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there."""
+        """True if steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32."""
         m = self.M + extra
         return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
 
 
 @lru_cache(maxsize=256)
 def format_of(fmt: FloatFormat) -> Format:
-    """A format as kernels know it: what native code reads of it."""
+    """The facts of a format for kernels: those of native code's record."""
     facts: tuple[Any, ...] = (*format_record(fmt)[0].item(), fmt.nan_code or 0)
     return Format(*facts)
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A step, while its kernel is compiled: the spec, its format, and the dtypes in memory."""
+    """The facts of a step that its kernel is compiled for: the spec, its format, and the dtypes in memory."""
 
     direction: str
     storage: str
@@ -89,11 +89,11 @@ class KernelSpec:
     decays: bool
     nesterov: bool
     maximize: bool
-    first: bool  #: True if there is a first average; a second; the largest of the second.
+    first: bool  #: True if there is a first average; ``second`` a second one, ``amsgrad`` the largest of the second.
     second: bool
     amsgrad: bool
-    exact: bool  #: True if dividing by the scale is.
-    draws: bool  #: True if the write-back draws, or what is stored in half as many bits is rounded at random.
+    exact: bool  #: True if division by the scale is exact.
+    draws: bool  #: True if the write-back draws, or 16-bit weights are rounded at random.
     extra: int  #: Bits of the residual.
     fixed: bool  #: True if draws are compared in fixed point.
     weight: str
@@ -101,7 +101,7 @@ class KernelSpec:
     format: Format
     average: Format
     fitted: bool  #: True if the first average's grid is fitted to each block's largest value.
-    exponents: bool = False  #: True if scales are kept as exponents, a byte each.
+    exponents: bool = False  #: True if scales are stored as exponents, one byte each.
 
     __hash__ = _kept_hash
 
@@ -112,21 +112,21 @@ class KernelSpec:
 
     @property
     def blocks(self) -> bool:
-        """True if averages are kept in blocks of 8 bits."""
+        """True if averages are stored in 8 bits, in blocks."""
         return self.moments == "8bit" and (self.first or self.second)
 
 
 @dataclass(frozen=True)
 class Widening:
-    """The doubling of scales: the format, the residual's bits, how draws are compared and how scales are kept."""
+    """The facts of a doubling of scales: the format, the residual's bits, how draws are compared and scales stored."""
 
     format: Format
     extra: int
     fixed: bool
     widest: float  #: The largest scale.
-    exponents: bool  #: True if scales are kept as exponents, a byte each.
+    exponents: bool  #: True if scales are stored as exponents, one byte each.
     gradient: str
-    moments: str  #: Dtypes of the gradient, and of a first average; no name where there is none.
+    moments: str  #: How a first average is stored, as in :class:`KernelSpec`; empty without one.
 
     __hash__ = _kept_hash
 
@@ -150,16 +150,16 @@ class Tile:
     rows: int
     width: int
     length: int
-    """The length of a row; 0 for that of the record, of which there is one row, or which is taken in turns."""
-    scales: str  #: ``one`` in all, one a ``row``, one for each ``run`` of elements, or one an ``element``.
+    """The length of a row; 0 for that of the record, with a single row, or with rows that are taken piece by piece."""
+    scales: str  #: ``one`` in all, one per ``row``, one per ``run`` of elements, or one per ``element``.
     aligned: bool  #: True if all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements.
-    long: bool = False  #: True if a program takes a row in turns, after a pass that finds its largest gradient.
+    long: bool = False  #: True if a program takes a row piece by piece, after a pass that finds its largest gradient.
 
     __hash__ = _kept_hash
 
 
 class Constants:
-    """A dataclass of this file whose values are ``constexpr``: to Triton below 3.8 attributes are a GPU's values."""
+    """A dataclass of this file with ``constexpr`` values: Triton below 3.8 takes attributes for values on the GPU."""
 
     def __init__(self, known: Any) -> None:
         self._known = known
@@ -178,7 +178,7 @@ class Constants:
         return hash(self._known)
 
     def __repr__(self) -> str:
-        """The values: Triton keeps compiled code on disk by it."""
+        """The values: the key by which Triton finds compiled code on disk."""
         return repr(self._known)
 
 

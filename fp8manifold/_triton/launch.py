@@ -1,4 +1,4 @@
-"""Launching steps: one launch for all parameters of a kind, from a table that is uploaded without waiting."""
+"""Launching steps: one launch for all parameters of a kind, from a table that is uploaded without a wait."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,7 @@ from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
 Kind = tuple[KernelSpec, Tile]  #: The facts that a step's kernel is compiled for.
-_CHECKED: Final = 2048  #: Elements that a program looks at for the verdict on finiteness.
+_CHECKED: Final = 2048  #: Elements that a program reads for the verdict on finiteness.
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -21,7 +21,7 @@ class KernelsUnavailableError(RuntimeError):
 
 
 def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
-    """A copy on the device, which is there before what is launched next; torch reuses its pinned memory after that."""
+    """A copy on the device, made before the next launch runs; torch reuses its pinned memory after that."""
     source = torch.from_numpy(table)
     if device.type == "cpu":
         return source
@@ -30,7 +30,7 @@ def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """The parameter and the start of every program, int32: (programs, 2)."""
+    """The parameter's index and the start of every program, int32: (programs, 2)."""
     parts, by_rows = [], tile.length or tile.long
     for index, rows, length in sizes:
         starts = np.arange(0, rows, tile.rows) if by_rows else np.arange(-(-length // tile.width))
@@ -41,7 +41,7 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
 Call = tuple[Any, Tensor, tuple[Any, ...]]  #: A kernel, its table of chunks, and what it is compiled for.
 Launches = list[tuple[NDArray[np.void], list[Call]]]  #: Records, and the calls that take them, in their order.
 Widenings = tuple[NDArray[np.void], Sequence[Widening]]
-"""Records of parameters whose scales may double, and what that is."""
+"""Records of parameters whose scales may double, and the facts of each doubling."""
 
 
 def launches_of(
@@ -52,13 +52,13 @@ def launches_of(
     check: bool = False,
     widenings: Widenings | None = None,
 ) -> Launches:
-    """The launches of some records, one a kind, after a verdict on gradients (``check``), before scales that double."""
+    """The launches of steps, one per kind, after a verdict on gradients (``check``), before the doubling of scales."""
     launches = [(records, _steps(records, kinds, device, check=check))]
     return launches if widenings is None else [*launches, (widenings[0], _doublings(*widenings, device))]
 
 
 def launch(launches: Launches, said: Tensor) -> None:
-    """Take the steps, unless the first of ``said`` is not 0; all kernels are compiled before the first is launched."""
+    """Take the steps, unless the first word of ``said`` is set; all kernels are compiled before the first launch."""
     with _on(said.device):
         tables = [_uploaded(records.view(np.int32), said.device) for records, _ in launches]
         for table, (_, calls) in zip(tables, launches, strict=True):
@@ -94,11 +94,11 @@ class Tables:
 
 
 def _kernels() -> tuple[Any, Any, Any]:
-    """The step's, the verdict's, and that of scales that double."""
+    """The kernels of the step, of the verdict, and of scales that double."""
     try:
         from fp8manifold._triton.arrays import finite_kernel
         from fp8manifold._triton.step import step_kernel, widen_kernel
-    except Exception as error:  # whatever another release of Triton lacks
+    except Exception as error:  # of any kind, as another release of Triton may lack anything
         raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
     return step_kernel, finite_kernel, widen_kernel
 
@@ -112,7 +112,7 @@ def _sizes(records: NDArray[np.void]) -> Sizes:
 
 
 def _steps(records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool) -> list[Call]:
-    """A launch a kind, after those of the verdict."""
+    """One launch per kind, after those of the verdict."""
     sizes = _sizes(records)
     return [*(_checks(kinds, sizes, device) if check else []), *_calls(_kernels()[0], kinds, sizes, device)]
 
@@ -129,7 +129,7 @@ def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], device:
 
 @lru_cache(maxsize=256)
 def _rows_of(widening: Widening) -> Tile:
-    """Some whole rows a program, in turns."""
+    """A tile for programs that take some whole rows, piece by piece."""
     width = 32 if widening.exponents else 128
     return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
 
@@ -164,6 +164,6 @@ def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:
             kernel.warmup(table, chunks, said, *known_ones, grid=(len(chunks),), **options())
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a compiler's absence or failure raises
+        except Exception as error:  # of any kind, when a compiler is missing or fails
             raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
         _compiled.add(known)

@@ -1,4 +1,4 @@
-"""The stages of a step over a tile: what ``fp8manifold/_native/elements.h`` and ``stages.c`` say of single elements.
+"""The stages of a step over a tile, as in ``fp8manifold/_native/elements.h`` and ``stages.c``.
 
 ``words`` points to a parameter's record, the one that native code reads; ``S`` and ``T`` are ``KernelSpec`` and
 ``Tile`` of ``kinds.py``.
@@ -74,7 +74,7 @@ def place_of(row, in_rows, start, length, T: tl.constexpr):
 
 @triton.jit
 def load_scales(words, SLOT: tl.constexpr, at, inside, S: tl.constexpr):
-    """Scales, of which blocks keep the exponents alone."""
+    """Scales, stored as exponents or as float32."""
     if S.exponents:
         exponents = tl.load(pointer(words, SLOT, tl.uint8, False) + at, mask=inside, other=127)
         scale = floats.float_of(exponents.to(tl.int32) << 23)
@@ -145,7 +145,7 @@ def decoded(code, rest, S: tl.constexpr):
 
 @triton.jit
 def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
-    """The stored weights, their values in units of the scale, and their spacing in the same."""
+    """The stored weights, and their values and spacing in units of the scale."""
     rest = 0
     if S.extra:
         rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
@@ -190,7 +190,7 @@ def _scale_of_bound(bound, ROOT: tl.constexpr):
 
 @triton.jit
 def _fitted_scale(largest, F: tl.constexpr):
-    """The smallest power of two that takes float32 bits of the largest magnitude within the format."""
+    """The smallest power of two that takes a magnitude, given as float32 bits, within the format."""
     CARRY: tl.constexpr = 0x7FFFFF - F.TOP % 0x800000
     return floats.float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
 
@@ -204,14 +204,14 @@ def fitted_scales(words, row, in_rows, S: tl.constexpr):
 
 @triton.jit
 def refit(words, largest, row, in_rows, S: tl.constexpr):
-    """Keep the float32 bits of the largest magnitudes after the step, and give 1 over their scales."""
+    """Store the largest magnitudes after the step (float32 bits), and return 1 over their scales."""
     tl.store(pointer(words, 8, tl.float32, False) + row, floats.float_of(largest), mask=in_rows)
     return floats.reciprocal(_fitted_scale(largest, S.average))[:, None]
 
 
 @triton.jit
 def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
-    """Advance the bounds of the rows' averages: the scales of these before the step, and 1 over those after it."""
+    """Advance the bounds of the rows' averages; the averages' scales before the step, and 1 over those after it."""
     one = floats.float_of(largest) * 0.0 + 1.0
     first, first_inverse, second, second_inverse = one, one, one, one
     if S.first:
@@ -248,7 +248,7 @@ def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, 
 
 @triton.jit
 def _root_code(root, inverse, draw, S: tl.constexpr):
-    """A root that 1 over it is right in the mean of, over steps; one that is not zero stays so: it is divided by."""
+    """The code of a root, for which the mean of 1 over it is right; a root that is not 0 does not become 0."""
     steps, below = floats.encoding_steps(floats.bits_of(root * inverse), S.average, 0, 0)
     whole = steps.to(tl.int32)
     unit, part = (4 * whole + 2).to(tl.float32), steps - whole.to(tl.float32)
@@ -277,7 +277,7 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
 
 @triton.jit
 def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
-    """The direction, both averages after the step, the second's root, and what the first is divided by."""
+    """The direction, both averages after the step, the second's root, and the denominator of the first."""
     root, denominator = g, g
     if S.direction == "adam":
         m = m * hyper(words, 0) + g * hyper(words, 1)
@@ -353,7 +353,7 @@ def _moved_on_chart(x, steps, lowest, highest, S: tl.constexpr):
 
 @triton.jit
 def with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S: tl.constexpr):
-    """The first average, less what the rounding took from the weights."""
+    """The first average minus its share of the rounding error of the weights."""
     if S.geometry == "linear":
         error = tl.math.div_rn(target - after, inverse)
         if S.stiffness != "none":

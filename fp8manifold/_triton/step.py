@@ -1,6 +1,6 @@
-"""One step of many parameters, and scales that double after it, where a weight is at the end of its range.
+"""One step of many parameters, and the doubling of scales after it, where a weight is at the end of its range.
 
-A program finds its parameter and rows in ``chunks``, and all else in a table: of steps the records of native code.
+A program finds its parameter and rows in ``chunks``, and all else in a table of records, for steps native code's.
 """
 
 import triton
@@ -29,7 +29,7 @@ def _store_float(words, at, inside, value, word, S: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexpr):
-    """The nearest code of a finer one; what is left is kept beside it."""
+    """The nearest code of a finer one; the rest is stored as its residual."""
     code, rest = floats.split_code(
         floats.encode_signed(target, draw, S.format, S.extra, S.fixed), old, S.format, S.extra
     )
@@ -39,7 +39,7 @@ def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
-    """Round once and store; the stored value in units of the scale is for momentum alone."""
+    """Round once and store; return the stored value in units of the scale, which only ``momentum`` needs."""
     after, draw = target, 0
     STOCHASTIC: tl.constexpr = S.writeback != "nearest"
     if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
@@ -79,7 +79,7 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
 
 @triton.jit
 def _place(words, row, start, T: tl.constexpr):
-    """Positions of a tile's elements, which of them there are, and which of its rows."""
+    """Positions of a tile's elements, a mask of those that exist, and one of its rows that exist."""
     in_rows = row < tl.load((words + stages.ROWS).to(tl.pointer_type(tl.int64)))
     length = T.length
     if T.length == 0:
@@ -105,7 +105,7 @@ def _largest(words, row, start, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr):
-    """float32 bits of the largest magnitude of each row's average after the step; weights are of no matter to it."""
+    """float32 bits of the largest magnitude of each row's average after the step, which does not depend on weights."""
     at, inside, _ = _place(words, row, start, T)
     g = stages.load_gradient(words, at, inside, 0, 0, 0, 0, S, T)
     m = stages.load_average(words, 5, at, inside, scales, S, T)
@@ -115,7 +115,7 @@ def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr
 
 @triton.jit
 def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
-    """Step a tile; ``blocks`` are the scales of its rows' averages, or None where the tile has all of its rows."""
+    """Step a tile; ``blocks`` are the scales of its rows' averages, unused if the tile has whole rows."""
     at, inside, in_rows = _place(words, row, start, T)
     scale = stages.scale_at(words, row, at, inside, in_rows, S, T)
     lowest, highest = stages.ends_at(words, scale, S)
@@ -153,7 +153,7 @@ def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Take the steps of a table's records, unless ``refused`` begins with anything but 0."""
+    """Take the steps of a table's records, unless the first word of ``refused`` is set."""
     if tl.load(refused) == 0:
         chunk = chunks + 2 * tl.program_id(0)
         words = table + tl.load(chunk).to(tl.int64) * stages.WORDS

@@ -1,4 +1,4 @@
-"""Whole arrays on a GPU, a launch each: decoded, rounded, encoded, and operands of products in 8 bits."""
+"""Whole arrays on a GPU, one launch each: decoded, rounded, encoded, and operands of products in 8 bits."""
 
 from functools import cache, lru_cache
 from typing import Any, Final
@@ -64,7 +64,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _words(keys: tuple[int, ...] | None, device: torch.device) -> Tensor:
-    """Keys on the device, uint32: an argument that happens to be 1 would be a constant, and compiled for again."""
+    """Keys on the device, uint32: an argument that happens to be 1 would be compiled for as a constant."""
     words = torch.from_numpy(np.array(keys or (0, 0, 0, 0), dtype=np.int32))
     if device.type == "cuda":
         words = words.pin_memory().to(device, non_blocking=True)
@@ -122,7 +122,7 @@ def _folds(fold: Tensor | None, instead: Tensor) -> tuple[Tensor, int]:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """A matrix whose rows are contiguous, at any distance from each other; of bfloat16 its bits."""
+    """A matrix whose rows are contiguous, at any distance from each other; bfloat16 as its bits."""
     x = x if x.stride(1) == 1 else x.contiguous()
     return x.view(torch.uint16) if x.dtype is torch.bfloat16 else x
 
@@ -142,7 +142,7 @@ def _program(width: int) -> tuple[int, int, int]:
 
 @cache
 def _format(device: torch.device) -> Any:
-    """None where the card converts to E4M3 itself; elsewhere, and in the interpreter, what its bits are made from."""
+    """None where the GPU converts to E4M3 itself; elsewhere, and in the interpreter, the facts to compute its bits."""
     if device.type == "cuda" and not is_interpreted() and torch.cuda.get_device_capability(device) >= (8, 9):
         return None
     return as_constants(format_of(as_format("E4M3")))

@@ -1,4 +1,4 @@
-"""Layers and parameters that take the place of others: hooks, attributes and what is registered go along."""
+"""Layers and parameters that take the place of others, with their hooks, attributes and registered entries."""
 
 import functools
 import inspect
@@ -29,7 +29,7 @@ _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Turned:
-    """A module that has parameters transposed, as files have them, but while it computes; put before its own class."""
+    """A base put before a module's own class: it holds parameters transposed, as files do, except while it computes."""
 
     turned: tuple[str, ...]
     _parameters: dict[str, Any]
@@ -47,7 +47,7 @@ class Turned:
 
 
 def turn(model: nn.Module, names: Sequence[str]) -> None:
-    """Let modules have parameters transposed that have no values yet."""
+    """Make modules hold parameters transposed, which have no values yet."""
     for name in names:
         owner, _, entry = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -59,13 +59,13 @@ def turn(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def turned_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that a model has transposed."""
+    """Names of the parameters that a model holds transposed."""
     found = [(name, module.turned) for name, module in model.named_modules() if isinstance(module, Turned)]
     return [f"{name}.{entry}".lstrip(".") for name, turned in found for entry in turned]
 
 
 def turn_back(model: nn.Module) -> None:
-    """Give modules their parameters, which are floats by now, as their own class has them."""
+    """Transpose parameters, which are floats by now, back for the modules' own classes."""
     for module in model.modules():
         if isinstance(module, Turned):
             for entry in module.turned:
@@ -94,7 +94,7 @@ def in_place_parameters(model: nn.Module) -> dict[str, FP8Parameter]:
 
 
 def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> None:
-    """Put a parameter in the place of another, under all its names, with what hangs on that one."""
+    """Put a parameter in the place of another, under all its names, with its hooks, attributes and gradient."""
     _carry_weight(model.get_parameter(names[0]), parameter, False)
     for name in names:
         owner, _, entry = name.rpartition(".")
@@ -121,7 +121,7 @@ def _carry_weight(before: Tensor, after: Tensor, transposed: bool) -> None:
 
 
 def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
-    """Put layers in the place of others, with all that hangs on these, unless one of them can't be."""
+    """Put layers in the place of others, with their hooks, attributes and gradients; none if one of them can't be."""
     check_layers(model, layers)
     old = {name: model.get_submodule(name) for name in layers}
     done: set[nn.Module] = set()
@@ -140,7 +140,7 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
 
 
 def _refusing_codes(save: Any) -> Any:
-    """``save_pretrained``, but for models whose codes it would write without a word of them into ``config.json``."""
+    """A ``save_pretrained`` that refuses models whose codes it would not mention in ``config.json``."""
 
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
@@ -180,7 +180,7 @@ def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
 
 
 def _carry_over(old: Any, new: Any) -> None:
-    """Give the new layer what hangs on the old one: the dictionaries of hooks themselves, so that handles work."""
+    """Give the new layer all that was added to the old one: the same dictionaries of hooks, so that handles work."""
     vars(new).update({kind: vars(old)[kind] for kind in _HOOKS if kind in vars(old)})
     vars(new)["_is_full_backward_hook"] = vars(old).get("_is_full_backward_hook")
     hooks = new._forward_pre_hooks
@@ -217,5 +217,5 @@ def _registered(layer: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_transposed(old: nn.Module, new: nn.Module) -> bool:
-    """True where one of the weights is the other transposed."""
+    """True if one of the weights is the other transposed."""
     return is_conv1d(old) or is_conv1d(new)

@@ -23,7 +23,7 @@ _HALF: Final = 16
 class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
     """A ``geoopt.ManifoldParameter`` whose values stay points of its grid: what is assigned is rounded to the nearest.
 
-    Its scale becomes another where the values would saturate at it, or be lost, as that of codes does.
+    Where the values would saturate at its scale, or be lost, it gets a new one, as codes do.
     """
 
     @property
@@ -40,7 +40,7 @@ class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt i
 
 @torch.no_grad()
 def _on_grid(weight: Tensor, manifold: FP8Manifold, values: Tensor) -> Tensor:
-    """The nearest points; values that are points, or another dtype's or device's, as of a weight that moves, stay."""
+    """The nearest points; values that are points already, or of another dtype or device (the weight moves), stay."""
     moved = (values.dtype, values.device, values.shape) != (weight.dtype, weight.device, weight.shape)
     scale = manifold.scale
     if moved or not (has_values(values) and has_values(scale)) or scale.device != values.device:
@@ -70,7 +70,7 @@ def grid_weight(
     seed: int,
     draws: Draws,
 ) -> tuple[GridParameter, FP8Manifold]:
-    """The nearest points of a grid at a scale of its own, and their manifold."""
+    """A weight's nearest points of a grid at a fresh scale, and their manifold."""
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
             "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
@@ -90,7 +90,7 @@ def check_dtype_holds(manifold: FP8Manifold, dtype: torch.dtype) -> None:
 
 
 def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """A line on what a dtype lacks of the grid, or None."""
+    """In words, which points of the grid a dtype lacks, or None."""
     if not has_values(scale) or dtype == scale.dtype:
         return None
     number = torch.finfo(dtype)
@@ -111,10 +111,10 @@ _LOST: Final = {
 
 
 def check_kept(layer: Any) -> None:
-    """Raise RuntimeError where somebody has put another parameter in the place of the weight, without its storage.
+    """Raise RuntimeError if other code has put a parameter without the layer's storage in the place of the weight.
 
-    A tensor that stands there for one call is a functional call's, and what pruning and parametrisations compute is
-    computed from a parameter that is still what it was.  Parameters in codes are on a manifold, too.
+    A plain tensor in its place belongs to a functional call, and pruning and parametrisations compute theirs from a
+    parameter that still has the storage.  Parameters in codes are on a manifold, too.
     """
     weight = layer._parameters.get("weight")
     if isinstance(weight, geoopt.ManifoldParameter):
@@ -133,7 +133,7 @@ def check_kept(layer: Any) -> None:
 
 
 def warn_off_grid(layer: Any) -> None:
-    """Warn where values that are saved are no points of the grid: an operator wrote past ``data`` and the manifold."""
+    """Warn if values to be saved are off the grid: an operator wrote in place, not through ``data``."""
     weight, manifold = layer._parameters.get("weight"), layer.manifold
     if weight is None or not isinstance(manifold, FP8Manifold):  # computed from another parameter, or on no grid
         return
@@ -150,14 +150,14 @@ def warn_off_grid(layer: Any) -> None:
 
 
 def keep_on_manifold(layer: Any) -> None:
-    """Give a weight that torch has replaced its manifold back; it stays the object that it is."""
+    """Give a weight that torch has replaced its manifold back; the object stays the same."""
     if layer.manifold is not None and not isinstance(layer.weight, geoopt.ManifoldParameter):
         layer.weight.__class__ = GridParameter
         layer.weight.manifold = layer.manifold
 
 
 def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | None:
-    """Put what is saved of a weight on the grid, at the scale saved with it or a fresh one, or say why not."""
+    """Put a saved weight on the grid, at the scale saved with it or a fresh one, or return why it can't be."""
     weight, manifold = layer.weight, layer.manifold
     key, scale_key = f"{prefix}weight", f"{prefix}manifold.scale"
     saved, scale = state.get(key), state.get(scale_key)

@@ -43,7 +43,7 @@ from fp8manifold.tensor import FP8Tensor
 Storage = Literal["fp8", "grid", "master"]
 STORAGES: Final = ("fp8", "grid", "master")
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERANDS)}
-"""Random bits of the operands' rounding: far from the streams that optimizers use."""
+"""Streams of the operands' rounding: far from those that optimizers use."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -52,8 +52,8 @@ class QuantizedLinear(nn.Linear):
     .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
               g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
 
-    With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte each; with ``grid`` a
-    ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same values in float32; with ``master`` a float
+    With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte per weight; with ``grid`` a
+    ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same values in floats; with ``master`` a float
     parameter, fake-quantised in the forward pass.  A gradient that contains Inf or NaN becomes NaN as a whole, so that
     saturation does not hide it; Inf and NaN in the input are treated as in :func:`fake_quantize`.  -0 is preserved if
     the layout has it, and an empty batch has an empty output.
@@ -67,8 +67,8 @@ class QuantizedLinear(nn.Linear):
         keep_remainder: with ``fp8``, store the rounding's remainder, with which residuals begin; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float for :meth:`quantize_weight_gradient`.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
-        codes: with ``fp8``, the weight in codes of the specification's format and granularity, used without a copy,
-            under ``seed``; of ``linear.weight`` only the shape is used then.
+        codes: with ``fp8``, the weight in codes of the specification's format and granularity, used without a copy, and
+            given ``seed``; of ``linear.weight`` only the shape is used then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
     have the scales, as ``value``; they are None for stored weights and operands that are not quantised.  An empty
@@ -78,7 +78,7 @@ class QuantizedLinear(nn.Linear):
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
-        RuntimeError: in a call, a repetition as above, or the weight's manifold or codes were removed.
+        RuntimeError: ``products`` that the device lacks; in a call, a repetition as above, or a weight without codes.
 
     Example:
         >>> from fp8manifold import LayerSpec
@@ -143,7 +143,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         forbid_fused_operators(self)
         self.train(linear.training)
-        # whatever else is found in the layer was put there by somebody, and goes with it; see _carried
+        # anything else found in the layer later was put there by other code, and is carried along; see _carried
         self._own_names = frozenset({*vars(self), *self._buffers, *self._modules, "_own_names"})
 
     @property
@@ -157,7 +157,7 @@ class QuantizedLinear(nn.Linear):
             return over_nested(self.forward, input)
         if self._units is not None and (units := units_on(self._units, self.spec, input.device)):
             return linear_from_codes(input, self.weight, self.bias, units, self.spec)
-        parameters = self._parameters  # what attributes are looked up in last
+        parameters = self._parameters  # read directly: attribute access looks here last
         own = parameters.get("weight")
         bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
         if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
@@ -198,7 +198,7 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def quantize_weight_gradient(self) -> None:
-        """Quantise the gradient that the weight holds, of one backward pass, where that was deferred."""
+        """Quantise the gradient that the weight holds, of one backward pass, if that was deferred."""
         rounded, gradient = self._rounded("weight_gradient", self._last_draw()), self.weight.grad
         if self._defers and rounded is not None and gradient is not None:
             self.weight.grad = rounded(gradient.float()).to(gradient.dtype)
@@ -263,7 +263,7 @@ class QuantizedLinear(nn.Linear):
             self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
-        """Make one for every operand whose scale is not stored with it."""
+        """Make a scaler for every operand whose scale is not stored with it."""
         if shared is None and any(operand.scale == _spec.GLOBAL for operand in self._operands.values()):
             shared = self.shared_amax = SharedAmax()
         for name in _spec.OPERANDS:
@@ -289,7 +289,7 @@ class QuantizedLinear(nn.Linear):
         return Stream((self._seed, draw, _STREAMS[name]))
 
     def _draw(self) -> int:
-        """Number of the next forward pass, where bits are drawn in it."""
+        """Number of the next forward pass; 0 if no bits are drawn in it."""
         draws = getattr(self, "draws", None)
         return 0 if draws is None else int(known(draws, Tensor.item))
 
@@ -323,13 +323,13 @@ class QuantizedLinear(nn.Linear):
         return byte_weight(weight, fmt, keep_remainder=self._keep_remainder, **how)
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
-        """Floats as the layer's own weight is: in its format, with its rounding, seed and draws."""
+        """Floats in codes like the layer's own weight: in its format, with its rounding, seed and draws."""
         how = {"rounding": weight.rounding, "seed": weight.seed, "draws": weight.draws}
         return self._in_codes(values, weight.format, **how)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weight and bias anew as ``nn.Linear`` does, at a fresh scale; counts and measured scales begin anew.
+        """Draw weight and bias again as ``nn.Linear`` does, at a fresh scale; counts and measured scales are reset.
 
         It fills memory without values too (``Module.to_empty``).
         """
@@ -357,7 +357,7 @@ class QuantizedLinear(nn.Linear):
         return self._operands["weight"].granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse, before anything has changed, a dtype that the stored weights can't appear as, and a live graph."""
+        """Refuse a dtype that stored weights can't have, before anything has changed, and a graph that holds them."""
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
@@ -402,7 +402,7 @@ class QuantizedLinear(nn.Linear):
             self._load_state_dict_pre_hooks = hooks
 
     def _prepare_state(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Make what is saved of the weight one of this storage; or say why it can't be."""
+        """Convert the saved weight to this storage; or return why it can't be."""
         weight = self.weight
         try:
             for name, own in self._parameters.items():
@@ -426,8 +426,8 @@ class QuantizedLinear(nn.Linear):
 class QuantizedConv1D(QuantizedLinear):
     """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is ``(in, out)``.
 
-    Its own is ``(out, in)``, a row and a scale for each output; float weights in a state dict are as ``Conv1D`` has
-    them.
+    This layer's weight is ``(out, in)``, with a row and a scale for each output; float weights in a state dict are
+    ``(in, out)``.
     """
 
     def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A model read into one byte a weight: no float of a weight that becomes codes outlives its own turn."""
+"""Reading a model into one byte per weight: the floats of a weight are freed before the next weight is read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -24,7 +24,7 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 
 _NAMED: Final = 3
-AS_STORED: Final = "as stored"  #: In place of formats: those that the files have.
+AS_STORED: Final = "as stored"  #: In place of formats: the formats of the files.
 
 
 def load_quantized(
@@ -71,7 +71,7 @@ def load_quantized(
         raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
-    # without values, so that a file is opened for what can be made alone
+    # tried without values, so that no file is opened for a model that can't be made
     check_layers(model, layers_of(planned))
     parameters_of(model, planned)
     becomes_codes = planned.encoded
@@ -132,7 +132,7 @@ def _load_as_stored(
 
 
 def _check_without_values(model: nn.Module) -> None:
-    """Refuse a model that has values where some are to be read, or has none where there are none to be read."""
+    """Refuse parameters that have values already, and buffers without values that no state dict has."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise ValueError(f"parameter {name!r} has values already: build the model under torch.device('meta')")
@@ -210,7 +210,7 @@ def _read(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -
 
 
 def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Give the model what stays float, under all the names that each has, and move the buffers it had already."""
+    """Give the model its floats, each under all its names, and move the buffers that have values already."""
     made: dict[int, Tensor] = {}
     for names, entry in _groups(model).values():
         if names[0] in floats:
@@ -287,7 +287,7 @@ class Reader:
         return value
 
     def finish(self, model: nn.Module) -> None:
-        """Put the quantised layers in, around the codes that are there already."""
+        """Put the quantised layers in, around the codes that the model has already."""
         planned = self._planned(model)
         codes = {name: weight for name, weight in self._codes.items() if model.get_parameter(name) is weight}
         known = {name for entry in planned.layers for name in entry.parameters}

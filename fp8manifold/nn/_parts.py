@@ -1,4 +1,4 @@
-"""One-byte weights in state dicts: codes, scales, a count, what rounding left, and their traits as numbers."""
+"""One-byte weights in state dicts: codes, scales, a count, the remainder of rounding, and traits as numbers."""
 
 import json
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from fp8manifold.tensor import FP8Tensor
 
 _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
-"""Suffixes of a weight's name for its parts; the last exists where a weight has kept a remainder."""
+"""Suffixes of a weight's name for its parts; the last exists if a weight has a remainder."""
 _EARLIER: Final = "fp8:"
 TAKES_PARTS: Final = "_fp8_takes_parts"  #: An attribute of classes that save and load parts themselves.
 AT_OWN_SCALE: Final = "_fp8_at_own_scale"
-"""An attribute of modules whose parameters in codes take floats at a scale of these."""
+"""An attribute of modules whose parameters in codes load floats at a fresh scale."""
 _REGISTERED: Final = "_fp8_in_states"
 
 
@@ -36,12 +36,12 @@ def is_in_codes(value: Any) -> bool:
 
 
 def holds_codes(saved: Any) -> bool:
-    """True where a state has codes for a weight, by themselves or with their scales."""
+    """True if a state has codes for a weight, with or without their scales."""
     return is_in_codes(saved) or saved.dtype == torch.uint8 or saved.dtype in FLOAT8.values()
 
 
 def name_parts(module: nn.Module, name: str) -> None:
-    """Let a module have attributes that are called as its parts: torch looks names of a state up in the model."""
+    """Give a module attributes with the names of a weight's parts: torch looks up names of a state in the model."""
     for suffix in PARTS[1:]:
         if not hasattr(module, name + suffix):
             vars(module)[name + suffix] = None
@@ -62,12 +62,12 @@ register_module_parameter_registration_hook(_register)
 
 def _write_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook of a module's state dict: a function of the module, so that copies and pickles keep it."""
-    if not hasattr(type(module), TAKES_PARTS):  # a quantised layer has taken the hooks over from the one in its place
+    if not hasattr(type(module), TAKES_PARTS):  # a quantised layer has taken over the hooks of the layer it replaced
         write_parts(module, state, prefix)
 
 
 def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Put parts in the place of every parameter in codes that a module has written; variables stay what they are."""
+    """Put parts in the place of every parameter in codes that a module has written; with ``keep_vars`` it stays."""
     for name, own in module._parameters.items():
         if is_in_codes(own) and state.get(prefix + name, own) is not own:
             assert own is not None
@@ -80,7 +80,7 @@ def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """The way back, before a module loads: of parts, and of floats, for a scale of their own where we quantised it."""
+    """A hook before a module loads: parts become weights, and so do floats at a fresh scale if we quantised it."""
     for name, own in module._parameters.items():
         if own is None or not is_in_codes(own) or hasattr(type(module), TAKES_PARTS):
             continue
@@ -104,7 +104,7 @@ def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
 
 
 def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The parts by name, on the weight's memory; those with its rows are spread over processes as it is."""
+    """The parts by name, on the weight's memory; those that have rows are spread over processes like the weight."""
     held: FP8Tensor = local_of(weight)
     scale = spread(weight, held.kept_scale) if held.kept_scale.dim() else held.kept_scale
     traits = torch.tensor(_numbers(held._traits(), floats=held.exponents is None), device=held.device)
@@ -123,16 +123,16 @@ def _numbers(traits: Traits, *, floats: bool) -> list[int]:
 
 
 def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
-    """Put one weight together again in the place of its parts, where a state has them: who loads it goes on with it.
+    """Put one weight together in the place of its parts in a state; whoever loads it takes over its count and seed.
 
-    Codes and scales alone are taken too, with a count of 0.  Rows of several processes and whole tensors are taken
-    alike; ``own``, the layer's weight, says which rows this process holds.  What does not fit together raises
+    Codes and scales alone are taken too, with a count of 0.  Rows of several processes and whole tensors are both
+    taken; ``own``, the layer's weight, says which rows this process holds.  Parts that do not fit together raise
     ValueError.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor):
         return
-    if is_in_codes(saved):  # a tensor of codes itself, as earlier versions had it in states
+    if is_in_codes(saved):  # a tensor of codes itself
         state[name] = _going_on(local_of(saved).with_parts(lambda part: part), saved)
         return
     if hasattr(saved, "qdata"):  # torchao's Float8Tensor, which is both
@@ -158,7 +158,7 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
         scale = _rows_here(scale, own) if scale.dim() else scale
         kind = type(local_of(own)) if is_in_codes(own) and share_of(own) is not None else FP8Parameter
         made = kind.from_codes(as_codes(codes), scale, counter=0 if counter is None else counter, **options)
-        if made.block_size and scale.dtype is torch.float32:  # which no process decides by its own rows
+        if made.block_size and scale.dtype is torch.float32:  # no process decides on exponents by its own rows
             made.kept_scale = scale
         made.remainder = checked_remainder(None if left is None else _rows_here(left, own), codes)
         state[name] = _going_on(made, own)
@@ -177,14 +177,14 @@ def _rows_here(part: Tensor, own: Tensor) -> Tensor:
 
 
 def _going_on(made: FP8Tensor, like: Tensor) -> Tensor:
-    """A weight whose count and seed whoever copies it takes over; as rows of several processes where ``like`` is."""
+    """A weight marked so that a copy takes over its count and seed; spread over processes like ``like``."""
     spread_out = spread(like, made)
     local_of(spread_out).resumes = True
     return spread_out
 
 
 def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Put the one-byte weights of a state dict together again, without their model.
+    """Put the one-byte weights of a state dict together from their parts, without their model.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
@@ -198,8 +198,8 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     compressed-tensors has them.
 
     Args:
-        tensors: as ``safetensors.torch.load_file`` gives them, say.
-        metadata: of a file that an earlier version wrote, whose header has what ``w_traits`` has now.
+        tensors: by name, as from ``safetensors.torch.load_file``.
+        metadata: of a file from an earlier version, whose header has what ``w_traits`` has now.
 
     Returns:
         The state with an :class:`FP8Parameter` for every weight in codes; it shares the memory of the tensors.
@@ -275,7 +275,7 @@ def _one_of(known: tuple[Any, ...], index: int) -> Any:
 
 
 def _take_published(state: dict[str, Any], name: str, saved: Tensor, weight: Tensor) -> dict[str, Any]:
-    """Take the scale of another library's file as our states have it; other traits are the layer's."""
+    """Convert the scale of another library's file to that of our states; other traits are the layer's."""
     if name + "_counter" in state:
         raise ValueError(
             f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions, whose header says "

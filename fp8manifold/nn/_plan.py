@@ -1,6 +1,6 @@
-"""The plan of a surgery: a decision on every weight, before anything is done, of a model without values too.
+"""The plan of a surgery: a decision on every weight before anything changes, for a model without values too.
 
-This is the one place that matches patterns: surgery, loading and the report read what it decided.
+Patterns are matched here only: surgery, loading and the report read the decisions.
 """
 
 import warnings
@@ -42,21 +42,21 @@ _SHOWN: Final = 3
 class Entry:
     """The decision on one weight."""
 
-    name: str  #: The module's; of a parameter that becomes codes where it is, its first name.
+    name: str  #: The module's name; for a parameter that becomes codes where it is, its first name.
     module: nn.Module  #: The holder of the weight.
     parameters: tuple[str, ...] = ()
-    """All names that the weight has in the model; none where the module has none of its own."""
+    """All names that the weight has in the model; none if the module has no weight as a parameter."""
     spec: _spec.LayerSpec | None = None  #: The specification of the quantised layer that takes the module's place.
     format: FloatFormat | None = None  #: The format of the codes that the weight becomes.
     granularity: StoredGranularity | None = None  #: The granularity of their scale.
     seed: int = 0
-    is_copied: bool = False  #: True where the layer gets a copy of a weight that others have, too.
-    left: str = ""  #: Why it stays as it is.
+    is_copied: bool = False  #: True if the layer gets a copy of a weight that other modules share.
+    left: str = ""  #: Why the module stays as it is.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An entry for every layer to replace, parameter to encode and module left, each in the model's order; and how."""
+    """An entry for every layer to replace, parameter to encode and module left, each in the model's order."""
 
     entries: tuple[Entry, ...]
     storage: Any
@@ -179,7 +179,7 @@ def check_formats(
 
 
 class _Linear(NamedTuple):
-    """The facts that decide on a linear layer: all names of its weight, and what is in the way."""
+    """The facts that decide on a linear layer: all names of its weight, and what prevents its quantisation."""
 
     names: tuple[str, ...]
     obstacle: Obstacle | None = None
@@ -259,7 +259,7 @@ def _settled(
     tied: str,
     placed: Sequence[Entry],
 ) -> dict[str, _spec.LayerSpec]:
-    """The layers to replace once shared weights are decided on, some of which may be among ``placed``."""
+    """The layers to replace, shared weights decided on, which may be encoded in place (``placed``)."""
     shared = [name for name in specs if linears[name].is_shared]
     for name in shared:
         names = linears[name].names
@@ -275,7 +275,7 @@ def _settled(
 
 
 def _serves(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
-    """True where a parameter becomes just the codes that a layer with it for its weight needs."""
+    """True if a parameter becomes exactly the codes that a layer of this specification needs for its weight."""
     weight = spec.operands.get("weight")
     if weight is None or len(spec.operands) > 1 or spec.products != "decoded" or entry.name not in names:
         return False

@@ -1,4 +1,4 @@
-"""Products of a quantised layer: of decoded codes, with quantised gradients, of nested input, or of the codes."""
+"""Products of a quantised layer: by decoded codes, with quantised gradients, of nested input, or by codes."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,7 +25,7 @@ Rounded = Callable[[Tensor], Tensor] | None  #: From a gradient to its quantised
 
 
 def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
-    """The codes of a float weight at a scale of its own, with options of :class:`FP8Parameter`."""
+    """The codes of a float weight, with options of :class:`FP8Parameter`."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(
             f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers, and storage='master' "
@@ -35,7 +35,7 @@ def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b``, as ``torch.nn.functional.linear`` has it; of a weight in codes autograd keeps the codes."""
+    """``x W^T + b`` as by ``torch.nn.functional.linear``; of a weight in codes autograd saves the codes."""
     if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
         return F.linear(x, weight, bias)
     result: Tensor = _CodesLinear.apply(_CAST[dtype](x), weight, bias)
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype of a product with codes, as autocast has it on their device; None leaves it to torch."""
+    """The dtype of a product with codes, under autocast that of their device; None leaves the product to torch."""
     if not _is_simple(x, weight):
         return None
     device = "cuda" if x.is_cuda else "cpu"
@@ -62,15 +62,15 @@ def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
 
 
 _FEW: Final = 2**21
-"""Weights that a card has decoded, 7 bytes moved each, before Python would have launched a kernel that moves 3."""
+"""Up to so many weights torch's operators (7 bytes moved per weight) are faster than Triton's launch from Python."""
 
 
 def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
-    """The values for a product, of which a card makes the same whatever the bits of a NaN are."""
+    """The values for a product, whose result does not depend on the bits of a NaN."""
     codes, scale, fmt = weight.codes, weight.kept_scale, weight.format
     if weight.block_size is None:
         if dtype is torch.bfloat16 and is_on_card(codes) and codes.numel() <= _FEW and (own := FLOAT8.get(fmt)):
-            # in float32, as a scale of no dimensions would not have it
+            # multiplied in float32, which a scale of no dimensions would not do
             return codes.view(own).bfloat16().mul_(scale if scale.dim() else scale.view(1))
         if (values := decoded(codes, fmt, dtype, scale)) is not None:
             return values
@@ -87,11 +87,11 @@ _CAST: Final = {
     torch.float16: Tensor.half,
     torch.float64: Tensor.double,
 }
-"""``Tensor.to`` without a look for what else its arguments may be, which takes longer than a small product's cast."""
+"""Casts without ``Tensor.to``, which takes longer to parse its arguments than to cast for a small product."""
 
 
 class _CodesLinear(torch.autograd.Function):
-    """In the dtype of ``x``, into which decoding is exact."""
+    """The product in the dtype of ``x``, in which decoding is exact."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
             y = F.linear(x, weight, bias)
         else:
             y = F.linear(x.to(dtype), _values(weight, dtype), None if bias is None else bias.to(dtype))
-        # what the products were in under autocast, and less to keep
+        # in the dtype of the product under autocast, which saves memory
         ctx.save_for_backward(x.to(y.dtype), weight)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         ctx.of_activation, ctx.of_weight = of_activation, of_weight
@@ -220,11 +220,11 @@ def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 _E4M3: Final = torch.float8_e4m3fn
 _LEAST: Final = {"fp8": (8, 9), "int8": (8, 0)}
-_LEAST_ROWS: Final = 17  #: Rows of the first matrix of a product of INT8 on a card.
+_LEAST_ROWS: Final = 17  #: Fewest rows of the first matrix of a product of INT8 on a GPU.
 
 
 def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Units | None:
-    """The units for codes of a layer on a device, with ``auto`` fast ones; None decodes.  Others are refused."""
+    """The units for codes of a layer on a device, with ``auto`` only fast ones; None decodes.  Missing ones raise."""
     if units is None or (spec.products == "auto" and device.type != "cuda"):
         return None
     why = why_no_units(units, device)
@@ -234,7 +234,7 @@ def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Unit
 
 
 def why_no_units(units: Units, device: torch.device) -> str:
-    """A reason why a device can't multiply such codes, or nothing; a CPU does it slowly, to the same numbers."""
+    """The reason why a device can't multiply such codes, or ""; a CPU does it slowly, to the same numbers."""
     if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -246,12 +246,12 @@ def why_no_units(units: Units, device: torch.device) -> str:
     return f"{units.upper()} units begin at compute capability {needed}, and {device} has {own}"
 
 
-# what torch.compiler.assume_constant_result says, which loads the compiler: a graph is of one device
+# as torch.compiler.assume_constant_result does, which would load the compiler: a graph is for one device
 why_no_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
-    """The choice of ``auto`` for a layer on a device, and why; nothing where ``products`` names it."""
+    """The choice of ``auto`` for a layer on a device, and why, in words; "" where ``products`` is not ``auto``."""
     if spec.products != "auto":
         return ""
     why = why_decoded(spec, in_features, out_features)
@@ -262,7 +262,7 @@ def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device
 
 
 def rounded_input(x: Tensor, units: Units) -> Tensor:
-    """The values that such a product takes in place of its input ``x``, exact in bfloat16."""
+    """The values that a product of codes takes in place of its input ``x``, exact in bfloat16."""
     codes, scale = _rounded(x.detach().reshape(-1, x.shape[-1]), None, units)
     return ((codes.view(_E4M3) if units == "fp8" else codes).float() * scale).to(x.dtype).view(x.shape)
 
@@ -272,8 +272,8 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
 
     .. math:: y = p \\, (X C^T) \\, w^T + b, \\qquad dx = q \\, (G C), \\qquad dW = g^T x
 
-    with the codes C at their scales w as they are, (X, p) the rows of x rounded to E4M3 or INT8, and (G, q) those of
-    ``g w``.  With ``gradient_products="fp8"`` dW is ``r (H X)`` of (H, r), the columns of ``g p``.
+    with the weight's codes C and scales w, X and p the codes and scales of the rows of x rounded to E4M3 or INT8, G and
+    q those of ``g w``.  With ``gradient_products="fp8"`` dW is ``r (H X)``, H and r those of the columns of ``g p``.
     """
     if not isinstance(weight, FP8Tensor):
         raise RuntimeError(f"products={spec.products!r} multiplies codes, and the weight is a {type(weight).__name__}")
@@ -338,12 +338,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _zero_or_nan(scales: Tensor) -> Tensor:
-    """NaN where one of them is, so that all of a gradient shows it; otherwise 0."""
+    """NaN if a scale is NaN, so that the whole gradient becomes NaN; otherwise 0."""
     return (scales * 0.0).sum()
 
 
 def _rounded_gradient(g: Tensor, x: Tensor, p: Tensor) -> Tensor:
-    """``g^T x`` of columns of ``g p`` rounded to E4M3, and of the codes of x as they are."""
+    """``g^T x`` from columns of ``g p`` rounded to E4M3, and from the codes of x."""
     if not g.shape[0]:
         return g.new_zeros((g.shape[1], x.shape[1]))
     codes, r = round_columns(g, p)
@@ -355,7 +355,7 @@ def _rounded(rows: Tensor, fold: Tensor | None, units: Units) -> tuple[Tensor, T
 
 
 def _operand(weight: FP8Tensor, units: Units) -> tuple[Tensor, Tensor]:
-    """The codes as numbers of the units, and the scales (1, N) of what they stand for."""
+    """The codes as numbers of the units, and the scales (1, N) of these numbers."""
     scale = weight.scale.view(1, -1)
     if units == "int8":
         return codes_to_int8(weight.codes), scale * weight.format.ulp_min
@@ -370,7 +370,7 @@ def _transposed(weight: FP8Tensor, units: Units, after: Tensor) -> Tensor:
 
 
 def _dtype_of(weight: FP8Tensor) -> torch.dtype:
-    """The dtype of E4M3 or E5M2; a look into a table would be many guards of a compiled layer."""
+    """The dtype of E4M3 or E5M2; looked up in a table it would add many guards to a compiled layer."""
     return _E4M3 if weight.format.mantissa_bits == 3 else torch.float8_e5m2
 
 
@@ -385,7 +385,7 @@ def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.d
     if not a.shape[0] or not a.shape[1]:
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
     if dtype is torch.bfloat16 and not torch.compiler.is_compiling():
-        # one scale for each of both, or the release of torch knows no such product
+        # expanded to a scale per column: releases of torch lack a product with scales of rows on one side only
         columns = columns.expand(1, b.shape[0]).contiguous()
         return torch._scaled_mm(a, b.t(), scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
     # powers of two after the rounding to bfloat16 give the same bits, and a compiler fuses them with what follows
@@ -395,7 +395,7 @@ def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.d
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
-    """Check on every device what a card takes: a CPU takes any layout and size, and two of E5M2."""
+    """Check on every device what a GPU requires: a CPU takes any layout and size, and two of E5M2."""
     assert a.dtype is _E4M3, "no unit multiplies two matrices of E5M2"
     assert a.is_contiguous(), "the first matrix is by rows"
     assert b.is_contiguous(), "the second one, transposed, is by columns"

@@ -1,4 +1,4 @@
-"""The recipe that makes saved layers again: what they are, in the types of JSON."""
+"""The recipe by which saved layers are made again, in the types of JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,7 +18,7 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
 _DEFAULTS: Final = {"products": "decoded", "gradient_products": "bfloat16"}
-"""Options that older versions do not know, which are written where they say something else."""
+"""Defaults of options that older versions do not know, which are written only if they differ."""
 _OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder", "defer_weight_gradient")
 
 
@@ -52,7 +52,7 @@ def _add(groups: list[dict[str, Any]], made: dict[str, Any], name: str, seed: in
 
 
 def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put parameters as :func:`parameters_recipe_of` described them into a model, at values that are to be loaded."""
+    """Put parameters as :func:`parameters_recipe_of` described them into a model; their values are loaded later."""
     known = {names[0]: names for names in parameter_names(model).values()}
     for group in recipe:
         check_keys("parameters", group, ("format", "granularity", "rounding", "draws", "seeds"))
@@ -67,7 +67,7 @@ def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> Non
 
 
 def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put layers as :func:`recipe_of` described them into a model, at values that are to be loaded."""
+    """Put layers as :func:`recipe_of` described them into a model; their values are loaded later."""
     made: dict[str, Mapping[str, Any]] = {}
     for group in recipe:
         check_keys("layers", group, ("spec", "seeds", *_OPTIONS))

@@ -26,18 +26,18 @@ class Operand(NamedTuple):
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
-        """The largest of each element over the processes; one that is not finite is Inf, as NaN has no order."""
+        """The largest of each element over the processes; NaN becomes Inf, as it has no order."""
         if self.ranks.size == 1:
             return amax
         amax = torch.where(amax.isnan(), torch.inf, amax)
-        if torch.compiler.is_compiling():  # a graph is the same in all of them
+        if torch.compiler.is_compiling():  # a graph is the same in all processes
             return self.ranks.largest(amax)
         first = amax if amax.numel() == 1 else amax.new_zeros(())
         said = self._agreed(first.double().reshape(1), member, amax.numel())
         return said.to(amax.dtype).reshape(amax.shape) if amax.numel() == 1 else self.ranks.largest(amax)
 
     def announce(self, device: torch.device, member: int = 0) -> None:
-        """Say that a forward pass has come to this operand, whose magnitude the backward pass will send."""
+        """Agree with other processes that a pass has come to this operand, whose magnitude the backward pass shares."""
         if self.ranks.size > 1 and not torch.compiler.is_compiling():
             self._agreed(torch.zeros(1, dtype=torch.float64, device=device), member, -1)
 
@@ -56,7 +56,7 @@ UNSHARED = Operand(ALONE, 0, "")  #: The operand of a single process.
 
 
 class _End:
-    """A forward hook: the end of a model's pass in training, said as every operand is."""
+    """A forward hook that announces the end of a model's pass in training, as operands are announced."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.operand = Operand(ranks, -1, "the end of the forward pass")
@@ -69,22 +69,22 @@ class _End:
 
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-HISTORY: Final = 16  #: Tensors whose magnitudes a delayed scale looks back on by default.
+HISTORY: Final = 16  #: The default number of past tensors that a delayed scale follows from.
 
 
 class Scaler(nn.Module):
     """The source of a tensor's scale; the last one is in the buffer ``value``, for logging."""
 
     value: Tensor
-    remembers = False  #: True where a tensor has a say in the scales of later ones.
+    remembers = False  #: True if the scales of later tensors depend on a tensor.
     shared: Operand = UNSHARED  #: The operand of the processes that share what it remembers.
 
     def preview(self, x: Tensor) -> Tensor:
-        """The scale that ``x`` would be given; nothing is remembered."""
+        """The scale that ``x`` would get; nothing is remembered."""
         raise NotImplementedError
 
     def announce(self, device: torch.device) -> None:
-        """Say in a forward pass that processes will share a magnitude in the backward pass."""
+        """Announce in a forward pass that processes will share a magnitude in the backward pass."""
         if self.remembers:
             self.shared.announce(device)
 
@@ -92,12 +92,12 @@ class Scaler(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Begin anew, as before the first tensor."""
+        """Return to the state before the first tensor."""
         self.value = torch.ones((), device=self.value.device)
 
 
 _LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
-"""By frozen scale on a card: how far its last tensors have exceeded it, once that is known."""
+"""By frozen scale on a GPU: how far its last tensors have exceeded it, once that is known."""
 
 
 class Scale(Scaler):
@@ -109,10 +109,10 @@ class Scale(Scaler):
         policy: ``dynamic`` measures every tensor; ``static`` uses the scale of the first tensor, and warns with
             :class:`SaturationWarning` when a later one exceeds it; ``delayed`` uses the largest magnitude of the last
             ``history`` tensors before this one, and values beyond it saturate.
-        history: the number of tensors for ``delayed``; those with NaN or Inf, and in evaluation mode, do not count.
+        history: the number of tensors for ``delayed``; NaN and Inf count as 0, tensors in evaluation mode don't count.
 
-    The last scale is in the buffer ``value``, for logging.  The first tensor of a delayed scale has its own.  A tensor
-    that is empty, all zeros (+0 or -0), or contains NaN or Inf has the scale 1.
+    The last scale is in the buffer ``value``, for logging.  A delayed scale without past magnitudes is measured.  The
+    measured scale of a tensor that is empty, all zeros (+0 or -0), or contains NaN or Inf is 1.
 
     Raises:
         TypeError, ValueError: an unknown granularity or policy, or a history that is no positive integer.
@@ -162,7 +162,7 @@ class Scale(Scaler):
             self.value = self._delayed(amax)
             if self.training:
                 past = self.history
-                if past.dim() == 1 and amax.dim():  # until now it did not know the shape of its tensor
+                if past.dim() == 1 and amax.dim():  # made without knowing the shape of the magnitudes
                     past = past.view(-1, *(1 for _ in amax.shape)).expand(-1, *amax.shape)
                 finite = torch.where(amax.isfinite(), amax, 0.0)
                 self.history = torch.cat([past[1:], finite.unsqueeze(0)])
@@ -183,12 +183,12 @@ class Scale(Scaler):
         return self.value if self.policy == "static" and self._is_frozen() else self._fresh(x)
 
     def freeze(self, scale: Tensor) -> None:
-        """Take a scale for all tensors from now on, as of a file, where the policy is ``static``."""
+        """Take a scale, such as one from a file, for all tensors from now on; for the policy ``static``."""
         self.value = scale.to(self.value)
         self.frozen.fill_(True)
 
     def reset_parameters(self) -> None:
-        """Begin anew, as before the first tensor."""
+        """Return to the state before the first tensor."""
         super().reset_parameters()
         self.frozen.fill_(False)
         if self.policy == "delayed":
@@ -212,7 +212,7 @@ class Scale(Scaler):
         return scaling.scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
 
     def _warn_if_saturated(self, x: Tensor) -> None:
-        """At once, or on a card, where that would be to wait, when a later tensor is seen."""
+        """Warn at once, or on a GPU, so as not to wait, when a later tensor comes."""
         limit = self.value * (self.format.max * scaling.ROUNDING_OF_SCALES)
         amax = self._amax(x)
         worst: float | None = None
@@ -239,7 +239,7 @@ class Scale(Scaler):
 
 
 class FixedScale(Scaler):
-    """The scale that was given, whatever the tensor: what exceeds its range saturates."""
+    """A given scale, whatever the tensor: values beyond its range saturate."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class FixedScale(Scaler):
 class SharedAmax(nn.Module):
     """The largest magnitude of many tensors over one pass, for the next pass.
 
-    A pass is over when a tensor comes again.  ``value`` is the last whole pass's, ``running`` that of the present one.
+    A pass is over when a tensor comes again.  ``value`` is that of the last whole pass, ``running`` of the present one.
     """
 
     value: Tensor
@@ -303,9 +303,9 @@ class SharedAmax(nn.Module):
 
 
 class GlobalScale(Scaler):
-    """One magnitude for every gradient of a model, as under loss scaling: small gradients underflow.
+    """A scale from one magnitude for all gradients of a model, as under loss scaling: small gradients underflow.
 
-    The magnitude is that of the previous pass; the share that a tensor has in it is measured in training mode.
+    The magnitude is that of the previous pass; tensors contribute to it in training mode.
     """
 
     def __init__(self, fmt: FormatLike, shared: SharedAmax) -> None:
@@ -338,13 +338,13 @@ class GlobalScale(Scaler):
 
 
 def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
-    """Let processes that hold the same model remember magnitudes together."""
+    """Let processes that hold the same model share remembered magnitudes."""
     remembers = False
     for number, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, Scaler | SharedAmax):
             module.shared = Operand(ranks, number, repr(name))
             remembers = remembers or isinstance(module, SharedAmax) or module.remembers
-    if remembers:  # say where the forward pass ends, to these processes and no others
+    if remembers:  # announce the end of the forward pass, to these processes and no others
         hooks = model._forward_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _End)]:
             del hooks[key]

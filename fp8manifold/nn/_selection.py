@@ -1,4 +1,4 @@
-"""Linear layers that can be quantised, what is in the way of the others, and patterns over their dotted names."""
+"""Linear layers that can be quantised, why others can't be, and patterns over their dotted names."""
 
 import difflib
 import fnmatch
@@ -20,7 +20,7 @@ _WILD: Final = frozenset("*?[")
 @dataclass(frozen=True)
 class Obstacle:
     reason: str
-    is_done_to_it: bool  #: Something that was done to the layer, and can be undone; otherwise it is its class.
+    is_done_to_it: bool  #: True for a change of the layer that can be undone, False for its class.
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -90,7 +90,7 @@ def adapters_of(model: nn.Module) -> dict[str, str]:
 
 
 def linear_of(layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
+    """An ``nn.Linear`` with a copy of the weight of a linear layer or ``Conv1D``, and with its bias itself."""
     weight = layer.weight.detach()
     return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
 
@@ -106,7 +106,7 @@ def linear_around(values: Tensor, layer: Any) -> nn.Linear:
 def by_pattern(
     patterns: Iterable[str], names: Mapping[str, Sequence[str]], check: Callable[[str, list[str]], None]
 ) -> dict[str, str]:
-    """The pattern that each thing takes: the most literal that one of its names matches, of two alike the later one.
+    """The pattern that each thing takes: the most literal that matches one of its names, of two alike the later one.
 
     ``check`` is called with every pattern and the things it matches.
     """
@@ -130,7 +130,7 @@ def literal(pattern: str) -> str:
 
 
 def names_part(pattern: str, part: str) -> bool:
-    """True where a pattern means a part of a model itself, and not all that is in some part around it."""
+    """True if a pattern names a part of a model itself, and not only a part around it."""
     return any(literal(word) and fnmatch.fnmatchcase(part, word) for word in pattern.split("."))
 
 

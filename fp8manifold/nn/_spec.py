@@ -30,7 +30,7 @@ class OperandSpec:
     Args:
         format: a format or its name.
         granularity: one scale per ``tensor``, per ``channel`` (row: an output of a weight, a token of an activation or
-            gradient), per ``block`` of 32 along a row, a power of two (E8M0), or, of stored weights, per ``square`` of
+            gradient), per ``block`` of 32 along a row, a power of two (E8M0), or, for stored weights, per ``square`` of
             128 x 128.
         policy: of the scale, as in :class:`Scale`.
         history: of the policy ``delayed``, usually 16 to 100 tensors.
@@ -73,7 +73,7 @@ class OperandSpec:
             raise ValueError(f"scale={scale!r} is one for the tensor, not granularity={granularity!r}")
 
     def filled(self, **defaults: Any) -> "OperandSpec":
-        """A copy in which the layer's values, by name, ``policy`` among them, stand for what was None.
+        """A copy with the layer's values, given by name, in place of options that are None.
 
         Raises:
             ValueError: a history where the policy is not ``delayed``.
@@ -119,7 +119,7 @@ def _read_scale(scale: float | str | None) -> Any:
 
 
 def read_operand(name: str, value: OperandLike) -> OperandSpec | None:
-    """The specification in a format, a mapping or itself; None where the operand stays as it is."""
+    """The specification from a format, a mapping or a specification; None if the operand is not quantised."""
     if isinstance(value, Mapping):
         check_keys(name, value, [field.name for field in fields(OperandSpec)])
         if is_none(value.get("format")):
@@ -156,18 +156,18 @@ class LayerSpec:
     Options that it does not have are the layer's.
 
     Args:
-        weight, activation: of the weight, and of the layer's input.
+        weight, activation: operands: the weight, and the layer's input.
         granularity: of the weight's scale, as in :class:`OperandSpec`; activations and gradients have one per tensor.
         policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.
         ste: of weight and activation, as in :func:`fake_quantize`; None takes ``identity``.
-        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient of the output) and
-            ``weight``; they become ``activation_gradient`` and ``weight_gradient``.
+        gradient: an operand for both gradients, or a mapping with the keys ``activation`` (the gradient of the output)
+            and ``weight``; they become ``activation_gradient`` and ``weight_gradient``.
         rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the backward pass only.
         history: of the policy ``delayed``; None takes 16.
         products: what multiplies, with storage ``fp8``: ``decoded`` codes; codes on units of ``fp8`` (E4M3, E5M2) or
             ``int8`` (E1M6), with input and gradient rounded to E4M3 or INT8 at powers of two; or ``auto``.  Numbers
             differ.
-        gradient_products: of products on ``fp8`` units, what the weight's gradient is computed in.
+        gradient_products: with products on ``fp8`` units, what the weight's gradient is computed in.
 
     Codes are multiplied if rows and columns are multiples of 16, with one scale per ``tensor`` or ``channel``, and
     without ``activation`` and ``gradient``.  NaN or Inf in a row of the input makes its output NaN; in a gradient it
@@ -195,7 +195,7 @@ class LayerSpec:
     history: int | None
     products: Products
     gradient_products: GradientProducts
-    _filled: ClassVar[dict[OperandName, OperandSpec | None]]  # an instance's own, no field: it follows from the others
+    _filled: ClassVar[dict[OperandName, OperandSpec | None]]  # of each instance, but no field: it follows from them
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ def units_of(spec: LayerSpec, in_features: int, out_features: int) -> Units | No
 def read_formats(
     formats: Formats, granularity: WeightGranularity, products: Products = "decoded"
 ) -> dict[str, LayerSpec]:
-    """A specification for every pattern; one format alone is that of the pattern ``*``."""
+    """A specification for every pattern; a single format is that of the pattern ``*``."""
     check_choice("products", products, PRODUCTS)
     if not isinstance(formats, Mapping):
         formats = {"*": formats}
@@ -373,7 +373,7 @@ def _read_spec(pattern: str, value: object, granularity: WeightGranularity, prod
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
-    """Refuse options that a storage would ignore, and those of the layer that no operand takes under it."""
+    """Refuse options that a storage would ignore, and options of the layer that no operand takes under it."""
     weight = spec.operands.get("weight")
     granularity = None if weight is None else weight.granularity
     if granularity == "block" and storage == "grid":
@@ -407,7 +407,7 @@ def _takes(name: str, operand: OperandSpec, option: str) -> bool:
 
 
 def check_draws(draws: str, storage: str) -> None:
-    """Refuse a kind of draws that there is not, or one for weights that are not written back."""
+    """Refuse an unknown kind of draws, or one for weights that are not written back."""
     check_choice("draws", draws, DRAWS)
     if draws != "independent" and storage == "master":
         raise ValueError(

@@ -92,7 +92,7 @@ def quantize_model(
 
 
 def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> nn.Module:
-    """Do what was planned, with codes that are there already by the first names of their parameters."""
+    """Do what was planned; ``codes`` made already are by the first names of their parameters."""
     layers, parameters = layers_of(planned, codes), parameters_of(model, planned, codes)
     check_layers(model, layers)
     for entry, parameter in zip(planned.in_place, parameters, strict=True):
@@ -101,7 +101,7 @@ def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter]
 
 
 def layers_of(planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> dict[str, nn.Module]:
-    """The new layers by name; of those that have codes already, the float weight is not looked at."""
+    """The new layers by name; for those with codes made already, the float weight is not read."""
 
     def wanted() -> Iterator[Wanted]:  # one copy of a weight after the other
         for entry in planned.layers:
@@ -142,7 +142,7 @@ def parameters_of(
 
 @torch.no_grad()
 def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
-    """The codes of a float weight, which is as its module has it."""
+    """The codes of a float weight, which has its module's layout."""
     assert entry.format is not None
     assert entry.granularity is not None
     transposed = entry.spec is not None and is_conv1d(entry.module)
@@ -235,13 +235,13 @@ class ReportedLayer:
     name: str  #: Its dotted name; empty where the model is the layer.
     kind: str  #: Its class.
     parameters: int  #: Count of numbers in its parameters, shared ones among them.
-    quantized: bool  #: True where its weight or its input is quantised.
+    quantized: bool  #: True for a quantised layer, and for a module with a parameter in codes.
     detail: str  #: Formats and storage, or why it was left.
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The quantised and the other layers of a model; as a string a table."""
+    """The quantised and the other layers of a model; its string is a table."""
 
     layers: tuple[ReportedLayer, ...]  #: Every layer with a weight of two dimensions or more, in the model's order.
     parameters: int  #: Count of numbers in the model's parameters, shared ones once.
@@ -272,7 +272,7 @@ class QuantizationReport:
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
-    """Report which layers of a model are quantised, in which formats, and why others are not; nothing is changed.
+    """A report on the layers of a model that are quantised, in which formats, and why others are not.
 
     Args:
         model: any model, quantised or not.

@@ -1,6 +1,6 @@
-"""Tensors that weights are read from, and files of them: memory is given back once they are read.
+"""Sources that weights are read from, in memory or in files, whose memory is given back once they are read.
 
-A page of a file that was read counts as memory of the process until it is given back; the file still has it.
+A page of a mapped file counts as memory of the process from its first reading until it is given back.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ class MappedFiles:
             self.give_back()
 
     def give_back(self) -> None:
-        """Pages of mappings made since the beginning, but not of one that was written to: they are not the file's."""
+        """Give back the pages of mappings made since, except those of one that was written to: the file lacks them."""
         self._read = 0
         if sys.platform != "linux":
             return
@@ -86,7 +86,7 @@ class GivenTensors:
         return list(self._given)
 
     def known(self, name: str) -> tuple[tuple[int, ...] | None, torch.dtype | str | None, str]:
-        """Shape and dtype, None before it is made, and the name of the file."""
+        """Shape and dtype, None before the tensor is made, and the name of its file."""
         if not isinstance(self._given, dict):
             return None, None, ""
         value = self.read(name)
@@ -99,7 +99,7 @@ class GivenTensors:
         return value.detach()
 
     def was_read(self, size: int) -> None:
-        """Count nothing: the memory is that of whoever made the tensors."""
+        """Count nothing: the memory belongs to the caller."""
 
     def close(self) -> None:
         """Close nothing."""
@@ -128,7 +128,7 @@ class FileTensors:
             names = list(file.keys())
         except ImportError:
             raise
-        except Exception as error:  # a class of the package's own
+        except Exception as error:  # safetensors raises a class of its own
             raise ValueError(f"{str(path)!r} is no whole safetensors file: {error}") from None
         for name in names:
             if name in self._where:
@@ -166,7 +166,7 @@ class FileTensors:
 
 
 class StoredTensors(FileTensors):
-    """Tensors of files with weights in codes, each of floats by its values, by the name that a model has."""
+    """Tensors of files in which weights may be in codes: such a one has its model's name, and counts as float32."""
 
     def __init__(self, source: Source) -> None:
         paths = files_of(source)

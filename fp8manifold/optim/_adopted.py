@@ -1,4 +1,4 @@
-"""States from elsewhere: of torch's AdamW, with other ``moments``, or of whole parameters; and the way to torch."""
+"""Conversion of states: from torch's AdamW and to it, from other ``moments``, from whole parameters to shards."""
 
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from fp8manifold.optim.stiffness import StiffnessAdamW
 _OF_ADAMW: Final = {"step", "exp_avg", "exp_avg_sq"}
 _OPTIONS: Final = ("params", "lr", "initial_lr", "betas", "eps", "weight_decay", "maximize")
 _STILL: Final = {name: torch.tensor(float(name.startswith("beta"))) for name in NUMBERS}
-"""Numbers of a step at which bounds stay what they are."""
+"""Numbers of a step that leaves bounds as they are."""
 _HALF: Final = 0x8000_8000 - 2**32  #: The random word by which a moment is rounded to nearest.
 
 
@@ -124,7 +124,7 @@ def adamw_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_foreign(entry: dict[str, Any], index: int) -> None:
-    """Raise ValueError unless an entry is one of torch's AdamW, with averages that can be."""
+    """Raise ValueError unless an entry is one of torch's AdamW, with averages that are possible."""
     for difference, fault in ((entry.keys() - _OF_ADAMW, "has"), (_OF_ADAMW - entry.keys(), "lacks")):
         if difference:
             raise ValueError(f"the state of parameter {index} {fault} {', '.join(sorted(difference))}: no AdamW's")
@@ -137,7 +137,7 @@ def _check_foreign(entry: dict[str, Any], index: int) -> None:
 
 
 def _spec(moments: dict[str, Tensor], group: dict[str, Any], stored: Any) -> Spec:
-    """The spec of moments, by their names: of Adam's, or of one alone."""
+    """The spec of a step that stores moments of these names: Adam's, or one alone."""
     alone = {"exp_avg": "lion", "exp_avg_sq": "madam", "momentum_buffer": group.get("direction") or "sgd"}
     direction = alone[next(iter(moments))] if len(moments) == 1 else "adam"
     return Spec(direction, "direction", moments=stored, amsgrad="max_exp_avg_sq" in moments)
@@ -158,7 +158,7 @@ def _floats(entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _stored(floats: dict[str, Tensor], group: dict[str, Any], stored: str, slot: Slot) -> dict[str, Tensor]:
-    """Moments as they are kept, each rounded to nearest, with the bounds of their blocks."""
+    """Moments as they are stored, each rounded to nearest, with the bounds of their blocks."""
     if stored == "float32":
         return {name: value.to(slot.dtype) for name, value in floats.items()}
     spec, shape, dims = _spec(floats, group, stored), slot.weight.shape, slot.view_in(blocks=stored == "8bit").dims
@@ -177,9 +177,9 @@ def _stored(floats: dict[str, Tensor], group: dict[str, Any], stored: str, slot:
 
 @torch.no_grad()
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
+    """An optimizer's whole state, cut for ``load_state_dict`` of an optimizer whose parameters are sharded.
 
-    Moments with the bounds of their blocks, and residuals, are cut as :func:`~fp8manifold.distributed.rows_of` does.
+    Moments with the bounds of their blocks, and residuals, are cut by :func:`~fp8manifold.distributed.rows_of`.
     Counts, and entries of a parameter that is not sharded, stay as they are.
 
     Args:

@@ -1,4 +1,4 @@
-"""One verdict in every process that takes a step, on the same start, options and gradients."""
+"""The same verdict in every process that takes a step, and checks that start, options and gradients are the same."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from fp8manifold.tensor import FP8Tensor
 
 
 def _know_others(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Give the optimizer of a part under ZeRO the processes of the others: it may have no parameter to find them by."""
+    """Tell the optimizer of a part under ZeRO its processes: it may have no parameter to find them by."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return
@@ -39,8 +39,8 @@ def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
 def check_same_start(optimizer: Optimizer) -> None:
     """Compare one word for each parameter over the processes; raise RuntimeError in all where one differs.
 
-    Replicas have all their bits in it, their states among them; shares what they must not differ in: format, seed,
-    counter, whether there is a remainder, and the scale where there is one for all rows.
+    The word of a replica has all its bits, its state's among them; that of a share only what must not differ: format,
+    seed, counter, whether there is a remainder, and the scale if there is one for all rows.
     """
     for ranks in ranks_together(optimizer)[0]:
         states: Mapping[Tensor, Any] = {}
@@ -107,7 +107,7 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     may, error = False, None
     try:
         may = may_step()
-    except Exception as raised:  # of any kind: the others wait for the verdict
+    except Exception as raised:  # of any kind: the other processes wait for the verdict
         error = raised
     severity = 0 if error is None else 1 if isinstance(error, FloatingPointError) else 2
     verdict = [int(not may), severity, int(not optimizer._has_started)]

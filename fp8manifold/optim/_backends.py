@@ -1,4 +1,4 @@
-"""Each step by the first backend that has it: native code, a GPU's kernels, PyTorch, with the same bits."""
+"""Backends of a step, with the same bits: native code, a GPU's kernels, PyTorch; the first that can takes it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from fp8manifold.tensor import FP8Tensor
 
 @eager_only  # no compiler sees into native code
 def run_all(slots: Sequence[Slot]) -> None:
-    """Take steps in place, each by the first backend that has it; those of native code, or of a GPU, in one call."""
+    """Take steps in place, each by the first backend that can; those in native code, or on a GPU, in one call."""
     places: dict[torch.device, list[Slot]] = {}
     for slot in slots:
         if slot.weight.numel():
@@ -85,7 +85,7 @@ def uploaded(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd of changes by native code and kernels; remainders of a first rounding are void then."""
+    """Tell autograd of changes by native code and kernels, and drop remainders of a first rounding."""
     torch.autograd.graph.increment_version(tensors)
     for held in map(local_of, tensors):
         if isinstance(held, FP8Tensor) and held.remainder is not None:

@@ -105,7 +105,7 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
 
 
 CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
-"""Entries of a group that change all the time: all others are checked when they have."""
+"""Entries of a group that change all the time: the group is checked again when another one has changed."""
 
 
 def refuse_recording(optimizer: Any) -> None:
@@ -125,13 +125,13 @@ def check_lr(group: dict[str, Any]) -> None:
 
 
 def lr_of(group: dict[str, Any]) -> float:
-    """Learning rate of a group; a tensor on a card is waited for once each time that somebody sets it."""
+    """Learning rate of a group; a tensor on a GPU is waited for once after each change."""
     lr = group["lr"]
     return float(known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
-    """Raise unless the options that optimizers share are valid; ``damping`` is what its lower bound is called."""
+    """Raise unless the options that optimizers share are valid; ``damping`` is the name of the lower bound."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
@@ -156,7 +156,7 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
 
 
 def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:
-    """Raise ValueError, with the reason, unless an optimizer of this direction has the group's options."""
+    """Raise ValueError, with the reason, unless an optimizer of this direction can take the group's options."""
     writeback, moments = group["writeback"], group["moments"]
     if writeback is not None:
         check_choice("writeback", writeback, WRITEBACKS)
@@ -176,7 +176,7 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
 
 
 def check_first_moment(group: dict[str, Any]) -> None:
-    """Raise ValueError where Adam's first moment is to take errors and keeps nothing."""
+    """Raise ValueError where Adam's first moment is to take errors and ``betas[0]`` is 0."""
     if rule_of(group).injects and not group["betas"][0]:
         raise ValueError(
             f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to put the error into"
@@ -187,7 +187,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError unless each is a whole float tensor with values, and there but once."""
+    """Raise ValueError unless each is a real float tensor with values, appears once, and if sharded is so by rows."""
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)
@@ -230,7 +230,7 @@ def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 _MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
-"""Options that schedules change, so that those of a run under way are expected to be other than at its start."""
+"""Options that schedules change: a loaded state is expected to have other values."""
 
 
 def unshare(groups: Sequence[dict[str, Any]]) -> None:

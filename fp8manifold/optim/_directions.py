@@ -1,4 +1,4 @@
-"""Directions: what a step descends along, and the numbers that a step is given."""
+"""Directions that a step descends along, and the numbers that a step is given."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -47,7 +47,7 @@ def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
 
 
 class Descent(NamedTuple):
-    """A direction, the moments after the step by name, and what a first moment is divided by to give it."""
+    """A direction, the moments after the step by name, and what divides the first moment to give the direction."""
 
     direction: Tensor
     moments: dict[str, Tensor]
@@ -107,7 +107,7 @@ def muon(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nest
 
 
 def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """The sign of an interpolation between the moment and the gradient; 0 where that is 0.
+    """The sign of an interpolation between the moment and the gradient; 0 where the interpolation is 0.
 
     .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad m = \\beta_2 m + (1 - \\beta_2) g
 
@@ -134,12 +134,12 @@ def madam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Des
 
 
 class Direction(NamedTuple):
-    """A direction: its pure function, the moments that it keeps, by their names in the state, and what it refuses."""
+    """A direction: its pure function, the names of its moments in the state, and what it refuses."""
 
     descend: Callable[..., Descent]
     moments: tuple[str, ...]
     takes_no_error: str | None = None  # the reason why no rounding error can go into its first moment
-    fitted: bool = False  # its moment is, in 8 bits, on a grid fitted to each block's largest value
+    fitted: bool = False  # in 8 bits its moment is on a grid fitted to each block's largest value
 
 
 DIRECTIONS: Final = {

@@ -17,7 +17,7 @@ _DOT = 2**30  #: Elements of a product: those of a GPU are counted in 31 bits.
 
 
 def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Check gradients by one sum of squares a tensor, and exactly only where the sum of those is not finite.
+    """Check gradients by one sum of squares per tensor, and exactly only where the sum of those is not finite.
 
     Raises:
         ValueError: a sparse or complex gradient.
@@ -82,7 +82,7 @@ def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
 
 
 def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
-    """Name the parameters whose gradients leave a step out; without ``culprits`` go by the gradients of now."""
+    """Warn, and name the parameters whose gradients caused it: ``culprits``, or if None by the present gradients."""
     if culprits is None:
         factor = optimizer._gradient_factor
         slots = [s for s in optimizer._slots() if not _squares_hold(local_of(s.parameter.grad), factor(s))]

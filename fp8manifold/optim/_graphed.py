@@ -31,7 +31,7 @@ class _Graphs:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        gc.collect()  # or something with memory on the card may go while it records
+        gc.collect()  # so that no memory of the GPU is freed during the recording
         self.begin()
         try:
             yield
@@ -42,12 +42,12 @@ class _Graphs:
         """Begin another graph, with the memory of those before."""
         torch.cuda.synchronize()
         self._graphs.append(torch.cuda.CUDAGraph())
-        if self._pool is None:  # a graph tells its own only when it has ended
+        if self._pool is None:  # a graph tells its own pool only when it has ended
             self._pool = torch.cuda.graph_pool_handle()
         self._graphs[-1].capture_begin(self._pool)
 
     def end(self) -> None:
-        with warnings.catch_warnings():  # as the one after the step often is
+        with warnings.catch_warnings():  # the graph after the step often is empty
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._graphs[-1].capture_end()
 
@@ -56,13 +56,13 @@ class _Graphs:
 
 
 class _StepGraph:
-    """The kernels of an optimizer's steady step, launched at once from tables that stay where they are."""
+    """A graph of the kernels of an optimizer's steady step, which read tables that stay where they are."""
 
     def __init__(self) -> None:
         self._signature: Any = None
 
     def __call__(self, step: TritonStep, slots: list[Slot]) -> Later:
-        """Take and count a step; record it where its launches are others than before."""
+        """Take and count a step; record it if its launches differ from those before."""
         if self._signature != step.signature:
             self._tables, self._graphs = Tables(step.launches, step.words()), _Graphs()
             with self._graphs.recording():
@@ -95,7 +95,7 @@ class _Passes:
                 "train_step changes options of the optimizer, which a graph would not do again: call the scheduler's "
                 "step() after the graphed step"
             )
-        #: as they are left
+        #: as the recording has left them
         self.gradients = [p.grad for p in self._parameters]
 
     def _cut(self) -> None:
@@ -104,7 +104,7 @@ class _Passes:
         self._cuts.append([p.grad for p in self._parameters])
 
     def replay(self, inputs: tuple[Any, ...], step: Callable[[], Any]) -> Any:
-        """Run both with other inputs, and the optimizer's step between them; return a copy of the results."""
+        """Replay both graphs with other inputs, the optimizer's step between them; return a copy of the results."""
         for ours, given in zip(tree_flatten(self.inputs)[0], tree_flatten(inputs)[0], strict=True):
             if isinstance(ours, Tensor):
                 ours.copy_(given)
@@ -150,7 +150,7 @@ class GraphedStep:
         return outputs
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        """Take it without graphs, and put its gradients where a replay has them."""
+        """Take a step without graphs, and put its gradients where a replay has them."""
         self._calls += 1
         outputs = self._train_step(*inputs)
         if self._passes is not None:
@@ -161,7 +161,7 @@ class GraphedStep:
         return outputs
 
     def _may_replay(self, inputs: tuple[Any, ...]) -> bool:
-        """True where replays do the very same; passes are recorded where there are none yet, or memory has moved."""
+        """True if a replay does the same as the call; records passes where there are none, or memory has moved."""
         optimizer, found = self._optimizer, [p.grad for p in _parameters(self._optimizer)]
         if self._calls < _WARMUP or len(found) != len(self._left):
             return False
@@ -178,10 +178,10 @@ class GraphedStep:
 def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Record a whole training step in CUDA graphs, and replay them with the bits of the same calls without graphs.
 
-    The passes are one graph, the kernels of the optimizer's step another; the host writes what changes from step to
-    step (learning rate, bias corrections, keys of random bits) while the first runs, so any scheduler works.  The first
-    calls, those with inputs of another shape or after gradients were replaced run without graphs; moved weights are
-    recorded again.
+    One graph has all before the optimizer's step, one its kernels, one all after it; the host writes what changes from
+    step to step (learning rate, bias corrections, keys of random bits) while the first runs, so any scheduler works.
+    Without graphs run the first calls, those with inputs of another shape, and one after gradients were replaced; if
+    weights have moved, the graphs are recorded again.
 
     Args:
         train_step: a function of tensors and constants that clears gradients, runs both passes, and calls
@@ -195,7 +195,7 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
 
     Raises:
         TypeError: another optimizer.
-        ValueError: the optimizer steps in the backward pass, or has parameters elsewhere; when recording,
+        ValueError: the optimizer steps in the backward pass, or its parameters are not on one GPU; when recording,
             ``train_step`` does not call ``step()`` once, or changes options.
         RuntimeError: when recording, ``train_step`` synchronises, or a layer draws random bits.
 

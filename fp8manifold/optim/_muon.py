@@ -20,7 +20,7 @@ COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 """Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells them; None is ``original``."""
 SHAPES: Final = ("auto", "flatten", "batch")
-"""Readings of a parameter of more than two dimensions: refused, one matrix, or one matrix an entry."""
+"""Readings of a parameter of more than two dimensions: refused, one matrix, or one matrix per entry."""
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
 _TOGETHER: Final = 2**20  # weights
@@ -44,7 +44,7 @@ def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.St
 
 
 def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Some slots at a time: small ones together, for calls cost more than they do, and large ones alone for memory."""
+    """Some slots at a time: small ones together, as calls cost more than their work, large ones alone for memory."""
     some: list[Slot] = []
     weights = 0
     for slot in slots:
@@ -61,7 +61,7 @@ def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 
 def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
-    """Advance each momentum; it, as floats where it is kept beside the state, and ``F u``."""
+    """Advance each momentum, and return it, as a float copy where an error is added later, with ``F u``."""
     as_torch = {slot for slot in slots if slot.storage == "plain" and slot.spec.moments == "float32"}
     halves = {slot: first_half(slot) for slot in slots if slot.weight.numel() and slot not in as_torch}
     run_all(list(halves.values()))
@@ -102,7 +102,7 @@ def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
     return momentum, torch.lerp(gradient, momentum, numbers["beta1"]) if slot.spec.nesterov else momentum
 
 
-# Between them: the orthogonal factor, and what a small change of the momentum is divided by in the step
+# Between the halves: the orthogonal factor, and what it divides a small change of the momentum by
 
 
 def _factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
@@ -237,7 +237,7 @@ def orthogonal_factor(
     """
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(torch.promote_types(dtype, torch.bfloat16))  # with float16's range there would be no norm yet
+    x = matrices.to(torch.promote_types(dtype, torch.bfloat16))  # in float16 the norm could overflow
     x = x.mT if tall else x
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)).to(dtype)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
@@ -260,7 +260,7 @@ def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) ->
 
 
 def as_matrices(x: Tensor, shape: str) -> Tensor:
-    """A view of a tensor as one matrix or a batch of them: a kernel is one row a filter, experts are a batch."""
+    """A view of a tensor as one matrix or a batch of them: a kernel has a row per filter, experts are a batch."""
     return x if x.dim() == 2 or (x.dim() == 3 and shape == "batch") else x.flatten(1)
 
 
@@ -269,6 +269,6 @@ def product_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "cpu":
-        there = torch.backends.mkldnn.is_available()  # builds for Macs of ARM lack it, and the operator
+        there = torch.backends.mkldnn.is_available()  # builds for ARM Macs lack mkldnn and its operator
         return torch.bfloat16 if there and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return torch.bfloat16

@@ -1,4 +1,4 @@
-"""A step in native code: of many parameters in one call, whose pointers and sizes are checked before every one."""
+"""A step in native code: many parameters in one call, with pointers and sizes checked before each."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range, round_key_rows, round_keys, signed_word, stream_of
 
-#: what there is native code for, in its order; all else takes its steps in PyTorch
+#: what there is native code for, in the order of its enumerations; all else is stepped in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
 _WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
 _STORAGES: Final = ("codes", "grid", "free", "plain")
@@ -40,12 +40,12 @@ _MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "
 
 
 def is_native(slot: Slot) -> bool:
-    """True for a step of native code: every known one in float32 on the CPU but those that need a logarithm."""
+    """True for a step of native code: on the CPU, computed in float32, without a logarithm or a user's function."""
     return slot.weight.device.type == "cpu" and has_code(slot) and library() is not None
 
 
 def has_code(slot: Slot) -> bool:
-    """True for a step that there is code for, native or of a GPU."""
+    """True for a step that native code has, and a GPU's kernels too."""
     spec = slot.spec
     return (
         spec.direction in _DIRECTIONS
@@ -58,7 +58,7 @@ def has_code(slot: Slot) -> bool:
 
 
 class NativeStep:
-    """The records of some steps, in place, which serve the same parameters again; no two of them share memory."""
+    """The records of some steps, in place, of disjoint memory; they serve the same parameters again."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         jobs = []
@@ -74,19 +74,19 @@ class NativeStep:
         self.records = records_of(jobs)
 
     def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
-        """Take the steps; of each, whether it left a weight at the end of its range, and some in a row at 0."""
+        """Take the steps; for each, whether a weight is at the end of its range, and some in a row are all 0."""
         kernels, records = library(), self.records
         assert kernels is not None
         self._found[:] = 0
         records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
         threads = threads_for(int(records["rows"] @ records["length"]))
         kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(records), threads)
-        self._scales = []  # some are copies, which no table serves with
+        self._scales = []  # some are copies, with which a table can't serve again
         return self._found
 
 
 def records_of(jobs: Sequence[tuple[list[int], int, int, tuple[int, ...]]]) -> NDArray[np.void]:
-    """A record for each of addresses, rows, length and facts, without keys and numbers."""
+    """A record for each job of addresses, rows, length and facts, still without keys and numbers."""
     records = np.zeros(len(jobs), dtype=JOB)
     pointers, records["rows"], records["length"], records["facts"] = zip(*jobs, strict=True)
     records["pointers"] = np.array(pointers, dtype=np.uint64)
@@ -112,7 +112,7 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
     if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
         rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], FOR_MOMENTS)
     for slot, row in zip(slots, rows, strict=True):
-        if slot.offset:  # it goes into the first of each three keys
+        if slot.offset:  # it is added to the first of the three keys
             high, low = divmod(slot.offset, 2**32)
             for at, key in ((0, slot.rounding_key), (4, slot.moments_key)):
                 first, second, third = round_keys(key.words, high)
@@ -171,7 +171,7 @@ def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 
 def _in_float32(slot: Slot) -> dict[str, Tensor]:
-    """The gradient, and a weight of half as many bits, which is rounded once."""
+    """The gradient, and a 16-bit weight, in float32; the weight is rounded after the step."""
     wide = {"gradient": slot.tensors["gradient"].to(torch.float32)}
     return wide | ({"weight": slot.weight.float()} if slot.weight.dtype in _FLOATS[1:] else {})
 

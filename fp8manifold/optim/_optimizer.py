@@ -29,7 +29,7 @@ _PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen"
 
 
 def _count(name: str) -> Any:
-    """A count of what a card decides on: whoever reads it hears of the steps that were launched, and waits for them."""
+    """A count that depends on verdicts of a GPU: to read it is to wait for the steps that were launched."""
 
     def read(optimizer: "ManifoldOptimizer") -> int:
         optimizer._count_decided()
@@ -47,13 +47,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
-        observes: a function of a parameter, true where the observer is called for it; None: for all.
-        skipped_steps, skipped_in_row: steps left out because a gradient was not finite, and how many came last in a
-            row.
-        warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
+        observes: a function of a parameter, true if the observer is called for it; None calls it for all.
+        skipped_steps, skipped_in_row: steps left out because a gradient was not finite, and how many of these were the
+            last steps.
+        warn_after: after this many skipped steps in a row a ``RuntimeWarning`` names the parameters at fault.
         widened_scales, fitted_scales: scales of one-byte weights doubled by this process; fitted to first values or
             narrowed.
-        streams_begun: parameters that were given random bits of their own (``stream`` in their state).
+        streams_begun: parameters that were given a stream of random bits (``stream`` in their state).
     """
 
     observer: Callable[[StepView], None] | None = None
@@ -64,23 +64,23 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     widened_scales: int = _count("widened_scales")
     fitted_scales: int = 0
     streams_begun: int = 0
-    _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``count_decided`` takes of each step
-    _table: Table | None = None  # of the last steady step; looked over before each use
+    _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # arguments of ``count_decided``, by step
+    _table: Table | None = None  # of the last steady step; compared with the present before each use
     _recorder: Callable[[], None] | None = None  # called in place of a step while a graph of the passes is recorded
-    _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts what a card's table launches
+    _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts a step that a GPU's table launches
     _in_backward: Any = None  # the handle of ``step_in_backward``
     _has_started: bool = False
     elsewhere: Any = None
     """The processes that step the other parts, and their device, where ``ZeroRedundancyOptimizer`` steps this one."""
     direction: str
     damping_option = "damping"  # the lower bound of S / S_ref
-    stores_all_moments = True  # ``moments`` is for ordinary parameters too
-    steps_alone = True  # a step of one parameter depends on nothing of the others
-    defers_verdict = True  # planning and taking a step are those of this class, so that a card may decide on it
-    keeps_table = True  # a steady step may be taken again as it was planned: no class of others has a method in it
+    stores_all_moments = True  # ``moments`` holds for ordinary parameters too
+    steps_alone = True  # the step of one parameter depends on no other
+    defers_verdict = True  # steps are planned and taken by this class's methods, so that a GPU may decide on them
+    keeps_table = True  # a steady step may be taken again as it was planned: no method of it is overridden outside
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a subclass that plans or takes steps in its own way its verdicts before them, and others' no table."""
+        """Find out whether a subclass may leave verdicts to a GPU, and whether it may reuse a plan."""
         super().__init_subclass__(**options)
         ours = ("fp8manifold.", "torch.", "builtins")
         others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
@@ -155,14 +155,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._count_skipped([parameter], alone=True)
 
     def _count_decided(self, parameter: Tensor | None = None) -> None:
-        """Count the steps that a card was given: all, or those up to a parameter's last one."""
+        """Count the steps whose verdict was left to a GPU: all, or those up to a parameter's last one."""
         while self._unheard and (parameter is None or any(parameter in each for _, each, _ in self._unheard)):
             (said, versions, alone), *others = self._unheard
             self._unheard = tuple(others)
             count_decided(self, said, versions, alone=alone)
 
     def _count_skipped(self, culprits: Sequence[Tensor] | None = None, *, alone: bool = False) -> None:
-        """Count a step that was left out because of some parameters' gradients, None: those that there are now."""
+        """Count a step that was left out because of the gradients of ``culprits``; None: of any that are there now."""
         self.skipped_steps += 1
         if alone and culprits:
             warn_of_one(self, culprits[0])
@@ -213,7 +213,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _begin_state(self, slot: Slot, twin: int, *, alone: bool) -> None:
         """Give a parameter its state; stabilise and reset it when that is due."""
         group, parameter = slot.group, slot.parameter
-        state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
+        state = slot.state = self.state.setdefault(parameter, slot.state)  # user code may have set a plain dict
         _state.claim(self, parameter)
         home, step = slot.device if slot.device.type == "cuda" else torch.device("cpu"), state.get("step")
         if not isinstance(step, Tensor) or step.device != home:  # older states of torch's have a number
@@ -242,7 +242,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         _state.make_state(slot)
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.keeps}
         if "gradient" not in slot.tensors:
-            slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # code sees memory
+            slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # C reads its memory
         if slot.fmt is not None and slot.spec.bounds_chart:
             bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
             slot.ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
@@ -329,7 +329,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's part and the counts: who observes does not go with a copy."""
+        """torch's part and the counts: a copy has no observer."""
         return super().__getstate__() | {name: getattr(self, name) for name in (*_COUNTS, "warn_after")}
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or format, or an option out of range;
                 nothing has changed then.
         """
-        self._table = None  # and with it what is held of the state that there was
+        self._table = None  # it holds parts of the old state
         if not isinstance(state_dict, dict):
             _state.check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
@@ -398,7 +398,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 _state.check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
 
     def _check_options(self) -> None:
-        """Raise before anything has changed if what somebody set since the last step is not valid."""
+        """Raise before anything has changed if an option or state set since the last step is not valid."""
         checked = self.__dict__.setdefault("_checked_options", {})  # as they were when last valid; no part of the state
         for group in self.param_groups:
             _checks.check_lr(group)

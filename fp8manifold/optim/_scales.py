@@ -1,9 +1,9 @@
 """Scales that a step changes: doubled at the end of the range, fitted to first values, narrowed where far too large.
 
 A weight at the end of its range has its row, block or tensor widened after the step, if its own gradient or first
-average is not 0: what nothing moves stays to the byte.  The scale of weights that all are 0 is fitted to the targets of
-the step that moves them, which follow from what is stored alone: shards and resumed runs have the same bits.  A scale
-that is 16 times what a new parameter of these weights had is narrowed, exactly, where S_ref is computed again.
+average is not 0: weights that nothing moves stay to the byte.  The scale of weights that all are 0 is fitted to the
+targets of the step that moves them, which follow from the stored state alone: shards and resumed runs have the same
+bits.  A scale 16 times as large as that of a new parameter of these weights is narrowed, exactly, when S_ref is due.
 """
 
 import logging
@@ -26,7 +26,7 @@ from fp8manifold.tensor import FP8Tensor
 
 _LOG: Final = logging.getLogger("fp8manifold")
 _FEW: Final = 16  #: Codes at the start of a row, one of which nearly always is not 0.
-_ROOM: Final = 2.0  #: The next step of weights that were 0 moves them as far again.
+_ROOM: Final = 2.0  #: Room for a second step as long as the first, for weights that were 0.
 
 
 def _held(slot: Slot) -> FP8Tensor:
@@ -38,7 +38,7 @@ def _held(slot: Slot) -> FP8Tensor:
 def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
     """Double and count the scales of one-byte parameters that a step has left a weight at the end of.
 
-    A process widens the scales of its own rows; of one scale for the rows of several the flag is all-reduced.
+    A process widens the scales of its own rows; for a scale that several processes share the flag is all-reduced.
     """
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     found = {slot: _holds_last(slot) for slot in kept}
@@ -50,13 +50,13 @@ def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
             optimizer.widened_scales += own_count(slot, changed)
             if changed and has_one_scale(slot):
                 optimizer._refresh(slot)
-    for slot in slots:  # as backends know that look at each code
+    for slot in slots:  # backends report it, as they look at each code
         if slot.emptied and not any(slot.emptied):
             _fill(_held(slot))
 
 
 def has_one_scale(slot: Slot) -> bool:
-    """True where all weights share a scale, those of other processes too."""
+    """True if all weights share a scale, those of other processes too."""
     return slot.kept_scale is not None and not slot.kept_scale.dim()
 
 
@@ -82,7 +82,7 @@ def _holds_last(slot: Slot) -> bool:
 
 
 def _widen(slot: Slot) -> int:
-    """Double each scale under which a weight that is moved is the format's largest, and return how many there were."""
+    """Double each scale under which a moving weight is the format's largest, and return how many were doubled."""
     held = _held(slot)
     old, fmt = held.scale, held.format
     largest = largest_magnitude(torch.where(_moved(slot), held.codes, 0), old, fmt, held.block_size)
@@ -99,7 +99,7 @@ def _widen(slot: Slot) -> int:
 
 
 def _moved(slot: Slot) -> Tensor:
-    """Weights with a gradient or a first average that is not 0, as a mask; a steady step has the parameter's own."""
+    """A mask of weights with a gradient or first average that is not 0; in a steady step those of the parameter."""
     first, shape = slot.spec.first, _held(slot).codes.shape
     if "gradient" in slot.tensors:
         moving = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
@@ -156,7 +156,7 @@ def zero_scales(held: FP8Tensor) -> Tensor | None:
 
 
 def _fill(held: FP8Tensor) -> None:
-    """Remember that no scale has weights of 0 alone, until codes change."""
+    """Remember, until codes change, that every scale has a weight that is not 0."""
     if not held.codes.is_inference():
         held.filled = held.codes._version
 
@@ -194,7 +194,7 @@ def _moves(slot: Slot, zero: Tensor) -> bool:
 
 
 def fit_scales(slots: Sequence[Slot]) -> None:
-    """Fit the marked scales to the values that the steps to come ask for."""
+    """Fit the marked scales to the targets of the steps to come."""
     for slot in slots:
         if slot.zero is not None:
             _fit(slot, slot.zero)
@@ -225,7 +225,7 @@ def _fit(slot: Slot, zero: Tensor) -> None:
 
 
 def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Set and count the scales that steps have fitted, and compute S_ref again: spacings are others."""
+    """Set and count the scales that steps have fitted, and compute S_ref again, as spacings have changed."""
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     fitted = {slot: sum(_change(slot, new, "begins") for new in slot.next_scale) for slot in kept}
     optimizer.fitted_scales += sum(own_count(slot, count) for slot, count in fitted.items())
@@ -239,8 +239,8 @@ def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
 
 
 def narrow(slot: Slot) -> int:
-    """Narrow the scales of codes that have become far too large, and return how many there were; no value moves."""
-    if slot.storage != "codes" or not slot.done:  # a first step leaves those that somebody has given
+    """Narrow the scales of codes that have become far too large, and return how many were; no value moves."""
+    if slot.storage != "codes" or not slot.done:  # a first step leaves given scales
         return 0
     held = _held(slot)
     largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())
@@ -253,7 +253,7 @@ def narrow(slot: Slot) -> int:
 
 
 def _change(slot: Slot, new: Tensor, what: str) -> int:
-    """Set other scales, whose codes are there already."""
+    """Set new scales, to which the codes have been rounded already, and return how many changed."""
     held = _held(slot)
     if not (count := int((new != held.scale).sum())):
         return 0
@@ -266,5 +266,5 @@ def _change(slot: Slot, new: Tensor, what: str) -> int:
 
 
 def own_count(slot: Slot, count: int) -> int:
-    """The number of scales that this process counts: one that all share is counted by the first."""
+    """The number of scales that this process counts: a scale that all share is counted by the first."""
     return 0 if has_one_scale(slot) and slot.ranks.rank else count

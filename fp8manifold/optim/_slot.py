@@ -27,7 +27,7 @@ from fp8manifold.random_bits import Stream, stream_of
 from fp8manifold.tensor import FP8Tensor
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-"""Parameters as they are given to an optimizer."""
+"""The parameters that an optimizer may be given."""
 FOR_MOMENTS, FOR_RESCALING = 1, 2
 """A fourth key word, for draws apart from those of weights: of moments, and of weights whose scale doubles."""
 _LONGEST_BLOCK: Final = 256
@@ -40,7 +40,7 @@ class View:
 
     #: (rows, length), or the length alone; a row is a block of moments in blocks, or the weights that share a scale
     dims: tuple[int, ...]
-    row_dims: tuple[int, ...]  # of a scale, one for a row or for an element; () for one in all
+    row_dims: tuple[int, ...]  # of scales, one per row or per element; () of a single one
     repeats: int = 1  # rows of the view that share one of the scale's entries
 
     @property
@@ -65,7 +65,7 @@ def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
 def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> View:
     """The view that a parameter is stepped in, by its shape, that of its scale, and whether moments are in blocks.
 
-    Blocks of ``block_size`` share a scale, where there are such; with 1 each weight has its own.
+    Blocks of ``block_size`` weights share a scale, unless it is None; with 1 each weight has its own.
     """
     numel = math.prod(shape)
     rows, each = shape[0] if len(shape) > 1 else 1, False
@@ -111,11 +111,11 @@ class Slot:
     #: contiguous, the rows that this process holds
     tensors: dict[str, Tensor]
     fmt: FloatFormat | None = None  # None for an ordinary parameter
-    kept_scale: Tensor | None = None  # of blocks the exponents alone, uint8
+    kept_scale: Tensor | None = None  # for blocks exponents, uint8
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
-    draws: str = "independent"  # how those for the weight follow each other, step by step
+    draws: str = "independent"  # or dither: how draws for the weight follow each other from step to step
     retraction: str = "exponential"
     in_place: bool = True  # ``weight`` is the parameter's own memory, and no contiguous copy of it
     share: Share | None = None  # the rows that this process holds of a sharded parameter
@@ -124,9 +124,9 @@ class Slot:
     view: View = field(init=False)
     numbers: dict[str, float] = field(init=False)
     power: float = 0.0  # the stiffness exponent of this step
-    ends: tuple[int, int] = (0, 0)  # exponents, in value, between which a chart of the ulp follows the format
+    ends: tuple[int, int] = (0, 0)  # exponents of values between which a chart of the ulp follows the format
     whole: bool = False  # every process steps all rows of a sharded parameter
-    # found by a backend: a code of the largest magnitude, how many scales it has doubled, a part of a row of zeros
+    # reported by a backend: a code of the largest magnitude, how many scales it has doubled, some in a row at 0
     reached: list[bool] = field(default_factory=list)
     doubled: list[int] = field(default_factory=list)
     emptied: list[bool] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Slot:
         return bool(known(self.scale, _are_powers_of_two))
 
     def view_in(self, *, blocks: bool) -> View:
-        """The view that all of it is stepped in, with rows of whole blocks or not; of no rows that of one."""
+        """The view in which the slot is stepped, in rows of blocks or not; without rows that of one row."""
         shape, kept = tuple(self.weight.shape), self.kept_scale
         scale_shape = None if kept is None else tuple(kept.shape)
         if self.whole:
@@ -249,7 +249,7 @@ def _are_powers_of_two(scale: Tensor) -> bool:
 
 
 def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot:
-    """A slot short of its step: where the parameter lives, without making a manifold for it; nothing changes."""
+    """A slot without its step: where the parameter's weight lives; makes no manifold and changes nothing."""
     held, share = parameter, share_of(parameter)
     if share is not None:
         held = share.local
@@ -283,13 +283,13 @@ def in_words(group: dict[str, Any], i: int, k: int) -> str:
 
 
 def steps_taken(state: Mapping[str, Any]) -> int:
-    """The steps that a parameter's state has taken; a count on a card is waited for where nobody has heard of it."""
+    """The steps that a parameter's state has taken; a count on a GPU is waited for unless the host knows it."""
     step = state.get("step", 0)
     return int(known(step, Tensor.item) if isinstance(step, Tensor) else step)
 
 
 def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False) -> list[Slot]:
-    """Count a step of some slots: as taken, or as the kernels say that have decided on it; ``added``: a graph has."""
+    """Count a step of slots: as taken, or as the kernels' verdict ``said``; with ``added`` a graph has counted it."""
     steps = [slot.state["step"] for slot in slots]
     if said is not None and not added:
         count_on_card(steps, said.x)

@@ -16,16 +16,16 @@ BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_av
 No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass.
 """
 LARGEST: Final = "avg_largest"
-"""In their place, of a moment whose grid is fitted to it: the largest magnitude in each block, float32."""
+"""The entry in place of a bound for a moment whose grid is fitted: each block's largest magnitude, float32."""
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
 """The format of both moments in 8 bits; the second is stored as its square root, for 36 binades of ``v``."""
 MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
-"""The format of a fitted moment, with even spacing: of an orthogonal factor an error counts beside the whole matrix."""
+"""The format of a fitted moment, evenly spaced: an error in an orthogonal factor counts beside the whole matrix."""
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:
-    """The name of each moment's bounds in the state, where moments are kept in 8 bits."""
+    """The name of each moment's bounds in the state, for moments in 8 bits."""
     fitted = direction is not None and DIRECTIONS[direction].fitted
     return BOUNDS | {"momentum_buffer": LARGEST} if fitted else BOUNDS
 
@@ -42,7 +42,7 @@ class Spec:
     #: codes (one byte), grid (floats on the grid), free (floats between its ends), plain (floats), or direction: no
     #: weight, but the direction itself in its place
     storage: Storage
-    writeback: str = "nearest"  # of floats stochastic where halves are rounded so
+    writeback: str = "nearest"  # for floats: stochastic if 16-bit ones are rounded so
     moments: str = "float32"
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
@@ -121,7 +121,7 @@ class Spec:
 
     @cached_property
     def first_half(self) -> "Spec":
-        """The step as far as its direction, which is kept; a moment that an error goes into later is kept in floats."""
+        """The step as far as its direction, which is stored; a moment that takes an error later is stored in floats."""
         moments = "float32" if self.injects else self.moments
         floats = replace(self, storage="direction", writeback="nearest", fmt=None, moments=moments)
         return replace(floats, stiffness="none", decays=False)
@@ -135,7 +135,7 @@ class Spec:
 
 
 def spec_of(**fields: Any) -> Spec:
-    """A spec; the same object for the same fields, where they can be told apart."""
+    """A spec; the same object for the same fields, if they can be hashed."""
     try:
         return _known_spec(**fields)
     except TypeError:  # a metric that has no hash

@@ -23,7 +23,7 @@ _KEPT: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
 
 
 def first_residual(parameter: Tensor) -> Tensor:
-    """The remainder that the parameter has kept from rounding its float weights; zeros where it has none."""
+    """The remainder of rounding the parameter's float weights, which is dropped there; zeros where it has none."""
     held: Any = local_of(parameter)
     start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
     if isinstance(held, FP8Tensor) and held.remainder is not None:
@@ -33,7 +33,7 @@ def first_residual(parameter: Tensor) -> Tensor:
 
 
 def claim(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
-    """Let a tensor of codes find its state, which has to follow where somebody else changes its scale."""
+    """Let a tensor of codes find its state, which has to follow when other code changes its scale."""
     if isinstance(parameter, FP8Tensor):
         parameter.stepped_by = weakref.ref(optimizer)
 
@@ -44,7 +44,7 @@ def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor,
     if not rule_of(group).state or not isinstance(held, FP8Tensor) or held.remainder is None:
         return
     entry = state.setdefault(parameter, {})
-    if "residual" in entry:  # a loaded state knows better
+    if "residual" in entry:  # a loaded one is newer
         void_remainder(held)
     else:
         entry["grid"] = torch.tensor(slot_of(group, parameter, entry).fields)
@@ -52,7 +52,7 @@ def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor,
 
 
 def make_state(slot: Slot) -> None:
-    """Add what the step keeps and the state lacks."""
+    """Add the entries that the step needs and the state lacks."""
     spec, parameter, state = slot.spec, slot.parameter, slot.state
     if slot.fmt is not None and "grid" not in state:
         state["grid"] = torch.tensor(slot.fields)
@@ -64,7 +64,7 @@ def make_state(slot: Slot) -> None:
             dtype = STORED[spec.moments] or slot.dtype
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
         if name in spec.bounds and spec.bounds[name] not in state:
-            # one a block; of a sharded matrix with a row for each of its rows, of a sharded vector all in every process
+            # one per block; a sharded matrix has those of its rows, a sharded vector all of them in every process
             in_rows = parameter.dim() > 1 and slot.share is not None
             shape = (held.shape[0], held.shape[1:].numel() // slot.view.dims[-1]) if in_rows else slot.view.block_dims
             bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
@@ -127,7 +127,7 @@ def _in_words(fields: tuple[int, ...] | None) -> str:
 
 
 def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None = None) -> None:
-    """Raise ValueError unless what goes with the weights are tensors, and moments of the parameter's shape."""
+    """Raise ValueError unless moments, bounds and residual are tensors, and moments of the parameter's shape."""
     for name in _KEPT:
         if name in entry and not isinstance(entry[name], Tensor):
             raise ValueError(f"{_whose(parameter, index)} has {name}={entry[name]!r}: a tensor is needed")
@@ -161,7 +161,7 @@ def _whose(parameter: Tensor, index: int | None = None) -> str:
 
 
 def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless moments and residual are kept as a group's options have it."""
+    """Raise ValueError unless moments and residual are stored as a group's options say."""
     moments = group["moments"] if stores_moments else "float32"
     dtype = STORED[moments] or (torch.float64 if parameter.dtype is torch.float64 else torch.float32)
     bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
@@ -181,7 +181,7 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
 
 
 def _check_residual(entry: dict[str, Any], whose: str) -> None:
-    """Raise ValueError for a residual of several weights in a byte, as earlier releases kept of 4 and 2 bits."""
+    """Raise ValueError for a residual that is not int8, such as one of 4 or 2 bits."""
     residual = entry.get("residual")
     if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
@@ -197,6 +197,6 @@ def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     for index, parameter in zip(saved_ids, parameters, strict=True):
         claim(optimizer, parameter)
         for name, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor):  # the grid is read on the host, counts until the first step on a card
+            if isinstance(value, Tensor):  # the host reads the grid, and counts until the first step on a GPU
                 device = "cpu" if name in ("step", "grid") else parameter.device
                 optimizer.state[parameter][name] = value.detach().to(device, copy=True)

@@ -1,7 +1,7 @@
-"""Steady steps: planned once, and taken again as long as everything that the plan was made from is as it was.
+"""Steady steps: planned once, and taken again as long as everything that the plan was made from is unchanged.
 
 A step is steady where planning it changes nothing: no first step, nothing due, one process, one device, native code or
-a GPU's kernels.  A card decides by itself whether it takes one, and the host hears of it later.
+a GPU's kernels.  A GPU decides by itself whether it takes one, and the host reads the verdict later.
 """
 
 import math
@@ -33,20 +33,20 @@ _DUE: Final = ("refresh_every", "stabilize_every", "reset_every")
 
 
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """True where planning a step changes nothing, so that the plan may serve again and a card may decide on it."""
+    """True where planning a step changes nothing, so that the plan may serve again and a GPU may decide on it."""
     if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
         return False
     if vars(optimizer).keys() & _methods(optimizer.__class__):
         return False
     device = slots[0].parameter.device
-    return all(map(_is_even, slots, repeat(device)))
+    return all(map(_is_steady_slot, slots, repeat(device)))
 
 
 def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.is_available()
 
 
-def _is_even(slot: Slot, device: torch.device) -> bool:
+def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
     if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
         return False
@@ -63,7 +63,7 @@ def _is_even(slot: Slot, device: torch.device) -> bool:
 
 
 def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
-    """The plan of a steady step; None where neither native code nor kernels have all of it."""
+    """The plan of a steady step; None unless native code or kernels can take all of it."""
     optimizer._check_options()
     optimizer._check_schedules(slots)
     optimizer._begin(slots)
@@ -90,7 +90,7 @@ _NO_STATE: Final[dict[str, Any]] = {}
 
 @lru_cache(maxsize=64)
 def _methods(kind: Any) -> frozenset[str]:
-    """The methods that plan a step, in whose place an optimizer may have been given others."""
+    """The names of methods that plan a step, which an attribute of an optimizer may replace."""
     return frozenset(name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name)))
 
 
@@ -118,10 +118,10 @@ class Table:
         self._tensors: list[Tensor] = []
 
     def take(self, optimizer: Any, *, alone: bool = False) -> bool | None:
-        """Take the step of all, or of none where a gradient or its square is not finite; None where a card decides.
+        """Take the step of all, or of none if a gradient or its square is not finite; None where a GPU decides.
 
-        The host hears of that later, but waits where a group raises, and where one scale is that of a whole parameter:
-        its S_ref changes when it doubles.
+        The host reads the verdict later, but waits if a group raises, or if a whole parameter has one scale: its S_ref
+        changes when the scale doubles.
         """
         is_new, self._taken = self._step is None, False
         ends = self._on_card(optimizer) if on_gpu(self._device) else self._here(optimizer)
@@ -165,7 +165,7 @@ class Table:
         return ends
 
     def _on_card(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
-        """Launch a step; the slots whose scales don't double on the card, and whether they have reached an end."""
+        """Launch a step; the slots whose scales don't double on the GPU, and whether they have reached an end."""
         slots, graph = self.slots, optimizer._graph if isinstance(self._step, TritonStep) else None
         if isinstance(self._step, TritonStep):
             said = self._step.run(slots) if graph is None else graph(self._step, slots)
@@ -179,13 +179,13 @@ class Table:
         self._said, self._taken = said, None
         if self._raises and said.values[0][0]:
             for slot in slots:
-                squares_are_finite(slot)  # which raises where it is asked to
+                squares_are_finite(slot)  # raises if the group's options say so
         counted(slots, said, added=graph is not None)
         torch.autograd.graph.increment_version(self._changed)
         return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
 
     def serves(self, optimizer: Any) -> bool:
-        """True where all is as the step before has left it, and nothing is due; then the next step is ready."""
+        """True if all is as the step before has left it, and nothing is due; the next step is prepared then."""
         if not self.alive or (found := self._look(optimizer)) is None:
             return False
         parameters, states, gradients, held, seen = found
@@ -221,7 +221,7 @@ class Table:
         return True
 
     def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
-        """Parameters, states, gradients, all that a plan is made of, and what it is known by; or None."""
+        """Parameters, states, gradients, all that a plan is made from, and the identities to compare; or None."""
         groups = optimizer.param_groups
         each = [[p for p in group["params"] if p.grad is not None] for group in groups]
         parameters = [*chain.from_iterable(each)]
@@ -240,7 +240,7 @@ class Table:
         return parameters, states, gradients, held, seen
 
     def _seal(self, optimizer: Any) -> None:
-        """Remember what a step has left, where the next one may go by that."""
+        """Record what the next step is compared with, if it may reuse this plan."""
         self.alive = []
         if (found := self._look(optimizer)) is None:
             return
@@ -248,7 +248,7 @@ class Table:
         places = [i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
         tensors = [held[i] for i in places]
         assert self._step is not None
-        # all addresses of the plan are those of tensors that are compared: no copy, and no manifold's
+        # all addresses of the plan must be those of tensors that are compared, not of copies or of manifolds
         plain = all(slot.storage in ("codes", "plain") for slot in self.slots)
         compared = {0, *(tensor.data_ptr() for tensor in tensors + gradients)}
         plain = plain and compared.issuperset(self._step.records["pointers"][:, 1:10].flatten().tolist())
@@ -258,10 +258,10 @@ class Table:
         self._steps = [known[tensor.data_ptr()] for tensor in self._changed]
         self._places, self._tensors, self._seen, self._facts = places, tensors, seen, _facts_of(tensors)
         self._aligned = np.array([gradient.data_ptr() % 16 == 0 for gradient in gradients])
-        self._kept = [x for x in held if not isinstance(x, Tensor)]  # no other has their identity
+        self._kept = [x for x in held if not isinstance(x, Tensor)]  # held, so that no other object gets their id
         every = [(slot.group[name], slot.done) for slot in self.slots for name in _DUE if slot.group[name]]
         self._left = min(period - done % period for period, done in every)
-        # none of parameters, which torch swaps in `to` only where nobody has one: they live as keys of the states
+        # no weak reference to a parameter, or `to` could not swap it: parameters live as keys of the states
         own, alive = set(map(id, parameters)), list[weakref.ref[Any]]()
         alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor) and id(x) not in own]
         self.alive = alive
@@ -270,7 +270,7 @@ class Table:
             slot.tensors, slot.kept_scale = {}, None
 
     def _whole(self, i: int, reached: bool, emptied: bool) -> Slot:
-        """A slot with all that doubling its scales takes."""
+        """A slot with all that doubling its scales needs."""
         slot, held = self.slots[i], self._parameters[i]
         if not slot.tensors:
             slot.tensors, slot.kept_scale = {"weight": held.codes}, held.kept_scale

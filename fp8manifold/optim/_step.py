@@ -60,7 +60,7 @@ def write(
     numbers: Numbers,
     noise: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The target along a direction, the tensors stored of it, and the moments with the error."""
+    """The target along a direction, the tensors to store for it, and the moments with the rounding error."""
     if spec.storage == "direction":
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)  # 0 has no sign, as in native code
         return direction, {"weight": direction}, descent.moments
@@ -120,7 +120,7 @@ class Weights(NamedTuple):
 
 
 def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
-    """The weights, with the residual that is kept beside them."""
+    """The weights, their residual included."""
     weight, fmt = arrays["weight"], spec.fmt
     if spec.storage in ("plain", "direction"):
         return Weights(weight.to(dtype), None)
@@ -218,12 +218,12 @@ def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], nu
 _FIELD, _BIAS = 23, 127
 _CARRY = ~codec.largest_bits(MOMENTUM_FORMAT) & (
     (1 << _FIELD) - 1
-)  # what is above the format's largest is of the next power
+)  # a mantissa above that of the format's largest value carries into the exponent
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
 
 
 def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
-    """Scales of 8-bit moments by block; where they do not follow from the moments, bounds after the step too."""
+    """Scales of 8-bit moments by block, and the bounds after the step unless they follow from the moments."""
     if spec.fitted:
         return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
@@ -262,10 +262,10 @@ def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> d
 def store_moments(
     spec: Spec, moments: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
 ) -> dict[str, Tensor]:
-    """The moments as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one moment each.
+    """The moments as they are stored; ``noise`` is one 32-bit word per value, each half of which serves one moment.
 
-    A fitted moment has the draw of the whole word.  The root in 8 bits takes 24 of its bits: odds of 16 would add up to
-    0.1% of a second moment of decay 0.999.
+    A fitted moment has the draw of the whole word.  The root in 8 bits takes 24 of its bits: with 16 the error of the
+    odds would add up to 0.1% of a second moment of decay 0.999.
     """
     if spec.moments == "float32" or not moments:
         return moments
@@ -286,14 +286,14 @@ def store_moments(
 
 
 def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
-    """Codes of a square root, by which the mean of ``1 / sqrt(v)`` is right; one that is not zero stays so.
+    """Codes of a square root, for which the mean of ``1 / sqrt(v)`` is right; a root that is not 0 does not become 0.
 
     .. math:: P(n + 1) = \\frac{\\delta (4 n + 3 - \\delta)}{4 n + 2}
                        \\approx \\frac{\\sqrt{r} - \\sqrt{n}}{\\sqrt{n + 1} - \\sqrt{n}}, \\qquad \\delta = r - n
 
-    for ``r`` spacings, ``n`` of them whole: the root of the root, ``v^{1/4}``, keeps its mean.  A rounding that keeps
-    that of ``v^p``, of relative variance ``s``, puts the mean of ``1 / sqrt(v)`` by ``3/8 s - (1 - p) s / 2`` above:
-    nothing for ``p = 1/4``, and up to 3% for ``p = 1``.
+    for ``r`` spacings, ``n`` of them whole: the mean of the root's root, ``v^{1/4}``, is preserved.  A rounding that
+    preserves the mean of ``v^p``, with relative variance ``s`` of ``v``, raises that of ``1 / sqrt(v)`` by the share
+    ``3/8 s - (1 - p) s / 2``: nothing for ``p = 1/4``, up to 3% for ``p = 1``.
     """
     steps, below = codec.encoding_steps(root * inverse, MOMENT_FORMAT)
     whole = steps.to(torch.int32)
@@ -323,12 +323,12 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
 
 
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
-    """Random bits below the kept ones carry into them with the probability of what is cut off."""
+    """Random bits are added to the lower half, which carry into the upper one with the probability of what is lost."""
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
 def run_eager(slot: Slot, *, observed: bool = False) -> list[Outcome]:
-    """Take the step in place, and return the outcome of each part of it where it is observed."""
+    """Take the step in place, and if it is observed return the outcome of each part."""
     outcomes = []
     for arrays, start in blocks_of(slot):
         outcome = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start))
@@ -350,7 +350,7 @@ def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
 
 
 def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
-    """The random words of a part of a slot, by what draws them."""
+    """The random words for a part of a slot, for ``weight`` and ``moments`` if they are drawn."""
     wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
     keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
     noise = {}
@@ -370,10 +370,10 @@ class StepView:
 
     parameter: Tensor  #: The parameter itself, after the step.
     before: Tensor
-    """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
+    """Its values before the step; like all of these in its shape, in float32 (float64 for float64 parameters)."""
     target: Tensor  #: The value requested, before the write-back rounds it.
     after: Tensor  #: The value after the write-back.
-    stiffness: Tensor  #: One step of the metric at ``before``: an ULP, where that is ``ulp``.
+    stiffness: Tensor  #: One step of the metric at ``before``: an ULP if the metric is ``ulp``.
 
 
 def observed_step(slot: Slot) -> StepView:

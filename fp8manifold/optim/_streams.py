@@ -1,4 +1,4 @@
-"""Streams: the key words by which each parameter's random bits are its own."""
+"""Streams: key words that give each parameter random bits of its own."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -33,13 +33,13 @@ def new_stream(
     alone: bool,
     values: Tensor | None = None,
 ) -> int:
-    """A stream of 63 bits from what is the parameter's own, which no other parameter of the state has or had.
+    """A stream of 63 bits that no other parameter of the state has or had.
 
-    Its own are its first values, and the seed of a one-byte tensor or of a grid's manifold: both storages draw the same
-    bits.  Parameters that share both differ by their order in the optimizer (``twin``, as :func:`twins` counts it) or,
-    without a seed and ``alone`` in an optimizer each, by their first gradients, whose last bits differ between
-    machines.  ``begun`` counts the streams given, also to what was removed; ``values`` are the first values, if others
-    are there now.
+    It is made of the parameter's first values, and of the seed of a one-byte tensor or of a grid's manifold: both
+    storages draw the same bits.  Parameters that share both differ by their order in the optimizer (``twin``, as
+    :func:`twins` counts it) or, without a seed and ``alone`` in an optimizer each, by their first gradients, whose last
+    bits differ between machines.  ``begun`` counts the streams given, also to removed parameters; ``values`` are the
+    first values, if they have changed since.
     """
     used = [entry["stream"] for entry in state.values() if "stream" in entry]
     seed, words = _seed_of(parameter), _seed_words(parameter)
@@ -78,7 +78,7 @@ def _seed_of(parameter: Tensor) -> int | None:
 
 
 def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> int:
-    """:func:`content_word` over all processes that hold a part: the sum of theirs."""
+    """The sum of :func:`content_word` over all processes that hold a part."""
     share = share_of(parameter)
     if share is None:
         return content_word(held, key)
@@ -89,14 +89,14 @@ def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> i
 
 @eager_only
 def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
-    """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: that of parts is their sum.
+    """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: the words of parts add up to it.
 
-    Every NaN counts as the quiet one, for a GPU's arithmetic gives other bits than a CPU's.
+    Every NaN counts as the quiet one, because a GPU's arithmetic gives other bits than a CPU's.
     """
     if (native := content(x, key, offset)) is not None:
         return native
     flat = x.reshape(-1).resolve_neg()
-    total = torch.zeros((), dtype=torch.int64, device=x.device)  # where x is: it is waited for once
+    total = torch.zeros((), dtype=torch.int64, device=x.device)  # on the GPU of x, so that the host waits once
     size = block_on(x.device)
     quiet = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()]))
     for start in range(0, flat.numel(), size):

@@ -1,6 +1,6 @@
 """Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind.
 
-A steady step is left to the card, and the host reads what the kernels have found at the parameter's next step.
+The verdict on a steady step is left to the GPU, and the host reads the kernels' report at the parameter's next step.
 """
 
 import logging
@@ -22,7 +22,7 @@ from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
 
-_ELEMENTS: Final = 2048  #: Elements of a program: 16 a thread, so that it loads and stores bytes by 128 bits.
+_ELEMENTS: Final = 2048  #: Elements of a program: 16 per thread, so that it loads and stores bytes by 128 bits.
 _LONGEST: Final = 1024  #: The longest row with moments in blocks that one program steps at once.
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
@@ -49,7 +49,7 @@ def is_triton(slot: Slot) -> bool:
 class TritonStep:
     """The launches of some steps, in place, on one device, of disjoint memory; they serve the same parameters again.
 
-    With ``decides`` the card refuses all of them where the square of any gradient is not finite.
+    With ``decides`` the GPU refuses all of them if the square of any gradient is not finite.
     """
 
     def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
@@ -67,7 +67,7 @@ class TritonStep:
         self.launches = launches_of(self.records, kinds, self._device, check=decides, widenings=self._widenings)
 
     def run(self, slots: Sequence[Slot]) -> Later:
-        """Launch them; what the kernels say has a row for all and one for each, and nobody waits for it."""
+        """Launch the kernels; their report has a row for all steps and one for each, and is not waited for."""
         said = self.words()
         self.fill(slots, said)
         launch(self.launches, said)
@@ -75,7 +75,7 @@ class TritonStep:
         return Later(said)
 
     def words(self) -> Tensor:
-        """Zeros in which kernels say something: a row for all steps, and one for each."""
+        """Zeros for the kernels' report: a row for all steps, and one for each."""
         return torch.zeros((1 + len(self.records), SAID), dtype=torch.int32, device=self._device)
 
     @property
@@ -89,7 +89,7 @@ class TritonStep:
         ]
 
     def fill(self, slots: Sequence[Slot], said: Tensor) -> None:
-        """Fill the records with the numbers and keys of a step, and with the places of what its kernels say."""
+        """Fill the records with the numbers and keys of a step, and with the addresses of its kernels' reports."""
         records, places = self.records, said.data_ptr() + said[0].nbytes * np.arange(1, 1 + len(slots), dtype=np.uint64)
         records["pointers"][:, -1] = places
         records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
@@ -101,7 +101,7 @@ class TritonStep:
 
 
 def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later] | None:
-    """A step that has been launched, and what its kernels say; None, with one warning, where none can be compiled."""
+    """A step that has been launched, and its kernels' report; None, with one warning, if no kernel can be compiled."""
     try:
         step = TritonStep(slots, decides=decides)
         return step, step.run(slots)
@@ -116,9 +116,9 @@ def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later
 
 
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
-    """Step the slots in place and note of those with codes what the kernels say; None where none can be compiled.
+    """Step the slots in place and take the kernels' report to those with codes; None if no kernel can be compiled.
 
-    With ``decides`` the card may refuse all, and the host does not wait for what it says.
+    With ``decides`` the GPU may refuse all steps, and the host does not wait for the report.
     """
     found = launched(slots, decides=decides)
     if found is None or decides:
@@ -168,7 +168,7 @@ _given_up: Final[list[str]] = []  #: The first line of the error for which kerne
 
 
 def _scale(slot: Slot) -> Tensor | None:
-    """The scale as the kernel reads it: one value, one a row, or one an element; of blocks the exponents."""
+    """The scale as the kernel reads it: one value, one per row, or one per element; for blocks the exponents."""
     if slot.kept_scale is None or slot.spec.storage == "plain":
         return None
     if slot.view.row_dims == slot.view.dims and slot.scale is not None:
@@ -247,7 +247,7 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponent
 
 
 def count_decided(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool) -> None:
-    """Wait for a step that a card has decided on, and count it; ``versions`` are those it has left the codes at."""
+    """Wait for a step that a GPU has decided on, and count it; ``versions`` are those of the codes after it."""
     (refused, *_), *words = said.values
     if refused:
         culprits = [parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad]

@@ -12,7 +12,7 @@ from fp8manifold.formats import FloatFormat
 
 @dataclass(frozen=True)
 class WriteBack:
-    r"""One way from the target of a step to the weight that is stored.
+    r"""A way from the target of a step to the weight that is stored.
 
     An update is lost if rounding undoes it and it is not stored, added to a moment or made up for on average. With the
     target :math:`t`, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at random too,
@@ -49,7 +49,7 @@ class WriteBack:
 
     @property
     def draws(self) -> bool:
-        """True where it needs random bits."""
+        """True if it needs random bits."""
         return self.rounding == "stochastic"
 
     @property
@@ -59,12 +59,12 @@ class WriteBack:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names of what it keeps in a parameter's state."""
+        """Names of its entries in a parameter's state."""
         return ("residual",) if self.residual_bits else ()
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a code and of what is kept beside it."""
+        """Bytes of a code and of its residual."""
         return 1 + self.residual_bits / 8
 
     def store(
@@ -77,7 +77,7 @@ class WriteBack:
             fmt: the format.
             arrays: ``weight`` as it is, and its ``scale``.
             target: in units of the scale.
-            draws: 24-bit random bits, where it draws any.
+            draws: 24-bit draws, or None where it needs none.
         """
         weight, bits = arrays["weight"], self.residual_bits
         if bits:
@@ -107,11 +107,11 @@ WRITEBACKS: Final[dict[str, WriteBack]] = {
         WriteBack("momentum", injects=True),
     )
 }
-"""By name."""
+"""The write-backs by name."""
 
 
 def rule_of(group: dict[str, Any]) -> WriteBack:
-    """A group's write-back; None is a manifold's own rounding, which keeps and injects as little as nearest does."""
+    """A group's write-back; None is a manifold's own rounding, which like nearest stores and injects nothing."""
     return WRITEBACKS[group["writeback"] or "nearest"]
 
 
@@ -121,7 +121,7 @@ _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = 0x7F7F0000, 65504.0
 
 
 def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """True for floats that are rounded stochastically: halves, but under the write-back ``nearest``."""
+    """True for floats that are rounded stochastically: 16-bit ones, except under the write-back ``nearest``."""
     return parameter.dtype in _HALVES and (group["writeback"] is None or rule_of(group).draws)
 
 
@@ -130,12 +130,12 @@ def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
 
     .. math:: P(b) = \\frac{|x| - a}{b - a}, \\qquad a \\le |x| < b
 
-    Values stay, -0, NaN and Inf too; finite ones beyond the largest value become that, and no draw makes them Inf.
-    Draws have 24 bits, of which bfloat16 takes the upper 16.
+    Values of the dtype stay, -0, NaN and Inf too; finite numbers beyond its largest value become that, and no draw
+    makes them Inf.  Draws have 24 bits, of which bfloat16 takes the upper 16.
     """
     bits = x.view(torch.int32)
     magnitude = bits & _MAGNITUDE
-    if dtype is torch.bfloat16:  # one more in the kept bits where the others exceed the draw
+    if dtype is torch.bfloat16:  # the upper bits grow by one where the lower ones exceed the draw
         rounded = ((magnitude + ((draws >> 8) ^ 0xFFFF)) & -65536).clamp(max=_LARGEST_BFLOAT16)
     else:
         rounded = _float16_bits(magnitude, draws)

@@ -32,12 +32,12 @@ def unit_of(slot: Slot, reference: float) -> float:
     """A power of two no less than any stiffness of the bounded chart; next to S_ref where there is no bound."""
     bounded = slot.metric == "ulp" and math.isfinite(slot.group["clip"])
     largest = bounds(reference, 0.0, slot.group["clip"])[1] if bounded else reference
-    exponent = math.frexp(largest)[1] - (0 if bounded else 1)  # twice: a scale may be no power of two
+    exponent = math.frexp(largest)[1] - (0 if bounded else 1)  # above ``largest``: a scale may be no power of two
     return math.ldexp(1.0, min(max(exponent, -_LARGEST_EXPONENT), _LARGEST_EXPONENT))
 
 
 def change_unit(state: dict[str, Any], unit: float) -> None:
-    """Keep the moments in another unit, which moves no bit but of what underflows; a state without one has 1."""
+    """Convert the moments to another unit, exactly unless one underflows; a state without a unit has 1."""
     old, state["unit"] = state.get("unit", 1.0), unit
     for name, power in _POWERS.items() if unit != old else ():
         for each in (name, BOUNDS.get(name, "")):
@@ -54,7 +54,7 @@ _LR_OWN, _LR_OTHER = 0.5, 1e-3
 
 
 class Riemannian(ManifoldOptimizer):
-    """Groups of mixed parameters, the bounded chart, and the write-back, shared by the two optimizers."""
+    """The base of both optimizers: groups of mixed parameters, the bounded chart, and the write-back."""
 
     stores_all_moments = False
 
@@ -94,14 +94,14 @@ class Riemannian(ManifoldOptimizer):
             super()._prepare(slot)
 
     def _take(self, slots: list[Slot]) -> None:
-        """Take the steps of ordinary parameters, and of those elsewhere, without a backend."""
+        """Take the steps of ordinary parameters, and of those on other manifolds, without a backend."""
         for slot in slots:
             if slot.fmt is None:
                 self._take_elsewhere(slot)
         super()._take([slot for slot in slots if slot.fmt is not None])
 
     def _take_elsewhere(self, slot: Slot) -> None:
-        """Step a parameter elsewhere: the rows of it here, or one row of 0 where there are none."""
+        """Step a parameter that is not on our manifolds: its rows here, or one row of 0 where there are none."""
         manifold = manifold_of(slot.parameter) or _EUCLIDEAN
         if slot.share is None:
             _store(slot, slot.parameter, self._step_elsewhere(slot, slot.parameter, slot.state, manifold))
@@ -136,7 +136,7 @@ class Riemannian(ManifoldOptimizer):
         return 1.0 if slot.fmt is None else max(self._code_factor(slot), 1.0)
 
     def _code_factor(self, slot: Slot) -> float:
-        """An upper bound of the stiffness in this step's chart, by which gradients become those of codes."""
+        """An upper bound of the stiffness in this step's chart, the factor from gradients to those of codes."""
         reference, due = slot.state.get("reference"), slot.done % slot.group["refresh_every"] == 0
         if reference is None or due or not math.isfinite(slot.group["clip"]):
             return _largest(slot, stiffness_field(slot, slot.metric))
@@ -206,33 +206,33 @@ def _progress(group: dict[str, Any]) -> float:
 class RiemannianAdam(Riemannian):
     """Riemannian Adam with geoopt's signature, a drop-in over quantised parameters.
 
-    On this library's manifolds it is Adam in the chart, with the gradient ``S g`` of the code and one rounding a step,
+    On this library's manifolds it is Adam in the chart, with the gradient ``S g`` of codes and one rounding per step,
 
     .. math:: w \\leftarrow \\mathrm{round}\\left(\\exp_{(1 - \\lambda \\eta / \\eta_0) w}(-\\eta \\, S \\, d)\\right),
               \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
 
     so ``lr`` is in **ULPs per step**.  The averages are in code coordinates, where parallel transport does nothing, in
     multiples of a power of two next to the stiffness (``unit`` in the state).  On other manifolds of geoopt's and on
-    ordinary parameters it takes geoopt's steps, L2 decay included, at ``float_lr``.
+    ordinary parameters the steps are geoopt's, L2 decay included, at ``float_lr``.
 
     Args:
         params: parameters or groups.
-        lr: ULPs per step on our manifolds; by default 0.5 there, and geoopt's 1e-3 for a group without any.
+        lr: ULPs per step on our manifolds; by default 0.5, and geoopt's 1e-3 for a group without parameters on them.
         betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is decoupled, a fraction
             ``weight_decay * lr / initial_lr`` of the weight per step, where ``initial_lr`` is the one given here.
         stabilize: geoopt's name of ``stabilize_every``; it does not change the momentum.
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own, with stochastic and independent
-            ones for ordinary bfloat16 and float16 parameters.  The random bits are the optimizer's, not the manifold's
-            counter.
+        writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own, and for ordinary bfloat16 and
+            float16 parameters stochastic rounding by independent draws.  The random bits are the optimizer's, not the
+            manifold's.
         damping, clip: bounds of S / S_ref, as powers of two, outside of which the chart of ``ulp`` is linear; other
             metrics have none.
         moments, seed, refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags: as in
-            :class:`StiffnessAdamW`; parameters elsewhere have float32 averages.
+            :class:`StiffnessAdamW`; the averages of other parameters are not stored in fewer bits.
 
     Attributes:
-        bounded_share: share of the quantised weights that met a bound at the last refresh.
+        bounded_share: share of the quantised weights whose S / S_ref met a bound at the last refresh.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`; a mixed list without ``float_lr``.
@@ -292,7 +292,7 @@ class RiemannianAdam(Riemannian):
         change_unit(slot.state, unit_of(slot, slot.state["reference"]))
 
     def _code_factor(self, slot: Slot) -> float:
-        """An upper bound in units, which nothing exceeds in a bounded chart; older states have no unit yet."""
+        """The bound in units of the moments; 0 in a bounded chart, where it is at most 1.  Older states lack a unit."""
         if "reference" in slot.state and "unit" not in slot.state:
             return super()._code_factor(slot)
         if slot.metric == "ulp" and math.isfinite(slot.group["clip"]):

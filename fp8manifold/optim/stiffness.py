@@ -38,7 +38,7 @@ class StiffnessOptimizer(ManifoldOptimizer):
                 )
 
     def _check_schedules(self, slots: list[Slot]) -> None:
-        """Set the exponent of each slot; a schedule is called once a step, for all parameters that are as far."""
+        """Set the exponent of each slot; a schedule is called once for all parameters with as many steps."""
         powers: dict[tuple[int, int], float] = {}
         for slot in slots:
             power, key = slot.group.get("stiffness", 0.0), (id(slot.group), slot.done)
@@ -56,7 +56,7 @@ class StiffnessOptimizer(ManifoldOptimizer):
         return {"direction": self.direction, "metric": slot.group["metric"], "stiffness": mode}
 
     def _shared_numbers(self, slot: Slot) -> dict[str, float]:
-        """Decay, and of a quantised parameter S_ref, its bounds and the exponent."""
+        """Decay, and for a quantised parameter S_ref, its bounds and the exponent."""
         group, state = slot.group, slot.state
         numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
         if "reference" in state:
@@ -122,10 +122,10 @@ class StiffnessAdamW(StiffnessOptimizer):
             of an ULP; a new 0 is +0) or ``momentum`` (the error is added to the first average).  Ordinary bfloat16 and
             float16 parameters are rounded stochastically under all but ``nearest``; finite values saturate.
         draws: ``independent``, or ``dither``, with less noise and a pull towards 0: decay is 7% too strong in E4M3, 12%
-            in E5M2 (:func:`fp8manifold.random_bits`).  Those of moments are independent.
+            in E5M2 (:func:`fp8manifold.random_bits`).  Draws for moments are always independent.
         moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its square root;
-            of Muon E2M5), the last two rounded stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v`` 4
-            to 6% above.
+            Muon's in E2M5), the last two rounded stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v``
+            4 to 6% too large.
         seed: key of all random bits, with the step count and the parameter's stream.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
@@ -203,7 +203,7 @@ class StiffnessSGD(StiffnessOptimizer):
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
 
-    The Riemannian step is ``S^2 g``: ``stiffness=2.0``.  Unlike torch's the decay is decoupled.
+    The Riemannian step is ``S^2 g``: ``stiffness=2.0``.  Unlike in torch, decay is decoupled.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
@@ -270,7 +270,7 @@ def momentum_numbers(rate: float, momentum: float, gain: float) -> dict[str, flo
 
 
 def sgd_numbers(slot: Slot) -> dict[str, float]:
-    """SGD's numbers; the buffer starts from the whole gradient."""
+    """SGD's numbers; the buffer starts from the gradient without dampening."""
     group = slot.group
     return momentum_numbers(lr_of(group), group["momentum"], 1.0 if slot.age == 1 else 1 - group["dampening"])
 
@@ -294,7 +294,7 @@ def check_momentum(group: dict[str, Any]) -> None:
 
 
 class StiffnessLion(StiffnessOptimizer):
-    """Lion over weights that live on a grid: one average, and steps of one size for all weights of a binade.
+    """Lion over weights that live on a grid: one average, and steps of the same size for all weights of a binade.
 
     .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
@@ -371,9 +371,9 @@ class Madam(StiffnessOptimizer):
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
-        lr: the share by which a weight changes in a step, times ``d``.
-        betas, eps: of ordinary parameters; the second beta and eps are those of ``v`` everywhere.
-        weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary parameters) a step.
+        lr: relative change of a weight per step where ``d`` is 1.
+        betas, eps: of ordinary parameters' AdamW; ``v`` has the second beta and ``eps`` everywhere.
+        weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary parameters) per step.
         float_lr: learning rate of ordinary parameters; it follows ``lr``'s schedule.
         max_direction: the bound ``c``.
         escape: the floor, as a share of the tensor's mean binade.

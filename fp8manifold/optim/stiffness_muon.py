@@ -1,4 +1,4 @@
-"""StiffnessMuon: Muon over matrices that live on a grid, and Adam over what is no matrix, in one optimizer."""
+"""StiffnessMuon: Muon over matrices that live on a grid, and Adam over all other parameters, in one optimizer."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from fp8manifold.random_bits import Draws
 _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
-"""Last parts of the names under which models keep the layer that gives their outputs."""
+"""Last parts of the names of output layers."""
 _Kind = Literal["matrices", "kernels", "experts", "others", "vectors"]
 _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "matrices": {},
@@ -39,20 +39,20 @@ _NO_DECAY: Final = re.compile(
     r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
     r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"  # state spaces
 )
-"""Names of a module's own parameters that are no matrix of a layer, and decay nowhere."""
+"""Names of a module's own parameters that are not the matrix of a layer and never decay."""
 _EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
 class StiffnessMuon(StiffnessOptimizer):
-    """Muon over matrices on a grid: one average, and a step of one size in every direction of the matrix.
+    """Muon over matrices on a grid: one average, and a step of the same size in every direction of the matrix.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\qquad u = (1 - \\mu) g + \\mu m, \\\\
               w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta a \\, F \\, \\mathrm{msign}(F u) \\right),
               \\qquad F = \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
 
-    ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by five Newton-Schulz products; ``a`` follows
-    from the matrix' shape.  ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding per step; ``k = 1`` takes
+    ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by ``ns_steps`` Newton-Schulz iterations; ``a``
+    follows from the matrix' shape.  ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding; ``k = 1`` takes
     the steepest step of the spectral norm in the chart's coordinates.  Embeddings, heads, norms and biases are stepped
     as by :class:`StiffnessAdamW`, in groups with ``direction="adam"``; :meth:`for_model` sorts a whole model.
 
@@ -63,19 +63,19 @@ class StiffnessMuon(StiffnessOptimizer):
             ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for AdamW's rate and decay; ``spectral_unclamped``,
             ``sqrt(R/C)``.
         direction: ``muon``, or ``adam`` for a group's parameters.
-        matrix_shape: of a parameter with more dimensions ``flatten`` makes one matrix, a row for each entry of its
-            first (a convolution's filters), ``batch`` one for each entry of the first of three (experts); ``auto``
-            refuses it.
+        matrix_shape: for a parameter of more than two dimensions: ``flatten`` makes one matrix with a row for each
+            entry of the first (a convolution's filters), ``batch``, with three, a matrix for each entry of the first
+            (experts); ``auto`` refuses it.
         ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors as if the step were linear in it.
 
-    A gradient of zeros gives a step of zeros, and no step depends on other parameters.
+    Where ``u`` is all zeros the step is the decay alone, and no step depends on other parameters.
 
     Raises:
-        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix; in a step, ``cycle_momentum=True``.
+        TypeError, ValueError: as :class:`StiffnessAdamW`; no matrix; in a step, a scheduler with ``cycle_momentum``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -150,7 +150,7 @@ class StiffnessMuon(StiffnessOptimizer):
             lr: of the matrices.
             other_lr: of everything else; None is ``lr``, which suits ``adjust_lr_fn="match_rms_adamw"``.
             others: patterns of module or parameter names that are Adam's, in place of the head.
-            weight_decay: of all but vectors, which are Adam's.
+            weight_decay: of all parameters that decay.
             options: the constructor's; ``adjust_lr_fn`` is ``match_rms_adamw`` here, unless given.
 
         Raises:
@@ -251,16 +251,16 @@ class ReportedParameter:
     name: str  #: Its dotted name.
     shape: tuple[int, ...]  #: Its shape.
     direction: str  #: ``muon`` or ``adam``.
-    decays: bool  #: True where ``weight_decay`` is for it.
-    reason: str  #: Why.
+    decays: bool  #: True if ``weight_decay`` applies to it.
+    reason: str  #: Why it is Muon's or Adam's.
 
 
 @dataclass(frozen=True)
 class MuonReport:
-    """Parameters of Muon and of Adam; as a string a table."""
+    """The parameters that Muon steps and those that Adam steps; its string is a table."""
 
     parameters: tuple[ReportedParameter, ...]
-    """Each that requires a gradient, those that are shared once, in the model's order."""
+    """Every parameter that requires a gradient, a shared one once, in the model's order."""
 
     def __str__(self) -> str:
         """A line for each parameter, and one for all of them."""
@@ -301,7 +301,7 @@ def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonRe
 
 
 def _sorted(model: nn.Module, others: Sequence[str] | None) -> Iterator[tuple[str, Tensor, _Kind, str]]:
-    """Name, kind of group and its reason, of each parameter that is trained, in the model's order."""
+    """Name, kind of group and reason for each parameter that is trained, in the model's order."""
     adams, exempt = _adams(model, others), _exempt(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -311,7 +311,7 @@ def _sorted(model: nn.Module, others: Sequence[str] | None) -> Iterator[tuple[st
 def _kind(model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str], exempt: set[int]) -> tuple[_Kind, str]:
     place, _, own = name.rpartition(".")
     owner = model.get_submodule(place)
-    # the weight that a layer multiplies by: no name or shape makes it anything else
+    # the weight that a layer multiplies by is a matrix, whatever its name or shape
     multiplies = own == "weight" and (is_linear(owner) or isinstance(owner, CONVOLUTIONS))
     if parameter.dim() < 2:
         return "vectors", "a vector"

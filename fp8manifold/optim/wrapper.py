@@ -27,7 +27,7 @@ __all__ = ["StiffnessWrapper"]
 _ALONE = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or rule.injects))
 """Write-backs that need nothing of the optimizer around them."""
 _OVER_DRAWN = 3
-"""A word of the streams of parameters that the wrapped optimizer rounds too, with one made of the same values."""
+"""A key word for parameters that the wrapped optimizer rounds too, with a stream made of the same values."""
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
@@ -47,14 +47,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
-            float16 parameters whose update is scaled are rounded stochastically but under ``nearest``.
+            float16 parameters whose update is scaled are rounded stochastically unless this is ``nearest``.
         draws: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
 
     Attributes:
         steps_taken: the number of steps.
         references: the reference stiffness of each quantised parameter.
         streams: the key word of each parameter that has been rounded stochastically.
-        streams_begun: their number.
+        streams_begun: the number of streams given, also to parameters that have been removed.
 
     Raises:
         TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of another type or out of range.
@@ -72,7 +72,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         >>> bool((model.manifold.projx(model.weight) == model.weight).all())
         True
 
-    Source: the factor is that of :class:`StiffnessAdamW`, around a step that is another's.
+    Source: the factor is that of :class:`StiffnessAdamW`, around another optimizer's step.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
     @eager_only  # it writes codes, and counts
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the wrapped optimizer, scaled and written back, which returns what that returns."""
+        """Take a step of the wrapped optimizer, scale it and write it back; returns what that step returns."""
         before = [p.detach().clone() for p in self._parameters()]
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
@@ -208,7 +208,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return not isinstance(parameter, FP8Tensor) and rounds_at_random(parameter, {"writeback": self.writeback})
 
     def _begin_streams(self, before: list[Tensor]) -> None:
-        """Give what is rounded stochastically for the first time a stream, and let go of what has been removed."""
+        """Give parameters that are rounded stochastically for the first time a stream; forget removed ones."""
         parameters = self._parameters()
         for known in (self.references, self.streams):
             for gone in known.keys() - set(parameters):

@@ -37,7 +37,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     .. math:: d = \\Delta / \\mathrm{rms}(\\Delta), \\qquad m \\leftarrow \\mu m + (1 - \\mu) d, \\qquad
               w \\leftarrow \\mathrm{round} \\left( (1 - \\eta \\lambda) w - \\eta \\, m / (1 - \\mu^t) \\right)
 
-    ``F`` is the Fisher information of a token under labels drawn from the model's own softmax, layer by layer: its
+    ``F`` is the Fisher information per token under labels drawn from the model's own softmax, layer by layer: its
     ``diagonal``, a Kronecker product (``kfac``), or that product's eigenbasis (``ekfac``).  It is computed by
     nngeometry in float32, in evaluation mode, and changes neither model, nor gradients, nor the global generator.
     Weights of linear layers that belong to no other module take natural steps, and everything else
@@ -46,8 +46,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
     Args:
         params: parameters, or groups of them with options of their own.
         model: what the gradients are taken of, before ``torch.compile``.
-        loader: batches to measure ``F`` with, iterated again and again, or a function from the steps taken to such a
-            thing.
+        loader: batches to measure ``F`` with, an iterable that is used again and again, or a function from the number
+            of steps taken to one.
         lr: learning rate: AdamW's; with ``normalize=False`` a fraction of the natural step.
         momentum: decay rate of the running average of directions.
         betas, eps, weight_decay: as in :class:`StiffnessAdamW`.
@@ -62,8 +62,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
         logits: function (model, batch) to the logits (..., V), or to what has them as ``.logits``.
         stiffness, metric, writeback, draws, moments, seed, clip, refresh_every, maximize, stabilize_every, flags: as in
             :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
-        floor: lower bound of S / S_ref, called ``damping`` there.
-        on_nonfinite: of gradients, and of a damped ``F`` that is not positive definite: ``skip``, with a
+        floor: lower bound of S / S_ref, ``damping`` in :class:`StiffnessAdamW`.
+        on_nonfinite: for gradients, and for a damped ``F`` that is not positive definite: ``skip``, with a
             ``RuntimeWarning`` because of ``F``, or ``raise``.
         reset_every: forget momentum, running averages and ``F`` every so many steps.
 

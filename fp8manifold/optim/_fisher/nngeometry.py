@@ -22,7 +22,7 @@ from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
 Pair = tuple[Tensor, Tensor]  #: Moments of inputs (I, I) and of output gradients (O, O).
 NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac": "eigenvalues"}
-"""Representations, with a name in a parameter's state of each."""
+"""A name that a parameter's state has under each representation."""
 METRIC: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
 """Beginnings of the names in a parameter's state that make a metric."""
 _KINDS: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
@@ -172,7 +172,7 @@ def _mean_over_tokens(
         for index in range(passes):
             calls.clear()
             value = loss(index)
-            made = [call for call in calls if value.requires_grad]  # going back may call layers again
+            made = [call for call in calls if value.requires_grad]  # checkpointing calls layers in the backward pass
             gradients = torch.autograd.grad(value, [output for _, _, output in made], allow_unused=True) if made else ()
             for (i, x, _), y in zip(made, gradients, strict=True):
                 if y is not None:
@@ -185,7 +185,7 @@ def _mean_over_tokens(
                 f"layer {layer.name!r} was not reached by any batch: its Fisher metric is undefined; leave it out of "
                 "the parameters, or give batches that reach it"
             )
-    # a mean over passes, then over tokens: the order of rounding that saved runs have
+    # a mean over passes, then over tokens, in the order in which resumed runs have to round
     return [[x / passes * (passes / count) for x in each] for each, count in zip(sums, tokens, strict=True)]
 
 

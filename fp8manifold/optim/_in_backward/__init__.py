@@ -25,7 +25,7 @@ _SUMS: Final = ("bfloat16",)
 
 
 class _Hook:
-    """Autograd calls it with a parameter whose gradient is there; it keeps neither handle nor optimizer alive."""
+    """The function that autograd calls once a parameter has its gradient; it keeps no handle or optimizer alive."""
 
     def __init__(self, handle: "InBackward") -> None:
         self.handle = weakref.ref(handle)
@@ -36,16 +36,16 @@ class _Hook:
 
 
 class InBackward:
-    """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
+    """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` returns them.
 
-    A context manager that removes them at its end.  It does not keep the optimizer alive: deleting that ends the steps.
+    A context manager that removes them at its end.  It does not keep the optimizer alive, whose deletion ends steps.
 
     Args:
         optimizer: whose parameters step.
 
     Raises:
-        RuntimeError: in a backward pass, where there are several processes by then, where another hook has freed a
-            gradient, or where the optimizer was deleted before its first step.
+        RuntimeError: in a backward pass, if there are several processes by then, if another hook has freed a gradient,
+            or if the optimizer was deleted before its first step.
         FloatingPointError: in a backward pass, for a gradient that is not finite, with ``on_nonfinite="raise"``.
 
     Example:
@@ -65,7 +65,7 @@ class InBackward:
         self._clipping: Clipping | None = None
         self._accumulation: Accumulation | None = None
         self._hooks: list[RemovableHandle] = []
-        self._one_at_a_time = threading.Lock()  # autograd has one thread a device
+        self._one_at_a_time = threading.Lock()  # autograd has one thread per device
         self._last_places: dict[int, tuple[int, int]] = {}  # a first guess, checked on every use
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
@@ -81,7 +81,7 @@ class InBackward:
         return optimizer
 
     def __enter__(self) -> "InBackward":
-        """Return the handle; the hooks are there already."""
+        """Return the handle, whose hooks are registered already."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +96,7 @@ class InBackward:
             optimizer._in_backward = None
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Hook a group's parameters; each steps with the options of the group that it is in by then.
+        """Hook a group's parameters; each steps with the options of the group that it is in at that moment.
 
         Raises:
             RuntimeError: another optimizer steps one of them in backward; nothing is hooked then.
@@ -119,7 +119,7 @@ class InBackward:
         """
         if self._taken(groups) is None:
             return
-        gc.collect()  # what nothing but a cycle keeps is nobody
+        gc.collect()  # an optimizer that only a reference cycle keeps alive takes no gradients
         if (found := self._taken(groups)) is not None:
             name, other = found
             raise RuntimeError(
@@ -147,7 +147,7 @@ class InBackward:
                     parameter._post_accumulate_grad_hooks = hooks
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Continue from a loaded state, which has nothing of the step under way."""
+        """Continue from a loaded state; the norms of the step under way are forgotten."""
         self.listen(groups)
         if self._clipping is not None:
             self._clipping.forget()
@@ -155,12 +155,12 @@ class InBackward:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Within it, a backward pass takes the norm of the whole gradient, frees it, and steps nothing.
+        """A context whose backward pass takes the norm of the whole gradient, frees it, and steps nothing.
 
         With ``clip="exact"`` it comes before each pass that steps, with ``"previous"`` before the first.
 
         Raises:
-            RuntimeError: nothing is clipped here; in it, a second backward pass; at its end, no gradient has passed.
+            RuntimeError: nothing is clipped; a step is under way; in it, no backward pass or a second one.
 
         Example:
             >>> import fp8manifold as fm

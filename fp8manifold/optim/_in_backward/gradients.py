@@ -111,15 +111,15 @@ class SpentGradient(StandIn):
         return [one.norm_before if isinstance(one, SpentGradient) else torch.linalg.vector_norm(one) for one in args[0]]
 
 
-FOR_SUMS: Final = 4  #: The fourth key word: sums draw from streams of their own, apart from those of steps.
+FOR_SUMS: Final = 4  #: A fourth key word, which separates the draws of sums from those of steps.
 
 
 class GradientSum(StandIn):
-    """The sum of the gradients of several backward passes, in bfloat16, each rounded stochastically to it.
+    """The sum of the gradients of several backward passes, in bfloat16, rounded stochastically after each.
 
     .. math:: s_1 = \\mathrm{round}(g_1), \\qquad s_i = \\mathrm{round}(s_{i-1} + g_i)
 
-    It reads as a tensor of the gradient's dtype.  A scalar that it is multiplied by is kept beside it.
+    Read, it is a tensor of the gradient's dtype.  A number that it is multiplied by is stored beside the sum.
     """
 
     def __init__(self, parameter: Tensor, words: tuple[int, int, int]) -> None:
@@ -139,7 +139,7 @@ class GradientSum(StandIn):
         self.count += 1
 
     def scaled(self, factor: Any) -> None:
-        """Multiply the factor that is kept beside the sum."""
+        """Multiply the factor that is stored beside the sum."""
         if isinstance(factor, Tensor) and factor.dim():
             raise RuntimeError(_HELD)
         factor = torch.as_tensor(factor, dtype=torch.float32, device=self.held.device)
@@ -171,7 +171,7 @@ class Accumulation:
         """Put a sum in the place of a parameter's first gradient."""
         state = optimizer.state.get(parameter, {})
         stream = state.get("stream")
-        if stream is None:  # that which its first step would give it
+        if stream is None:  # take the one that the parameter's first step would give it
             if parameter not in self._twins:
                 self._twins = twins([p for each in optimizer.param_groups for p in each["params"]])
             twin, alone, begun = self._twins[parameter], len(self._twins) == 1, optimizer.streams_begun
@@ -179,7 +179,7 @@ class Accumulation:
         parameter.grad = GradientSum(parameter, (group["seed"], steps_taken(state) + 1, int(stream)))
 
     def finish(self, optimizer: Any) -> None:
-        """Step by all sums, and free them; where one is not finite, skip every step and keep them."""
+        """Step by all sums, and free them; if one is not finite, skip every step and leave the sums."""
         self._twins = {}
         members = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         summed = [(group, p) for group, p in members if isinstance(p.grad, GradientSum)]
@@ -218,7 +218,7 @@ def clip_factor(total: Tensor, max_norm: float) -> Tensor:
 class Clipping:
     """The norm of every gradient of the step under way, and the factor that clips them.
 
-    Its arguments are those of :func:`step_in_backward`; every group holds the norm of the last step as
+    Its arguments are those of :func:`step_in_backward`.  With ``previous`` every group holds the last finite norm as
     ``previous_norm``, None before the first.
     """
 
@@ -248,7 +248,7 @@ class Clipping:
         self.norms, self._measured, self.is_left_out = {}, None, False
 
     def lets(self, gradient: Tensor, place: tuple[int, int], groups: list[dict[str, Any]]) -> bool:
-        """Measure the norm of a gradient and clip it in place; true where its parameter steps."""
+        """Measure the norm of a gradient and clip it in place; True if its parameter may step."""
         if place in self.norms:
             end = "measure() takes the norm of one backward pass" if self.measuring else "call optimizer.step() after"
             raise RuntimeError(
@@ -265,7 +265,7 @@ class Clipping:
         return True
 
     def measured(self, groups: list[dict[str, Any]]) -> None:
-        """Keep the norm of a pass that only measured."""
+        """Take over the norm of a pass that only measured."""
         if not self.norms:
             raise RuntimeError("measure() has seen no gradient: there was no backward pass in it, or none to step")
         total, self.norms = self._total(), {}
@@ -275,7 +275,7 @@ class Clipping:
             _keep(total, groups)
 
     def end(self, groups: list[dict[str, Any]]) -> bool:
-        """End a step and keep its norm for the next; true where the step was skipped."""
+        """End a step and store its norm for the next; True if the step was skipped."""
         left_out = self.is_left_out and self.kind == "exact"
         if self.norms and self.kind == "previous":
             _keep(self._total(), groups)
