@@ -179,9 +179,9 @@ COLUMNS = (
     ),
     Column(
         *(VERDICT, lambda r: r.verdict.text, {"verdict": lambda r: r.verdict.text}),
-        note=f"Verdict: final validation loss at most {BOUNDS['outside'].bound:.0%} above the reference's, doubtful "
-        f"with a mean gradient cosine of {BOUNDS['cosine'].bound:g} or less; a stall of {BOUNDS['stall'].bound:.0%} or "
-        "more is named where it is short of the reference.",
+        note=f"Verdict: within {BOUNDS['outside'].bound:.0%} of the reference's final val loss or outside; ahead or "
+        f"behind by {BOUNDS['behind'].bound:g} nats and two standard errors; doubtful at a mean gradient cosine of "
+        f"{BOUNDS['cosine'].bound:g} or less; a stall is named from {BOUNDS['stall'].bound:.0%} on.",
         numeric=False,
     ),
 )

@@ -37,7 +37,12 @@ def run(tmp_path):
         (Evidence(0.04, gap=0.104, gap_error=0.03), Judgement.BEHIND, "behind"),
         (Evidence(0.04, gap=0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
         (Evidence(0.02, gap=0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
-        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Judgement.WITHIN, "within 10%"),
+        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Judgement.AHEAD, "ahead"),
+        (Evidence(-0.04, gap=-0.104, gap_error=0.03), Judgement.AHEAD, "ahead"),
+        (Evidence(-0.04, gap=-0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
+        (Evidence(-0.02, gap=-0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
+        (Evidence(-0.11), Judgement.AHEAD, "ahead"),
+        (Evidence(-0.11, cosine=0.9), Judgement.DOUBTFUL, "ahead; cosine 0.90"),
         (Evidence(0.04, gap=0.104), Judgement.WITHIN, "within 10%"),
         # a stall is named where the loss is short of the reference
         (Evidence(0.3, 0.5), Judgement.OUTSIDE, "outside 10%; stall 50%"),
