@@ -281,7 +281,7 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
     parts = {pattern: [pattern] if names == layers[pattern] else names for pattern, names in left.items() if names}
     parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}
     if not parts:
-        raise BenchError("--sensitivity: model.formats says of every layer what becomes of it; leave one of them out")
+        raise BenchError("--sensitivity: model.formats sets every layer already; leave one of them out")
     return parts
 
 

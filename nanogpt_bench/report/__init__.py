@@ -123,7 +123,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _machine(record: Mapping[str, Any]) -> str:
-    threads = f"threads a run: {record['threads']}" if record.get("threads") else None
+    threads = f"threads per run: {record['threads']}" if record.get("threads") else None
     return ", ".join(str(part) for part in (*map(record.get, ("gpu", "cpu", "platform")), threads) if part)
 
 

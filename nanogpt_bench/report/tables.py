@@ -125,8 +125,8 @@ COLUMNS = (
         ),
         goes=13,
         note="Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval "
-        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead "
-        "and no more.",
+        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is only a "
+        "lead.",
         optional=True,
     ),
     Column(
@@ -142,7 +142,7 @@ COLUMNS = (
         {**_fields("stall"), "stall_metric": lambda r: r.stall_metric},
         goes=9,
         axis=(3, "stall", "stall"),
-        note="Stall, a mean over the looks: share of weights that a nonzero requested update left on the same grid "
+        note="Stall, a mean over measurements: share of weights that a nonzero requested update left on the same grid "
         "value, where that loses it; (code) marks a float32 master copy, where the update is kept though the code is "
         "the same.",
     ),
@@ -150,8 +150,8 @@ COLUMNS = (
         *("arrived", _mean_cell("arrived", ".1%"), _fields("arrived")),
         goes=5,
         axis=(4, "arrived", "arrived"),
-        note="Arrived, a mean over the looks: the share of the requested movement that the write-back made, about 100% "
-        "where it is unbiased.",
+        note="Arrived, a mean over measurements: the share of the requested movement that the write-back made, about "
+        "100% where it is unbiased.",
         optional=True,
     ),
     Column(

@@ -63,7 +63,7 @@ def test_without_either_nothing_begins(tiny, trained, tmp_path):
     step_file(start, 6).unlink()
     for path in (tmp_path / "cut" / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    with refusal("does not exist any more, and nothing whole to go on from"):
+    with refusal("does not exist any more, and there is no whole checkpoint"):
         run(config, tmp_path / "cut", resume=True, say=lambda _: None)
 
 
