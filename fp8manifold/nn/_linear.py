@@ -315,7 +315,7 @@ class QuantizedLinear(nn.Linear):
             raise RuntimeError(
                 f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, with other random bits or "
                 "delayed scales: leave it out of activation checkpointing, or take rounding='nearest' and "
-                "policy='dynamic'; where it is meant to run anew, call it under torch.no_grad()"
+                "policy='dynamic'; a pass that is no recomputation runs under torch.no_grad()"
             )
 
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:

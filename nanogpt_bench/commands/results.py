@@ -54,7 +54,7 @@ def _export(folder: Path, out: Path) -> int:
 
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
-    refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
+    refuse_to_replace("--out", out, holds(is_of_kind), "another name")
     content = export(folder)
     write_text(out, to_json(content))
     ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))

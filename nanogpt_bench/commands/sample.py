@@ -156,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
     if run_dir is None:
         raise BenchError(f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3")
     if args.out:
-        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "a name of its own")
+        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "another name")
     found = sample_run(run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides)
     _show(found, draw.prompt)
     if args.out:

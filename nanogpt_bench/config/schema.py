@@ -229,7 +229,7 @@ class OptimizerConfig(Section):
     )
     weight_decay: float | None = setting(
         None,
-        "decay of parameters with two or more dimensions: decoupled, times lr a step (riemannian_adam: times "
+        "decay of parameters with two or more dimensions: decoupled, times lr per step (riemannian_adam: times "
         "float_lr, quantised weights only; sgd on floats: added to the gradient); null: 0.1, for madam and sgd 0",
         minimum=0.0,
     )

@@ -62,7 +62,7 @@ SETTINGS = (
 #: of a pretrained model: tokens of a window, windows, and windows at a time, where nobody gives them
 BLOCK, WINDOWS, BATCH = 256, 24, 4
 #: settings that mean nothing in a report of a run, and why
-_SET_OTHERWISE = {"model.granularity": "give --scales", "model.storage": "every row is stored in one byte a weight"}
+_SET_OTHERWISE = {"model.granularity": "give --scales", "model.storage": "every row has one byte per weight"}
 #: a layer's block and its name there
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
 #: seconds between two lines of progress

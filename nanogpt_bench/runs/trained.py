@@ -90,7 +90,7 @@ def choose(run_dir: Path, which: str = "last") -> Path:
             if lowest is None or (loss is not None and loss <= lowest):
                 return path
         raise BenchError(
-            f"{str(run_dir)!r} has kept no checkpoint of its lowest validation loss; give --checkpoint last, or "
+            f"{str(run_dir)!r} has no checkpoint of its lowest validation loss; give --checkpoint last, or "
             f"step-N; {_again(run_dir, '--checkpoint.best true')}"
         )
     if which == "last":

@@ -372,8 +372,8 @@ def _options(
 ) -> tuple[Clipping | None, Accumulation | None]:
     if clip is None and max_norm is not None:
         raise ValueError(
-            f"max_norm={max_norm!r} needs clip='previous' (one backward pass a step, by the norm of the step before) "
-            "or clip='exact' (two backward passes a step)"
+            f"max_norm={max_norm!r} needs clip='previous' (one backward pass per step, by the norm of the step "
+            "before) or clip='exact' (two backward passes per step)"
         )
     if clip is None and first != "refuse":
         raise ValueError(f"first={first!r} is for clip='previous', and nothing is clipped here")

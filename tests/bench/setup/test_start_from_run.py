@@ -119,7 +119,7 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
     assert steps(tmp_path / "a") == [lowest, 4]
     assert choose(tmp_path / "a", "best") == step_file(tmp_path / "a", lowest)
     run(tiny(**settings), tmp_path / "b")
-    with refusal(r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
+    with refusal(r"has no checkpoint of its lowest .* --checkpoint.best true"):
         choose(tmp_path / "b", "best")
     for names in (("train/loss", "val/loss"), ("final_val_loss", "best_val_loss")):  # watching changes nothing else
         ours, theirs = (

@@ -562,8 +562,8 @@ OTHER = "is not the same in every process"
         (partial(changed_after_the_start, "2.weight"), f"'2.weight' {OTHER} (1 of 7 are not)"),
         (partial(changed_after_the_start, "1.bias"), f"'1.bias' {OTHER} (1 of 7 are not)"),
         (partial(moved_after_the_start, "fp8", "to", True), f"'4.weight' {OTHER}"),
-        (of_other_sizes, "its magnitudes have another shape there"),
-        (in_buckets, "take parameters_as_bucket_view=False"),
+        (of_other_sizes, "another shape of magnitudes there"),
+        (in_buckets, "give parameters_as_bucket_view=False"),
     ],
 )
 def test_every_process_is_told(pair: Pool, work: Any, line: str) -> None:
