@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_pat
 @pytest.mark.parametrize(
     ("processes", "settings", "line"),
     [
-        (2, {"train.parallel": "null"}, "this process, and train.parallel is null; give --train.parallel ddp"),
+        (2, {"train.parallel": "null"}, "torchrun started this process, and train.parallel is null; give"),
         (1, {"train.parallel": "ddp"}, "train.parallel: 'ddp' needs processes; start them with torchrun"),
         (2, {"train.batch_size": 5}, "train.batch_size: 5 sequences can't be divided among 2 processes; give a mult"),
         pytest.param(2, {"train.parallel": "dp"}, "train.parallel: 'dp' is not known; did you mean 'ddp'?", marks=SLOW),
