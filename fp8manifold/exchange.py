@@ -135,7 +135,7 @@ def export_model(
         >>> export_model(model, "my_model-fp8")  # doctest: +SKIP
         >>> export_model(nn.Linear(4, 2), "my_model-fp8")
         Traceback (most recent call last):
-        TypeError: model is a Linear, no model of transformers: write what exported_state_dict gives with \
+        TypeError: model is a Linear, not a transformers model: save the tensors of exported_state_dict with \
 safetensors.torch.save_file
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):

@@ -326,6 +326,6 @@ def unit(optimizer: str) -> str:
     """Return what one of an optimizer's learning rate stands for; that of one unit suits the others of it.
 
     >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
-    (True, 'ULPs a step')
+    (True, 'ULPs per step')
     """
     return _UNITS.get(optimizer, "AdamW's steps")

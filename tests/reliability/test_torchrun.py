@@ -185,5 +185,5 @@ def test_one_line_and_nothing_on_the_disk(
 def test_other_commands_take_one_process(tmp_path: Path) -> None:
     assert finished(tmp_path, ["compare"], 2) == 1
     assert said(tmp_path) == [
-        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without"
+        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without torchrun"
     ]
