@@ -174,14 +174,14 @@ def check_share(parameter: Tensor) -> None:
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
     if not getattr(local_of(parameter), "is_share", True):
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} in codes was made a DTensor in another way than "
-            "fully_shard makes it, with rows and their scales: use fully_shard, or DistributedDataParallel"
+            f"a parameter of shape {tuple(parameter.shape)} in codes became a DTensor without its scales: only "
+            "fully_shard gives rows their scales; use that, or DistributedDataParallel"
         )
     if mesh.ndim != 1 or type(placements[0]) is not tensors.Shard or placements[0].dim != 0:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is spread as {placements} over a mesh of {mesh.ndim} "
-            "dimensions: tensor parallelism, HSDP and pipelines of such are not supported; use fully_shard over a mesh "
-            "of one dimension, which shards rows, or DistributedDataParallel"
+            "dimensions: tensor parallelism, HSDP and their combinations are not supported; use fully_shard over a "
+            "mesh of one dimension, which shards rows, or DistributedDataParallel"
         )
 
 

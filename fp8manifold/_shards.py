@@ -29,9 +29,9 @@ class FP8Shard(FP8Tensor):
 
     def check_writable(self) -> NoReturn:
         raise RuntimeError(
-            "a sharded FP8Tensor is written by the optimizers of fp8manifold.optim and by load_state_dict only, as its "
-            "random bits and scales are those of the whole: fill it, or change its scale, before fully_shard, or take "
-            "storage='master'; for plain zeros in place of new_zeros take torch.zeros_like"
+            "only the optimizers of fp8manifold.optim and load_state_dict write to a sharded FP8Tensor, whose random "
+            "bits and scales are those of the whole tensor: set values and scales before fully_shard, or take "
+            "storage='master'; for plain zeros use torch.zeros_like and not new_zeros"
         )
 
     def rescale_(self, scale: float | Tensor) -> NoReturn:

@@ -67,7 +67,7 @@ class _Average(AveragedModel):
             module.reshard()  # what is written into rows that a forward pass has left whole would be lost
         for (name, own), its in zip(self.module.named_parameters(), floats.parameters(), strict=bool(sharded)):
             if sharded and _rows_of(own) != _rows_of(its):
-                raise ValueError(f"{name!r} of the average has other rows than that of the model: {_SHARD_BOTH}")
+                raise ValueError(f"{name!r} has other rows in the average than in the model: {_SHARD_BOTH}")
         super().update_parameters(floats)  # type: ignore[arg-type]  # which asks for parameters and buffers only
 
 
@@ -108,7 +108,7 @@ def _refuse_codes(module: nn.Module, name: str, averaged: Any) -> None:
         found = next((own for own, p in averaged.named_parameters() if isinstance(p, FP8Tensor)), None)
         if found is not None:
             raise TypeError(
-                f"AveragedModel would average the codes of {found!r}, which stall: use "
+                f"AveragedModel would average {found!r} in codes, where small changes are rounded away: use "
                 "fp8manifold.averaged_model(model), whose average is in float32"
             )
 

@@ -162,14 +162,12 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> fm.save_fp8(model, "trained")
         Traceback (most recent call last):
-        ValueError: the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; \
-fm.export_model writes others
+        ValueError: the model was not read by fm.load_fp8, and does not know its files' FP8 layout: use fm.export_model
     """
     published = published_of(model)
     if published is None:
         raise ValueError(
-            "the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; "
-            "fm.export_model writes others"
+            "the model was not read by fm.load_fp8, and does not know its files' FP8 layout: use fm.export_model"
         )
     layout = Layout(published)
     layout.find(model)
@@ -207,7 +205,7 @@ def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
     """Copy what a server needs beside the weights, such as the tokenizer, from where the model was read."""
     there = [name for name in names if place is not None and (place / name).is_file()]
     if gone := [name for name in names if name not in there]:
-        warnings.warn(f"{', '.join(gone)}: not copied, {_missing(place)}", UserWarning, stacklevel=3)
+        warnings.warn(f"not copied: {', '.join(gone)}; {_missing(place)}", UserWarning, stacklevel=3)
     for name in there:
         if (found := cast("Path", place) / name).resolve() != (folder / name).resolve():
             shutil.copyfile(found, folder / name)
@@ -215,8 +213,8 @@ def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
 
 def _missing(place: Path | None) -> str:
     """Why nothing can be copied from the folder that was read."""
-    why = "saved settings do not say where it was read" if place is None else f"it is not in {str(place)!r} any more"
-    return f"{why}: give source="
+    why = "the model's settings do not say where it was read" if place is None else f"not in {str(place)!r} any more"
+    return f"{why}: give source=, the folder of the published model"
 
 
 def _beside(path: Path) -> Path:
@@ -255,14 +253,14 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
         return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
     except (OSError, ValueError) as error:  # of a bad name and of the network
         why = str(error).partition("\n")[0]
-        raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model that the Hub gives: {why}") from error
+        raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {why}") from error
 
 
 def _class_of(library: Any, config: Any) -> Any:
     names = config.architectures or []
     found = next((kind for name in names if (kind := getattr(library, name, None)) is not None), None)
     if found is None:
-        raise ValueError(f"config.json has architectures={names!r}: the name of a class of transformers is needed")
+        raise ValueError(f"config.json has architectures={names!r}: the name of a transformers class is needed")
     return found
 
 
@@ -295,8 +293,8 @@ class _Reader:
         for each in turned:
             if not getattr(modules.get(each.name.rpartition(".")[0]), "is_transposed", False):
                 raise ValueError(
-                    f"{each.codes!r} of {each.file!r} is read as experts that the model has transposed, as gpt-oss "
-                    "does, and not as any other weight"
+                    f"{each.codes!r} of {each.file!r} is stored as transposed experts are, and the model has no such "
+                    "experts there: this layout is read for models such as gpt-oss only"
                 )
         turn(model, names := [each.name for each in turned])
         layout.published |= {"turned": names} if names else {}
@@ -313,11 +311,12 @@ class _Reader:
         for number, (target, parts) in enumerate(by_target.items()):
             if target in floats:
                 raise ValueError(
-                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}"
+                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model joins them in {target!r}"
                 )
             if target in tied or target in tied.values():
                 raise ValueError(
-                    f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings"
+                    f"{parts[0].codes!r} is in codes and tied by the model, which can't be read: see "
+                    "tie_word_embeddings in config.json"
                 )
             own = model.get_parameter(target)
             places = [(layout.places[each.name].index, each) for each in parts]
@@ -332,7 +331,7 @@ class _Reader:
             self._aside[target], module._parameters[entry] = own, None
             module._is_hf_initialized = True  # there is nothing to initialise
         if self._activations != "float" and not self._scales:
-            raise ValueError("activations='as stored', and no layer of the files has an input_scale: take 'float'")
+            raise ValueError("activations='as stored' needs an input_scale, and the files have none: take 'float'")
 
     def finish(self, model: Any) -> None:
         """Put the codes in."""
@@ -360,7 +359,7 @@ class _Reader:
     def _take_input_scale(self, target: str, parts: list[StoredWeight]) -> None:
         names = [name for each in parts for name in each.extras if name.endswith(_INPUT)]
         if len(parts) > 1 and names:
-            raise ValueError(f"activations='as stored', and {target!r} has {len(names)} input scales: take 'float'")
+            raise ValueError(f"activations='as stored': {target!r} has {len(names)} input scales, not 1: take 'float'")
         if names:
             self._scales[target] = self._tensors.read(names[0]).float().reshape(())
 
@@ -379,7 +378,7 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
         value = tensors.read(name)
         if not torch.equal(held.to(value), value):
             raise ValueError(
-                f"{name!r} of {layout.headers[name].file!r} is {dtype}, of which {held.dtype} has not every number: "
+                f"{name!r} of {layout.headers[name].file!r} is {dtype}, and {held.dtype} can't hold all of its values: "
                 "give dtype=torch.float32"
             )
 
@@ -393,11 +392,11 @@ class _Source:
         if not names:
             return
         if place is None or not place.is_dir():
-            raise FileNotFoundError(f"{names[0]!r}, which the model lacks, can't be copied, {_missing(place)}")
+            raise FileNotFoundError(f"{names[0]!r}, which the model lacks, can't be copied: {_missing(place)}")
         self._tensors = FileTensors(files_of(place))
         for name in names:
             if self._tensors.names().count(name) != 1 or self._tensors.header(name) != layout.headers[name]:
-                raise ValueError(f"{name!r} in {str(place)!r} is not what it was when the model was read")
+                raise ValueError(f"{name!r} in {str(place)!r} has changed since the model was read")
 
     def read(self, name: str) -> Tensor:
         assert self._tensors is not None
@@ -423,7 +422,7 @@ def _written(name: str, layout: Layout, entries: Mapping[str, Tensor], source: _
         raise TypeError(f"{place.target!r} is sharded: save the model in one process")
     if stored is not None:
         if not isinstance(own, FP8Parameter):
-            raise ValueError(f"{place.target!r} is in codes no more: {name!r} can't be written back")
+            raise ValueError(f"{place.target!r} is no longer in codes: {name!r} can't be written back")
         return written_parts(stored, part_of(own, place, stored))
     value = own[place.index]
     if isinstance(own, FP8Parameter):

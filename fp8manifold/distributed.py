@@ -117,7 +117,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
     refusal = _difference(own, first_own)
     if ranks.any(refusal is not None, device):
-        raise RuntimeError(f"the models differ: {refusal or 'in another process'}")
+        raise RuntimeError(f"the models differ: {refusal or 'another process says where'}")
     for name, tensor in tensors.items():
         tensors[name] = ranks.sent(tensor if ranks.rank == 0 else tensor.new_empty(first_own[name][0]))
     if ranks.rank == 0:
@@ -172,8 +172,8 @@ def _check_inputs(model: nn.Module, inputs: Any) -> None:
     join = wrapper._join_config
     if join.enable and not join.throw_on_early_termination:
         raise RuntimeError(
-            "torch's Join goes on with the processes that have batches left, and steps and scales of this model are "
-            "agreed on by all of them: give every process as many batches, or Join throw_on_early_termination=True"
+            "torch's Join goes on with the processes that have batches left, and this model's steps and scales need "
+            "all processes: give each the same number of batches, or Join throw_on_early_termination=True"
         )
 
 
@@ -259,7 +259,7 @@ def _word(name: str, value: Any, ranks: Ranks) -> Tensor:
     share, first = _share(value), ranks.rank == 0
     if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
-            raise TypeError(f"state entry {name!r} is of {type(value).__name__}: tensors, numbers and strings count")
+            raise TypeError(f"state entry {name!r} is of {type(value).__name__}: a tensor, number or string is needed")
         return torch.tensor(_key(name, value) if first else 0)
     held = getattr(value, "_local_tensor", value)
     row = 0 if share is None else min(ranks.rank * share.rows, share.shape[0])

@@ -134,13 +134,13 @@ def export_model(
         >>> export_model(model, "my_model-fp8")  # doctest: +SKIP
         >>> export_model(nn.Linear(4, 2), "my_model-fp8")
         Traceback (most recent call last):
-        TypeError: model is a Linear, no model of transformers: write what exported_state_dict gives with \
+        TypeError: model is a Linear, not a transformers model: save the tensors of exported_state_dict with \
 safetensors.torch.save_file
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise TypeError(
-            f"model is a {type(model).__name__}, no model of transformers: write what exported_state_dict gives with "
-            "safetensors.torch.save_file"
+            f"model is a {type(model).__name__}, not a transformers model: save the tensors of exported_state_dict "
+            "with safetensors.torch.save_file"
         )
     base = needed("transformers.quantizers.base", "hf", "export_model").HfQuantizer
     tensors, described = exported_state_dict(model, layout, activations=activations)
@@ -203,10 +203,10 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
         if share_of(layer.weight) is not None:
             raise TypeError(f"layer {name!r} is sharded: export the model in one process")
         if isinstance(layer, QuantizedConv1D):
-            raise ValueError(f"layer {name!r} is a Conv1D of transformers, and {layout} takes nn.Linear only")
+            raise ValueError(f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear only")
         if fmt.name not in allowed:
             taken = ", ".join(allowed)
-            raise ValueError(f"layer {name!r} is of {fmt.name}, which {layout} has no dtype for; allowed: {taken}")
+            raise ValueError(f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of {taken}")
         weight = layer.weight
         in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
         if in_squares != (layout == "fp8"):
@@ -217,7 +217,7 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
         else:
             codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
             if not torch.equal(decode(codes, fmt) * layer.weight_scale(), layer.quantized_weight().float()):
-                raise ValueError(f"layer {name!r} holds values between those of {fmt.name}: quantise it first")
+                raise ValueError(f"layer {name!r} holds values that are not on the grid of {fmt.name}")
         yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype, in_squares)
 
 
@@ -279,8 +279,8 @@ def _warn_of_partial_squares(weights: Iterable[_Weight]) -> None:
     if partial:
         first, others = partial[0], f" and {len(partial) - 1} more end" if partial[1:] else " ends"
         warnings.warn(
-            f"{first.name!r} of shape {tuple(first.codes.shape)}{others} in partial squares of 128 x 128: servers of "
-            "this layout read them, and transformers' dequantize=True reads wrong scales or refuses",
+            f"{first.name!r} of shape {tuple(first.codes.shape)}{others} in partial squares of 128 x 128: inference "
+            "servers read them, but transformers' dequantize=True reads wrong scales or raises an error",
             stacklevel=3,
         )
 

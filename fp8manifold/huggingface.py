@@ -122,7 +122,7 @@ def attach(model: Any) -> Any:
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise TypeError(f"model is a {type(model).__name__}, no model of transformers: others save their state_dict()")
+        raise TypeError(f"model is a {type(model).__name__}, not a transformers model: save its state_dict() instead")
     register()
     config, quantizer = _classes()
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
@@ -244,7 +244,7 @@ class _Quantizer:
             reader.begin(model)
         elif not self.pre_quantized:
             if checkpoint_files is None:  # transformers casts tensors in memory before it asks a quantiser
-                raise ValueError("state_dict= goes with no quantization_config here: call quantize_model on the model")
+                raise ValueError("state_dict= does not go with quantization_config=: call quantize_model afterwards")
             check_floats(model, checkpoint_files)
             self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
         else:
@@ -357,7 +357,7 @@ class _Gather:
         if isinstance(value, FP8Tensor):
             if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (own.format, own.scale.shape):
                 its, wanted = ((x.format.name, x.granularity) for x in (value, own))
-                raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} by config.json")
+                raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} in config.json")
             value = value.with_parts(lambda part: part, own.dtype).requires_grad_(own.requires_grad)
         else:
             value = value.to(own.dtype) if value.dtype in FLOATS else value

@@ -193,7 +193,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         limit = self._scale_for(x) * self.format.max
         if bool((x.abs() <= limit * (1 + rtol) + atol).all()):
             return True, None
-        return False, f"a value is NaN or lies beyond scale * {self.format.max:g}"
+        return False, f"a value is NaN or beyond scale * {self.format.max:g}"
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5

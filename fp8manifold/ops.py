@@ -124,12 +124,12 @@ def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranulari
     given = as_scale(x, scale)
     if granularity == "tensor":
         if given.numel() != 1:
-            raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
+            raise ValueError(f"scale has shape {tuple(given.shape)}: granularity='tensor' needs a single number")
         return given.reshape(())
     try:
         return given.expand(shape).contiguous()
     except RuntimeError:
-        raise ValueError(f"scale of shape {tuple(given.shape)} does not fit {shape}, one a {line}") from None
+        raise ValueError(f"scale of shape {tuple(given.shape)} does not fit {shape}, one per {line}") from None
 
 
 @torch.library.custom_op("fp8manifold::fp8_mm", mutates_args=())

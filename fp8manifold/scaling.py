@@ -126,8 +126,8 @@ def _check_fits(amax: Tensor) -> None:
     beyond = amax.isfinite() & ~amax.float().isfinite()
     if bool(beyond.any()):
         raise ValueError(
-            f"a magnitude of {float(amax[beyond][0]):g} is beyond float32 (3.4e38), which scales are kept in: "
-            "divide by a power of two before, or take fake_quantize, which has float64 scales for float64"
+            f"a magnitude of {float(amax[beyond][0]):g} is beyond float32 (3.4e38), the dtype of scales: "
+            "divide by a power of two first, or use fake_quantize, which has float64 scales for float64"
         )
 
 

@@ -196,7 +196,7 @@ class FP8Tensor(ScaledTensor):
         """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``."""
         traits.check()
         if traits.dtype not in DTYPES:
-            raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
+            raise TypeError(f"dtype={traits.dtype}: that of an {cls.__name__} is torch.float32 or torch.bfloat16")
         how: dict[str, Any] = {"dtype": traits.dtype, "device": codes.device, "requires_grad": requires_grad}
         self: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, strides=codes.stride(), **how)
         self.codes, self.counter, self.remainder = codes, counter, remainder

@@ -99,7 +99,7 @@ def _dispatch(words: list[str]) -> int:
         raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
     args = parse(words)
     if is_worker() and name != "run":
-        raise BenchError(f"torchrun is for run: {name} works in one process; start it without")
+        raise BenchError(f"torchrun is for run: {name} works in one process; start it without torchrun")
     signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
     code: int = import_module(f"nanogpt_bench.commands.{name}").main(args)
     return code

@@ -31,8 +31,8 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
         return read(x)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph can't record a layer that draws random bits or keeps its first scale: what it reads would "
-            "stay as it is now; run it outside of the graph"
+            "a CUDA graph can't record a layer that draws random bits or freezes its first scale: every replay would "
+            "repeat the bits and the scale of the recording; run the layer outside of the graph"
         )
     kept = _READ.get(x)
     if kept is None or kept[0] != x._version:

@@ -117,7 +117,7 @@ class EncodedTensor(torch.Tensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         if values.dtype not in DTYPES:
-            raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
+            raise TypeError(f"the dtype of an {type(self).__name__} is float32 or bfloat16, not {values.dtype}")
         refuse_part_of_buffer(values)
         before: int | None = getattr(values, "writes_before", None)  # set for x.data += y, and for a changed clone
         rounded = isinstance(values, EncodedTensor) and before not in (None, values._writes())
@@ -391,8 +391,8 @@ def check_not_sent(func: Any) -> None:
 def refuse_collective(func: Any) -> NoReturn:
     """Raise RuntimeError: it would send floats, or nothing."""
     raise RuntimeError(
-        f"{func} can't take an FP8Tensor, whose values are codes at scales of their own: broadcast the whole of it, or "
-        "send its codes, scale and counter each, or state_dict(), or dequantize()"
+        f"{func} can't take an FP8Tensor, which stores codes and scales: use torch.distributed.broadcast, which sends "
+        "all its parts, or send the module's state_dict(), or the values of dequantize()"
     )
 
 
@@ -402,8 +402,8 @@ def refuse_part_of_buffer(values: Tensor) -> None:
         return
     if values._base is not None or values.untyped_storage().nbytes() > values.nbytes:
         raise RuntimeError(
-            "an FP8Tensor can't become part of a buffer of floats, as its values are codes: take "
-            "parameters_as_bucket_view=False, or copy_() where values alone are meant"
+            "an FP8Tensor can't become part of a buffer of floats, because it stores codes: give "
+            "parameters_as_bucket_view=False, or use copy_() where only the values are meant"
         )
 
 
@@ -433,6 +433,6 @@ class NoStorage:
 def refuse_memory(name: str) -> NoReturn:
     """Raise RuntimeError: there is no memory full of floats."""
     raise RuntimeError(
-        f"an FP8Tensor has no {name} of its own, as its values are codes: to save it, take state_dict() of the module "
-        "that it is in, whose entries are plain tensors; for plain floats take dequantize()"
+        f"an FP8Tensor has no {name} of floats, because it stores codes and scales: to save it, use its module's "
+        "state_dict(), whose entries are plain tensors; for plain floats call dequantize()"
     )

@@ -67,7 +67,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
         return lent(x, dtype)
     if x.is_share and dtype not in (None, *dispatch.DTYPES):
-        raise TypeError(f"a sharded FP8Tensor appears as float32 or bfloat16, not {dtype}")
+        raise TypeError(f"the dtype of a sharded FP8Tensor is float32 or bfloat16, not {dtype}")
     if not _is_whole(x) or dtype not in (None, *dispatch.DTYPES):
         return NotImplemented
     places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}

@@ -45,7 +45,7 @@ class Traits(NamedTuple):
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
         if len(flat) != len(cls._fields):
-            raise ValueError(f"{flat!r} are not the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
+            raise ValueError(f"{flat!r} must be the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
         return cls(_format_named(flat[0]), *flat[1:])
 
 
@@ -76,8 +76,8 @@ def check_current(x: Any) -> None:
     """Raise RuntimeError if codes were lent by a cast, and have changed since."""
     if x.lent_from is not None and any(part._version != version for part, version in x.lent_from):
         raise RuntimeError(
-            f"an {type(x).__name__} has changed since it was cast under autocast, which shares its codes: leave the "
-            "autocast region before the optimizer's step, and take that after the backward pass; a clone() is a copy"
+            f"an {type(x).__name__} was cast under autocast, and the weight whose codes it shares has changed since: "
+            "take the optimizer's step after the backward pass and outside of autocast, or cast a clone()"
         )
 
 
@@ -85,8 +85,8 @@ def check_own(x: Any) -> None:
     """Raise RuntimeError if codes are lent: writing to them would change the weight that was cast."""
     if x.lent_from is not None:
         raise RuntimeError(
-            f"an {type(x).__name__} that was cast under autocast shares the codes of the one that was cast: write to "
-            "that, or to a clone() of it"
+            f"an {type(x).__name__} that was cast under autocast shares the codes of the weight: write to the weight, "
+            "or to a clone() of the cast"
         )
 
 
@@ -158,7 +158,7 @@ class ScaledTensor(EncodedTensor):
         check_own(self)
         new = other_scale(self, scale, blocks=self.exponents is not None)
         if self.is_share and new.dtype is not self.kept_scale.dtype:
-            raise RuntimeError("a sharded FP8Tensor has exponents for scales: give others than powers of two before")
+            raise RuntimeError("a sharded FP8Tensor has powers of two for scales: set other scales before fully_shard")
         write_kept(self.kept_scale, new)
         self._changed()
         return self
@@ -172,6 +172,6 @@ def write_kept(kept: Tensor, new: Tensor) -> None:
     """Write scales, also for tensors that share the memory; in eager mode floats may replace exponents."""
     if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
         if is_traced(kept):
-            raise RuntimeError("compiled code can't write floats in place of exponents: set the scale in eager mode")
+            raise RuntimeError("compiled code can't set scales other than powers of two: set them in eager mode")
         kept.data = torch.empty(kept.shape, device=kept.device)
     kept.copy_(decoded_scale(new) if kept.dtype is torch.float32 else new)

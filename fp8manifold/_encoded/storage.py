@@ -34,7 +34,7 @@ def number_of(block_size: BlockSize) -> int:
 def block_size_of(number: int) -> BlockSize:
     """The inverse of :func:`number_of`."""
     if number not in _KNOWN:
-        raise ValueError(f"blocks of {number} weights are unknown: {', '.join(map(str, _KNOWN))}")
+        raise ValueError(f"blocks of {number} weights are unknown: one of {', '.join(map(str, _KNOWN))}")
     return _KNOWN[number]
 
 

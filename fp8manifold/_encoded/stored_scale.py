@@ -87,7 +87,7 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
 def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
     """A number or a tensor as float32."""
     if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
-        raise TypeError("scale is torch.uint8, in which blocks keep exponents: take float32")
+        raise TypeError("scale has dtype torch.uint8, as exponents have: give the scales themselves, in float32")
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
@@ -104,7 +104,7 @@ def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
     beyond = largest > scale * fmt.max * scaling.ROUNDING_OF_SCALES
     if bool(beyond.any()):
         top = float(largest[beyond].max())
-        raise ValueError(f"scale is too narrow: a stored value of {top:g} needs one of at least {top / fmt.max:g}")
+        raise ValueError(f"scale is too small: a stored value of {top:g} needs a scale of at least {top / fmt.max:g}")
 
 
 def describe_scale(scale: Tensor) -> str:
@@ -130,8 +130,8 @@ def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
     beyond = int((values.abs() > scale * (fmt.max + fmt.ulp_max / 2)).sum())
     if beyond:
         warnings.warn(
-            f"{beyond} of {values.numel()} values lie beyond the range of a stored {fmt.name} scale, and saturate: "
-            "widen it with adapt_scale_ or rescale_, or make a new FP8Parameter of them",
+            f"{beyond} of {values.numel()} values are beyond the range of a stored {fmt.name} scale, and saturate: "
+            "raise the scale with adapt_scale_ or rescale_, or make a new FP8Parameter of the values",
             scaling.SaturationWarning,
             stacklevel=2,
         )
@@ -145,8 +145,8 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
     lost = int(((amax > 0) & (amax <= scale * (fmt.ulp_min / 2))).sum())
     if lost:
         warnings.warn(
-            f"under {lost} of {amax.numel()} scales all values are below half a step of a stored {fmt.name} weight, "
-            "and most become 0: narrow it with adapt_scale_ or rescale_ beforehand, or make a new FP8Parameter of them",
+            f"at {lost} of {amax.numel()} scales all values are below half a step of {fmt.name} near 0, and most "
+            "become 0: lower the scale first, with adapt_scale_ or rescale_, or make a new FP8Parameter of the values",
             scaling.UnderflowWarning,
             stacklevel=2,
         )
@@ -155,9 +155,9 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
 def warn_of_rounding(fmt: FloatFormat) -> None:
     """Warn that values assigned to the ``data`` of a weight were rounded."""
     warnings.warn(
-        f"what was assigned to the data of a weight in {fmt.name} is rounded; of an adapter that is merged into it, or "
-        "taken out again, outputs may differ, and unmerging does not give the weight back: to round once, call "
-        "dequantize_model, merge_and_unload and quantize_model",
+        f"values assigned to the data of a weight in {fmt.name} were rounded: merging an adapter this way may change "
+        "outputs, and unmerging it does not restore the weight; to round once, call dequantize_model, "
+        "merge_and_unload and quantize_model",
         UserWarning,
         stacklevel=3,
     )

@@ -35,7 +35,7 @@ def _found() -> tuple[ctypes.CDLL | None, list[str]]:
     reason = "it was built from other sources"
     try:
         if not path.exists():
-            reason = "it was not built, for want of a C compiler, or was removed since"
+            reason = "there was no C compiler to build it, or it was removed since"
         else:
             kernels = ctypes.CDLL(str(path))
             kernels.fp8manifold_sources.restype = ctypes.c_char_p

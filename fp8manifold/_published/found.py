@@ -14,8 +14,8 @@ from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that float weights are read from, as files and as torch name them."""
 _READ: Final = (
-    "read are float8 and packed E2M1, with a positive scale for the tensor, each row, 32 of a row or each square of "
-    "128 x 128, of float32, bfloat16, float16 or E8M0"
+    "fp8manifold reads float8 and packed E2M1, with a positive scale for the tensor, each row, 32 weights of a row or "
+    "each square of 128 x 128, in float32, bfloat16, float16 or E8M0"
 )
 _METHODS: Final = (None, "fp8", "compressed-tensors", "modelopt", "fbgemm_fp8", "mxfp4", "torchao")
 _SIZES: Final = (None, -1, BLOCK_SIZE, [1, BLOCK_SIZE], [SQUARE_SIZE, SQUARE_SIZE], f"{SQUARE_SIZE}x{SQUARE_SIZE}")
@@ -63,15 +63,11 @@ def refuse_codes(name: str, dtype: torch.dtype | str, others: Collection[str] = 
     if dtype in FLOATS:
         return
     scale = scale_of(name, others)
-    beside = (
-        f"at the scales of {scale!r}, which fm.load_fp8 reads, and not this"
-        if scale
-        else f"and {name}_scale is missing"
-    )
+    beside = f"with the scales {scale!r}, which fm.load_fp8 can read" if scale else f"and {name}_scale is missing"
     where = f" of {file!r}" if file else ""
     raise ValueError(
-        f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "
-        "decode it first, values times scales"
+        f"{name}{where} holds codes ({dtype}), {beside}: here a weight must be float64, float32, float16 or bfloat16; "
+        "decode it and multiply by its scales first"
     )
 
 
@@ -181,7 +177,7 @@ def _with_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     try:
         weights = [dict(group.get("weights") or {}) for group in groups.values()]
     except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"config_groups={groups!r:.80} in the settings: groups by their names are read") from None
+        raise ValueError(f"config_groups={groups!r:.80} in the settings: groups by name are needed") from None
     yield from weights
 
 

@@ -30,7 +30,7 @@ def described(place: Path, tensors: Any) -> dict[str, Any]:
         said["tensors"][name] = [header.dtype, list(header.shape)]
     documents = {name: (place / name).read_text("utf-8") for name in DOCUMENTS if (place / name).is_file()}
     if CONFIG not in documents:
-        raise FileNotFoundError(f"{str(place)!r} has no {CONFIG}: give the folder of a model of transformers")
+        raise FileNotFoundError(f"{str(place)!r} has no {CONFIG}: give the folder of a transformers model")
     known = {*files, *DOCUMENTS, INDEX}
     others = sorted(each.name for each in place.iterdir() if each.is_file() and each.name not in known)
     made = {"source": str(place), "files": files, "documents": documents, "kept": {}, "others": others}
@@ -46,7 +46,7 @@ class Layout:
         self.published = published
         for name in (*published["files"], *published["documents"], *published["others"]):
             if Path(name).name != name:  # settings may come from anyone, and these are names of files to write
-                raise ValueError(f"the model's settings name {name!r} among its files, which is no name of a file")
+                raise ValueError(f"the model's settings name {name!r} among its files: a plain file name is needed")
         self.headers = {
             name: Header(dtype, tuple(shape), file)
             for file, said in published["files"].items()
@@ -128,7 +128,7 @@ def _parts(
     known = kinds == ["MergeModulelist"] * stacked + ["Concatenate"] * joined
     if not known or len(converter.target_patterns) > 1 or not (joined or len(lists) == 1):
         names = [name for each in lists for name in each]
-        raise ValueError(f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which is not read")
+        raise ValueError(f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which can't be read")
     groups = lists if stacked else [[name] for names in lists for name in names]
     dim = steps[-1][1] - stacked if joined else None
     ends = [0, *(0 if dim is None else shapes[names[0]][dim] for names in groups)]

@@ -42,7 +42,7 @@ def weight_of(
         if (stored.format, stored.granularity) != (first.format, first.granularity):
             its, other = (f"{s.format.name} with a scale for each {s.granularity}" for s in (first, stored))
             raise ValueError(
-                f"{first.codes!r} is {its}, and {stored.codes!r} {other}: the model has both in {target!r}"
+                f"{first.codes!r} is {its}, and {stored.codes!r} {other}: the model joins them in {target!r}"
             )
     device = options.pop("device", None)
     codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
@@ -75,8 +75,8 @@ def _joined(
         if not unlike:
             return scales
     raise ValueError(
-        f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, and not the same: "
-        "read a folder with the same scale for these parts, or with a scale for each row (FP8_DYNAMIC of "
+        f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, and these differ: "
+        "read a model with the same scale for all of them, or with a scale for each row (FP8_DYNAMIC of "
         "llm-compressor)"
     )
 
@@ -105,8 +105,8 @@ def scales_at(
         each = next(shared) or size
         if entry.start % each or (entry.stop % each and entry.stop != size):
             raise ValueError(
-                f"{stored.codes!r} has a scale for each {stored.granularity}, and is {entry.start} to {entry.stop} of "
-                f"the {size} rows or columns that the model has in one weight, whose scales could not be written back"
+                f"{stored.codes!r} has a scale for each {stored.granularity}, and the model puts it at {entry.start} "
+                f"to {entry.stop} of {size} rows or columns, which cuts one: its scales could not be written back"
             )
         at.append(slice(entry.start // each, -(-entry.stop // each)))
         sizes.append(-(-size // each))

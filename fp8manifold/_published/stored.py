@@ -168,7 +168,7 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
         stored.format, stored.shape, stored.block_size, stored.own_scale_shape,
     ):  # fmt: skip
         its, wanted = ((x.format.name, x.granularity, tuple(x.shape)) for x in (weight, stored))
-        raise ValueError(f"{stored.name} is {its}, and {wanted} in {stored.file!r}: it can't be written so")
+        raise ValueError(f"{stored.name} is {its}, and was {wanted} in {stored.file!r}: it can't be written back")
     codes, scale, dtype = weight.codes, weight.scale, _DTYPES[stored.scale_dtype]
     exponents = stored.scale_dtype in EXPONENTS
     if bool((nothing := scale == _NOTHING[exponents]).any()):
@@ -176,7 +176,7 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
     kept = exponents_of(scale) if exponents else scale.to(dtype)
     if not torch.equal(decoded_scale(kept).float(), scale):
         entry = scale[decoded_scale(kept).float() != scale][0].item()
-        raise ValueError(f"{stored.name} has a scale of {entry!r}, which is no {stored.scale_dtype} of {stored.scale}")
+        raise ValueError(f"{stored.name} has the scale {entry!r}: {stored.scale_dtype} of {stored.scale} can't hold it")
     if stored.code_dtype not in FORMATS:
         pairs = codes.unflatten(-1, (-1, 2))
         codes = (pairs[..., 0] | pairs[..., 1] << 4).view(stored.code_shape)

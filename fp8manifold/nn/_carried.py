@@ -163,15 +163,15 @@ def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         for extra in (*_attributes(old), *(key for entries in _registered(old).values() for key in entries)):
             if hasattr(new, extra):
                 raise ValueError(
-                    f"the layer {name!r} holds {extra!r}, which a {type(new).__name__} has as its own: rename it, or "
-                    f"leave the layer alone with {{{name!r}: 'none'}}"
+                    f"layer {name!r} has the attribute {extra!r}, which a {type(new).__name__} needs: rename it, or "
+                    f"leave the layer as it is with {{{name!r}: 'none'}}"
                 )
         if old.weight is new.weight:
             continue
         for extra in _weight_attributes(old.weight):
             if hasattr(new.weight, extra):
                 raise ValueError(
-                    f"the weight of {name!r} has the attribute {extra!r}, which the new one has as its own"
+                    f"the weight of {name!r} has the attribute {extra!r}, which the quantised weight needs: rename it"
                 )
         if _is_transposed(old, new) and any(getattr(old.weight, kind, None) for kind in _TENSOR_HOOKS):
             raise ValueError(

@@ -143,8 +143,8 @@ def warn_off_grid(layer: Any) -> None:
     off = int((manifold.projx(values) != values).sum())
     if off:
         warnings.warn(
-            f"{off} of {values.numel()} weights are off the grid of storage='grid', where something wrote in place: "
-            "who loads them rounds them; assign to weight.data, which rounds, or step with this library's optimizers",
+            f"{off} of {values.numel()} weights are off the grid of storage='grid', because something wrote in place: "
+            "loading rounds them; assign to weight.data, which rounds, or step with this library's optimizers",
             stacklevel=3,
         )
 

@@ -313,9 +313,9 @@ class QuantizedLinear(nn.Linear):
     def _refuse_repetition(self) -> None:
         if is_backward() and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, where its random bits or "
-                "delayed scales would be others: leave it out of activation checkpointing, or take rounding='nearest' "
-                "and policy='dynamic'; what is new there is run under torch.no_grad()"
+                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, with other random bits or "
+                "delayed scales: leave it out of activation checkpointing, or take rounding='nearest' and "
+                "policy='dynamic'; a pass that is no recomputation runs under torch.no_grad()"
             )
 
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
@@ -376,8 +376,8 @@ class QuantizedLinear(nn.Linear):
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
             raise RuntimeError(
-                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
-                "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
+                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}) while a graph or a weak reference "
+                "holds its weight: finish the backward pass, or delete outputs and losses, and then move the layer"
             ) from error
         _grid_weight.keep_on_manifold(self)
         return self

@@ -68,7 +68,7 @@ def load_quantized(
     if isinstance(formats, str) and formats == AS_STORED:
         return _load_as_stored(model, source, device, **options)
     if "storage" in options:
-        raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
+        raise TypeError("load_quantized has no option storage: weights are read into 'fp8', one byte each")
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
     # tried without values, so that no file is opened for a model that can't be made
@@ -108,7 +108,7 @@ def _load_as_stored(
     seed: int = 0,
 ) -> nn.Module:
     if isinstance(source, Mapping):
-        raise TypeError(f"formats={AS_STORED!r} reads files, which say what their codes are, and no mapping")
+        raise TypeError(f"formats={AS_STORED!r} needs files, which say what their codes are, not a mapping")
     check_int("seed", seed, 0, 2**31 - 1)
     _check_without_values(model)
     codes: dict[str, FP8Parameter] = {}
@@ -122,7 +122,7 @@ def _load_as_stored(
                 del value
                 continue
             if there[1:]:
-                raise ValueError(f"{there[0]!r} and {there[1]!r} are one tensor in the model, and in codes")
+                raise ValueError(f"{there[0]!r} and {there[1]!r} are one tensor in the model: give codes of only one")
             how: Any = {"device": device, "dtype": own.dtype, "rounding": rounding, "draws": draws}
             how["seed"] = (seed << 32) + len(codes)
             codes[name] = weight_of(there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how)
@@ -141,7 +141,7 @@ def _check_without_values(model: nn.Module) -> None:
             if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta:
                 buffer_name = f"{name}.{entry}".lstrip(".")
                 raise ValueError(
-                    f"buffer {buffer_name!r} has no values and is in no state dict: give the model one that has, before"
+                    f"buffer {buffer_name!r} has no values, and no state dict holds it: give it values before loading"
                 )
 
 
@@ -293,7 +293,7 @@ class Reader:
         known = {name for entry in planned.layers for name in entry.parameters}
         if lost := sorted(name for name in codes.keys() - known if self._wanted[name].spec is not None):
             layer = self._wanted[lost[0]].name
-            raise ValueError(f"the weight of {layer!r} was tied while it was loaded, which the model did not say it is")
+            raise ValueError(f"the weight of {layer!r} was tied while loading: the model does not declare it as tied")
         carry_out(model, planned, codes)
 
 

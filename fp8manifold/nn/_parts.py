@@ -74,7 +74,7 @@ def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             parts = parts_of(prefix + name, own)
             if taken := [key for key in parts if key in state and key != prefix + name]:
                 raise ValueError(
-                    f"{prefix + name} is in codes, and {taken[0]} is called like a part of it: rename that"
+                    f"{prefix + name} is in codes, and {taken[0]} has the name of one of its parts: rename {taken[0]}"
                 )
             state.update(parts)
 
@@ -142,8 +142,8 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
     known = name + "_traits"
     if not holds_codes(saved) and known in state:
         raise ValueError(
-            f"{name} holds {saved.dtype}, and by {known} it is codes, which can't be averaged or cast: average "
-            f"decoded weights (fm.averaged_model), or leave out {name}_scale, {name}_counter and {known}"
+            f"{name} holds {saved.dtype}, and {known} says codes, which can't be averaged or cast: average decoded "
+            f"weights (fm.averaged_model), or leave out {name}_scale, {name}_counter and {known}"
         )
     if not holds_codes(saved) or not {name + "_scale", name + "_scale_inv"} & state.keys():
         refuse_codes(name, saved.dtype, state)
@@ -171,7 +171,7 @@ def _rows_here(part: Tensor, own: Tensor) -> Tensor:
     share = share_of(own)
     if share_of(part) is not None:
         if share is None:
-            raise ValueError("they are sharded, and this model is not: take get_model_state_dict, full_state_dict=True")
+            raise ValueError("they are sharded, and this model is not: save the state with full_state_dict=True")
         return local_of(part)  # type: ignore[no-any-return]
     return part if share is None else share.own(part)
 
@@ -253,7 +253,7 @@ def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
         if block and (block > 0) is not (scale.dtype is torch.uint8):
             raise ValueError(
                 f"{name}_scale is {scale.dtype}, and was {'exponents' if block > 0 else 'torch.float32'} when it was "
-                "saved: who read it cast it; read it into a tensor of that dtype, or load a file into a new model first"
+                "saved: reading cast it; read it into a tensor of that dtype, or load the file into a new model first"
             )
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
@@ -278,11 +278,11 @@ def _take_published(state: dict[str, Any], name: str, saved: Tensor, weight: Ten
     """Convert the scale of another library's file to that of our states; other traits are the layer's."""
     if name + "_counter" in state:
         raise ValueError(
-            f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions, whose header says "
-            "what it is: pass their tensors and metadata through fm.unflatten_state_dict"
+            f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions: pass the tensors and "
+            "their header's metadata through fm.unflatten_state_dict"
         )
     if float8_format(saved.dtype) is None:
-        raise ValueError(f"{name} holds uint8 codes, and {name}_traits, which say of which format, are missing")
+        raise ValueError(f"{name} holds uint8 codes, and {name}_traits, which say in which format, are missing")
     beside = {key: x for key in (name, *names_beside(name, state)) if isinstance(x := state[key], Tensor)}
     headers = {key: Header(dtype_name(x.dtype), tuple(x.shape), "the state dict") for key, x in beside.items()}
     (stored,) = stored_weights(headers).values()

@@ -206,14 +206,14 @@ def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, _spec.Laye
     left = {name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None}
 
     def check(pattern: str, matched: list[str]) -> None:
-        which = f"pattern {pattern!r} matches none of the"
+        if not linears:
+            raise ValueError("the model has no linear layer: give formats=None and name weights with parameters=")
         if not matched:
-            raise ValueError(f"{which} {len(linears) - len(left)} linear layers{nearest(pattern, linears)}")
+            which = f"matches none of the {len(linears) - len(left)} linear layers"
+            raise ValueError(f"pattern {pattern!r} {which}{nearest(pattern, linears)}")
         if left.keys() >= {*matched} and not specs[pattern].quantizes_nothing:
-            raise ValueError(
-                f"{which} {len(linears) - len(left)} linear layers that can be quantised, but {matched[0]!r}, which is "
-                f"left: {left[matched[0]].reason}"
-            )
+            why = f"{matched[0]!r}: {left[matched[0]].reason}"
+            raise ValueError(f"pattern {pattern!r} matches only layers that can't be quantised, such as {why}")
 
     chosen = by_pattern(specs, {name: [name] for name in linears}, check)
     chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
@@ -223,8 +223,8 @@ def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, _spec.Laye
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
         if name in left and left[name].is_done_to_it and literal(pattern):
             raise ValueError(
-                f"layer {name!r}, which {pattern!r} names, can't be quantised: {left[name].reason}; or leave it alone "
-                f"with {{{name!r}: 'none'}}"
+                f"layer {name!r}, which {pattern!r} names, can't be quantised: {left[name].reason}; or leave the layer "
+                f"as it is with {{{name!r}: 'none'}}"
             )
     return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
 
@@ -235,8 +235,8 @@ def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) ->
     if left:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         warnings.warn(
-            f"adapters of PEFT stay as they are: {', '.join(left[:_SHOWN])}{more}. They are small, and trained; "
-            f"a pattern that names them, such as {adapters[left[0]]!r}, quantises them",
+            f"PEFT's adapters, small and trained, were not quantised: {', '.join(left[:_SHOWN])}{more}; a pattern that "
+            f"names them, such as {adapters[left[0]]!r}, quantises them",
             UserWarning,
             stacklevel=5,
         )
@@ -248,7 +248,7 @@ def _check_in_one_place(model: nn.Module, layers: Iterable[str], linears: Mappin
     for name in (name for name in layers if linears[name].is_shared):
         names, layer = linears[name].names, model.get_submodule(name)
         if sum(model.get_submodule(owner) is layer for owner in {each.rpartition(".")[0] for each in names}) > 1:
-            raise ValueError(f"the layer {name!r} is shared ({', '.join(names)}): leave it alone, or give it a copy")
+            raise ValueError(f"layer {name!r} is shared ({', '.join(names)}): copy it, or give {{{name!r}: 'none'}}")
 
 
 def _settled(
@@ -265,8 +265,8 @@ def _settled(
         names = linears[name].names
         if tied == "refuse" and not any(_serves(entry, names, specs[name]) for entry in placed):
             raise ValueError(
-                f"the weight of {name!r} is shared ({', '.join(names)}): give tied='untie' for a copy of its own, or "
-                f"leave it alone with tied='leave' or {{{name!r}: 'none'}}"
+                f"the weight of {name!r} is shared ({', '.join(names)}): give tied='untie' for a copy of the weight, "
+                f"or leave the layer as it is with tied='leave' or {{{name!r}: 'none'}}"
             )
     kept = {name: spec for name, spec in specs.items() if tied == "untie" or name not in shared}
     for spec in kept.values():
@@ -320,8 +320,8 @@ def _chosen_parameters(
         spec = formats.get("*")
         if spec is None or spec.weight is None:
             raise ValueError(
-                f"parameters={patterns!r} takes the weight's format of the pattern '*', and formats has none: give "
-                f"parameters={{{patterns[0]!r}: 'E4M3'}}"
+                f"parameters={patterns!r} takes the weight's format of the pattern '*', which formats does not have: "
+                f"give parameters={{{patterns[0]!r}: 'E4M3'}}"
             )
         parameters = dict.fromkeys(patterns, spec.weight.format)
     return _formats_chosen("parameters", parameters, names)
@@ -335,7 +335,7 @@ def _chosen_embeddings(
     tables = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     own = {first: found for first, its in names.items() if (found := [each for each in its if each in tables])}
     if not own:
-        raise ValueError(f"embeddings={embeddings!r}, and the model has no nn.Embedding: parameters= names what it has")
+        raise ValueError(f"embeddings={embeddings!r}, and the model has no nn.Embedding: name weights with parameters=")
     return _formats_chosen("embeddings", embeddings if isinstance(embeddings, Mapping) else {"*": embeddings}, own)
 
 
@@ -363,7 +363,7 @@ def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -
     kernel = isinstance(module, CONVOLUTIONS)
     if granularity == "square" and kernel:
         raise ValueError(
-            f"parameter {name!r} is that of a convolution, of which granularity='square' has no matrix: take 'channel'"
+            f"parameter {name!r} is a convolution's, and granularity='square' needs a matrix: take 'channel'"
         )
     if granularity != "channel":
         return granularity  # type: ignore[return-value]

@@ -284,7 +284,7 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != dtype:
-        raise RuntimeError(f"the input has dtype {x.dtype}, and the weight {dtype}: they must be one")
+        raise RuntimeError(f"the input has dtype {x.dtype}, and the weight {dtype}: they must be the same")
     check_current(weight)
     result: Tensor = _FromCodes.apply(x, weight, bias, units, spec.gradient_products == "fp8")
     return result

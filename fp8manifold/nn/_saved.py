@@ -29,7 +29,7 @@ def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
         if not isinstance(layer, QuantizedLinear):
             continue
         if layer.manifold is not None and not isinstance(layer.manifold, FP8Manifold):
-            raise ValueError(f"layer {name!r} is on a {type(layer.manifold).__name__}, which can't be saved so")
+            raise ValueError(f"layer {name!r} is on a {type(layer.manifold).__name__}: only an FP8Manifold is saved")
         _add(groups, {"spec": spec_as_json(layer.spec), **_options_of(layer)}, name, layer._seed)
     return groups
 
@@ -60,7 +60,7 @@ def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> Non
         for name, seed in group["seeds"].items():
             check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
             if name not in known:
-                raise ValueError(f"the parameter in codes {name!r} is none of the model's")
+                raise ValueError(f"the model has no parameter {name!r}, which was saved in codes")
             old = model.get_parameter(name)
             made = FP8Parameter(old.detach(), group["format"], seed=seed, requires_grad=old.requires_grad, **how)
             put_parameter(model, known[name], made)
@@ -76,7 +76,7 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
     for name in made:
         module = modules.get(name)
         if module is None or not (type(module) is nn.Linear or is_conv1d(module)) or obstacle(module) is not None:
-            raise ValueError(f"the quantised layer {name!r} has no float layer in the model that it could replace")
+            raise ValueError(f"the model has no float layer {name!r} that the saved quantised layer could replace")
     wanted: list[Any] = []
     for name in (name for name in modules if name in made):
         group, seed = made[name], made[name]["seeds"][name]

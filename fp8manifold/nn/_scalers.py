@@ -46,8 +46,8 @@ class Operand(NamedTuple):
         said = self.ranks.largest(torch.cat([own, -own, value]))
         if not torch.equal(said[:3], -said[3:6]):
             raise RuntimeError(
-                f"{self.name} is not what every process runs now (or its magnitudes have another shape there): where "
-                "processes run other layers than each other, scales can't be shared; take policy='dynamic'"
+                f"another process does not run {self.name} now, or has another shape of magnitudes there: processes "
+                "that run different layers can't share scales; take policy='dynamic'"
             )
         return said[6:]
 

@@ -58,7 +58,7 @@ def _done(module: nn.Module) -> str | None:
     if computed:
         return f"its {' and '.join(computed)} is computed by {_what_computes(module, computed[0])}"
     if "forward" in vars(module):
-        return "its forward was replaced on the object itself: take that back first, and do it again afterwards"
+        return "its forward was replaced on the object itself: undo that, quantise, and replace it again"
     if vars(module).get("_compiled_call_impl") is not None:
         return "it was compiled with compile(): quantise first, compile then"
     return None
@@ -72,7 +72,7 @@ def _what_computes(module: nn.Module, name: str) -> str:
             return "weight_norm: call torch.nn.utils.remove_weight_norm(layer) first"
         if isinstance(hook, SpectralNorm):
             return "spectral_norm: call torch.nn.utils.remove_spectral_norm(layer) first"
-    return "something that put another tensor in place of the parameter: make it one first"
+    return "something that replaced the parameter by a tensor: make it an nn.Parameter first"
 
 
 def adapters_of(model: nn.Module) -> dict[str, str]:

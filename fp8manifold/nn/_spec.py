@@ -70,7 +70,7 @@ class OperandSpec:
         if scale is not None and policy is not None:
             raise ValueError(f"scale={scale!r} leaves nothing to policy={policy!r}: give one of them")
         if scale is not None and granularity not in (None, "tensor"):
-            raise ValueError(f"scale={scale!r} is one for the tensor, not granularity={granularity!r}")
+            raise ValueError(f"scale={scale!r} is for the whole tensor, not for granularity={granularity!r}")
 
     def filled(self, **defaults: Any) -> "OperandSpec":
         """A copy with the layer's values, given by name, in place of options that are None.
@@ -349,7 +349,7 @@ def read_formats(
         if not isinstance(pattern, str):
             raise TypeError(f"formats has the key {pattern!r}: a layer pattern must be a string")
     if products != "decoded" and all(isinstance(value, LayerSpec) or is_none(value) for value in formats.values()):
-        raise ValueError(f"products={products!r} is of bare formats: each LayerSpec of formats has its own")
+        raise ValueError(f"products={products!r} is for bare formats: give products to each LayerSpec instead")
     return {pattern: _read_spec(pattern, value, granularity, products) for pattern, value in formats.items()}
 
 
@@ -366,8 +366,8 @@ def _read_spec(pattern: str, value: object, granularity: WeightGranularity, prod
     spec = LayerSpec(**{"granularity": granularity, "products": products, **value})
     if "granularity" in value and (spec.weight is None or spec.weight.granularity or spec.weight.scale is not None):
         raise ValueError(
-            f"formats[{pattern!r}] has granularity={value['granularity']!r}, which is that of a weight without one of "
-            "its own, or a scale: leave it out, or give it to the operand it is meant for"
+            f"formats[{pattern!r}] has granularity={value['granularity']!r}, which is for a weight that has neither "
+            "granularity nor scale itself: leave it out, or give it to the operand that it is meant for"
         )
     return spec
 
@@ -395,8 +395,8 @@ def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
         if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
             instead = ", or give storage='master'" if stored is not None and _takes("weight", stored, option) else ""
             raise ValueError(
-                f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
-                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out{instead}"
+                f"the layer has {option}={value!r}, which no operand takes: the forward and backward passes quantise "
+                f"{', '.join(operands) or 'none'} with storage={storage!r}; leave {option} out{instead}"
             )
 
 
@@ -411,8 +411,8 @@ def check_draws(draws: str, storage: str) -> None:
     check_choice("draws", draws, DRAWS)
     if draws != "independent" and storage == "master":
         raise ValueError(
-            f"draws={draws!r} needs storage='fp8' or 'grid', not storage={storage!r}, whose weights are floats: "
-            "nothing is drawn for them"
+            f"draws={draws!r} needs storage='fp8' or 'grid', not storage={storage!r}: they are the random draws of "
+            "writes to stored weights"
         )
 
 
@@ -430,7 +430,7 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
     operand = spec.operands.get("weight")
     if storage != "fp8" or operand is None:
         raise ValueError(
-            f"codes are given, and the layer has storage={storage!r}, weight={spec.weight!r}: it holds none"
+            f"codes need storage='fp8' and a weight format, not storage={storage!r} with weight={spec.weight!r}"
         )
     found = (tuple(codes.shape), codes.format.name, codes.granularity)
     wanted = (tuple(linear.weight.shape), operand.format.name, operand.granularity)

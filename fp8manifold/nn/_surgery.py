@@ -25,7 +25,7 @@ Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
 
 def quantize_model(
     model: nn.Module,
-    formats: Formats = "E4M3",
+    formats: Formats | None = "E4M3",
     storage: Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
@@ -55,7 +55,7 @@ def quantize_model(
     Args:
         model: changed in place.
         formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
-            dict of :class:`LayerSpec`'s arguments, or ``"none"`` (not quantised).
+            dict of :class:`LayerSpec`'s arguments, or ``"none"`` (not quantised); None leaves all layers.
         storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in float32) or ``master``
             (quantisation-aware training: float weights, rounded in the forward pass).
         granularity: of the weight scales, if only a format is given, as in :class:`OperandSpec`.

@@ -54,7 +54,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     if own or not {"state", "param_groups"} <= keys:
         check_state(optimizer, state_dict)
     elif not isinstance(optimizer, StiffnessAdamW):
-        raise ValueError(f"a state of torch's AdamW goes into StiffnessAdamW: {type(optimizer).__name__} has others")
+        raise ValueError(f"a state of torch's AdamW goes into StiffnessAdamW only, not into {type(optimizer).__name__}")
     theirs, ours = state_dict["param_groups"], optimizer.state_dict()["param_groups"]
     check_sizes(theirs, ours)
     groups = [
@@ -127,7 +127,7 @@ def _check_foreign(entry: dict[str, Any], index: int) -> None:
     """Raise ValueError unless an entry is one of torch's AdamW, with averages that are possible."""
     for difference, fault in ((entry.keys() - _OF_ADAMW, "has"), (_OF_ADAMW - entry.keys(), "lacks")):
         if difference:
-            raise ValueError(f"the state of parameter {index} {fault} {', '.join(sorted(difference))}: no AdamW's")
+            raise ValueError(f"the state of parameter {index} {fault} {', '.join(sorted(difference))}, unlike AdamW's")
     for name in ("exp_avg", "exp_avg_sq"):
         value = entry[name]
         if type(value) is not Tensor or not value.is_floating_point():

@@ -170,7 +170,7 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
         raise ValueError(f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}")
     if moments == "8bit":
         raise ValueError(
-            f"writeback={writeback!r} does not go with moments='8bit': errors put into the momentum exceed its blocks; "
+            f"writeback={writeback!r} does not go with moments='8bit': rounding errors exceed the momentum's blocks; "
             "use moments='float32' or 'bfloat16', or a residual"
         )
 

@@ -145,7 +145,7 @@ class Direction(NamedTuple):
 DIRECTIONS: Final = {
     "adam": Direction(adam, ("exp_avg", "exp_avg_sq")),
     "sgd": Direction(sgd, ("momentum_buffer",)),
-    "lion": Direction(lion, ("exp_avg",), "its step is a sign, which no share of a rounding error fits"),
+    "lion": Direction(lion, ("exp_avg",), "its step is a sign, to which no error can be added"),
     "madam": Direction(madam, ("exp_avg_sq",), "it has no first moment to put a rounding error into"),
     "muon": Direction(muon, ("momentum_buffer",), fitted=True),
 }

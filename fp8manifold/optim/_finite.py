@@ -29,7 +29,7 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
         if gradient.is_sparse or gradient.is_complex():
             kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
             raise ValueError(
-                f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
+                f"{type(optimizer).__name__} takes dense real gradients only: the gradient of a parameter of shape "
                 f"{shape} is {kind}"
             )
     if _squares_sum_up(slots):
@@ -76,7 +76,7 @@ def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
     if slot.group["on_nonfinite"] == "raise":
         raise FloatingPointError(
             f"a gradient of shape {tuple(slot.parameter.shape)} is not finite, or its square is not: "
-            "on_nonfinite='skip' leaves such steps out"
+            "on_nonfinite='skip' skips such steps"
         )
     return False
 
@@ -92,10 +92,10 @@ def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
     reason = (
         f"the gradient (or its square) of {', '.join(found[:_NAMED])}{more} is not finite"
         if found
-        else "the cause is not in the gradients here"
+        else "no gradient in this process is the cause"
     )
     warnings.warn(
-        f"{type(optimizer).__name__} has left out {optimizer.skipped_in_row} steps in a row, nothing is trained: "
+        f"{type(optimizer).__name__} has skipped {optimizer.skipped_in_row} steps in a row, so nothing is trained: "
         f"{reason}. Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first such "
         "step",
         RuntimeWarning,
@@ -108,7 +108,7 @@ def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
     name = "".join(_names_of(optimizer, [parameter]))
     warnings.warn(
         f"step_in_backward: the gradient (or its square) of {name} is not finite: "
-        "its step was left out, those of other parameters were taken",
+        "its step was skipped, other parameters were stepped",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -123,7 +123,7 @@ def _in_words(fields: tuple[int, ...] | None) -> str:
     exponent_bits, mantissa_bits, bias, layout, shares = fields
     squares = {SQUARE_SIZE**2: f"square of {SQUARE_SIZE} x {SQUARE_SIZE}"}
     shared = ({0: "tensor", 1: "channel"} | squares).get(shares, f"block of {shares}")
-    return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale a {shared}"
+    return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale per {shared}"
 
 
 def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None = None) -> None:
@@ -174,7 +174,7 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
         if name in entry and bounds.get(name, name) not in entry:
             raise ValueError(
                 f"{_whose(parameter)} has {name} in 8 bits without {bounds[name]}, which says how its blocks are "
-                "scaled: it was kept in another format, which is not read; begin with a new state"
+                "scaled: it was saved in another format, which can't be read; begin with a new state"
             )
     if rule_of(group).state:
         _check_residual(entry, _whose(parameter))
@@ -185,8 +185,8 @@ def _check_residual(entry: dict[str, Any], whose: str) -> None:
     residual = entry.get("residual")
     if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
-            f"{whose} has a residual in {residual.dtype}: those of 4 and 2 bits are not read any more; only "
-            "writeback='residual8' keeps one, in torch.int8: begin with a new state"
+            f"{whose} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be read any more; "
+            "writeback='residual8' has one in torch.int8: begin with a new state"
         )
 
 

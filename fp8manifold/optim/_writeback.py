@@ -45,7 +45,7 @@ class WriteBack:
     def __post_init__(self) -> None:
         """Refuse another width."""
         if self.residual_bits not in (0, 8):
-            raise ValueError(f"residual_bits={self.residual_bits!r} is not kept: 0 or 8")
+            raise ValueError(f"residual_bits={self.residual_bits!r} is not allowed: 0 or 8")
 
     @property
     def draws(self) -> bool:

@@ -85,8 +85,8 @@ class Riemannian(ManifoldOptimizer):
             if False in kind and shares_lr and group["float_lr"] is None:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"lr={group['lr']} is in ULPs a step on quantised parameters, and these groups hold ordinary ones "
-                    "too: pass float_lr=... for them (1e-3, say), or put them in a group with an lr of its own"
+                    f"lr={group['lr']} is in ULPs per step on quantised parameters, and the groups have ordinary ones "
+                    "too: pass float_lr=... for these (1e-3, say), or put them in a group with its own lr"
                 )
 
     def _prepare(self, slot: Slot) -> None:

@@ -239,7 +239,7 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
         )
     if len(shape) > 2 and (matrix_shape == "auto" or (matrix_shape == "batch" and len(shape) != 3)):
         raise ValueError(
-            f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' (one matrix, a row a "
+            f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' (one matrix, a row per "
             "filter) or, with three dimensions, 'batch' (a matrix for each entry of the first)"
         )
 
@@ -325,7 +325,7 @@ def _kind(model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str],
         return "others", adams[id(parameter)]
     if isinstance(owner, CONVOLUTIONS) and own == "weight":
         if owner.groups > 1 and parameter.shape[1] == 1:
-            return "others", "a convolution of each channel alone"
+            return "others", "a depthwise convolution"
         return "kernels", "a convolution: a row for each filter"
     if _EMBEDDING.fullmatch(own):
         return "others", f"by its name, {own!r}"

@@ -83,7 +83,7 @@ def _head(file: BufferedReader, path: Path) -> Contents:
     file.seek(0)
     contents = read_head(file)
     if step_of(path.name) not in (None, contents.step):
-        raise ValueError(f"it is that of step {contents.step}")
+        raise ValueError(f"holds step {contents.step}, not the step of its name")
     return contents
 
 
@@ -110,7 +110,7 @@ def _named(path: Path) -> Iterator[None]:
         what = "" if other == path.name else f"{other}: "
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {what}{error.strerror or one_line(error)}") from None
     except MemoryError:
-        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: more than this machine's memory") from None
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: needs more than this machine's memory") from None
     except (ValueError, SafetensorError, RuntimeError) as error:
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {one_line(error)}") from None
 
@@ -159,7 +159,7 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise CheckpointNotWritten(
             f"checkpoint of step {contents.step} can't be written to {str(path.parent)!r}: {one_line(reason)}; "
-            "those before it are as they were"
+            "earlier checkpoints are unchanged"
         ) from None
     return path
 

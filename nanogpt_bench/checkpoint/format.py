@@ -10,7 +10,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,14 +55,19 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(step for name in _names(run_dir) if (step := step_of(name)) is not None)
 
 
-def clean(run_dir: Path) -> None:
-    """Remove what an interrupted save or removal left behind: a part of a checkpoint, a digest without one."""
+def stray(run_dir: Path) -> Iterator[Path]:
+    """Files that an interrupted save or removal left behind: a part of a checkpoint, a digest without one."""
     names = set(_names(run_dir))
     for name in names:
         stem, dot, last = name.rpartition(".")
         alone = dot + last == ".sha256" and _STEP.fullmatch(stem) is not None and stem not in names
         if alone or _LITTER.fullmatch(name):
-            (run_dir / CHECKPOINTS / name).unlink()
+            yield run_dir / CHECKPOINTS / name
+
+
+def clean(run_dir: Path) -> None:
+    for file in stray(run_dir):
+        file.unlink()
 
 
 def check_layout(run_dir: Path) -> None:
@@ -180,9 +185,9 @@ def _parsed(data: bytes) -> Contents:
     facts, metadata = content.get("facts"), content.get("texts")
     step = facts.get("step") if isinstance(facts, dict) else None
     if not isinstance(facts, dict) or not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError("says no step")
+        raise ValueError("gives no step")
     if not isinstance(metadata, dict) or not all(isinstance(found, Mapping) for found in metadata.values()):
-        raise ValueError("has no texts of its tensors")
+        raise ValueError("has no metadata of its tensors")
     return Contents(step, {}, metadata, facts)
 
 

@@ -16,9 +16,9 @@ MODE = "compare"
 TEXTS = {
     "description": "Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
     "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
-    "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
-    "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
-    "which, where that is not all.",
+    "estimate of the time left from the first minute on. The same command with the same --out continues an\n"
+    "interrupted comparison. Settings are those of run: each applies to the rows that take it, and compare names\n"
+    "these where they are not all.",
     "usage": "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
     "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]",
     "epilog": "examples:\n  nanogpt-bench compare\n"

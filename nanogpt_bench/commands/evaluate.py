@@ -102,7 +102,7 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
     from nanogpt_bench.evaluation.weights import WRITTEN, evaluate_run
 
     if args.out:
-        refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
+        refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "another name")
     rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save)
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH

@@ -50,14 +50,14 @@ def add_options(parser: Any) -> None:
         "--save",
         type=Path,
         metavar="DIR",
-        help="write the model as save_pretrained does; one published in FP8 as it came",
+        help="write the model as save_pretrained does; one published in FP8 in its own layout",
     )
     parser.add_argument(
         "--layout",
         type=one_of(LAYOUTS),
         metavar=braced(LAYOUTS),
-        help="of --save: floats (default, but of a model published in FP8), codes and scales in the layout of "
-        "compressed-tensors or torchao, or fp8: in that of DeepSeek-V3, squares of 128 x 128",
+        help="layout of --save: float (the default, unless the model was published in FP8), codes and scales as "
+        "compressed-tensors or torchao store them, or fp8: as DeepSeek-V3 does, in squares of 128 x 128",
     )
 
 
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, "--model.pretrained", args.model]
     layout: Any = args.layout
     if args.layout is not None and args.save is None:
-        raise BenchError("--layout goes with --save DIR, which is what it is the layout of")
+        raise BenchError("--layout needs --save DIR, whose layout it sets")
     if args.save is not None:
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")

@@ -59,10 +59,10 @@ def add_options(parser: Any) -> None:
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text), or the folder (nanogpt)")
     parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
-    parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
-    parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
+    parser.add_argument("--config", metavar="C", help="the data set's configuration (hub; default: its only one)")
+    parser.add_argument("--column", metavar="COL", help="the data set's column of text (hub)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
-    parser.add_argument("--packages", type=names, metavar="A,B", help="these of them alone (packages; default: all)")
+    parser.add_argument("--packages", type=names, metavar="A,B", help="only these packages (packages; default: all)")
     parser.add_argument(
         "--data-dir",
         type=Path,

@@ -17,9 +17,9 @@ GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 TEXTS = {
     "usage": "nanogpt-bench results export SWEEP --out FILE.json\n"
     "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]",
-    "description": "export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
-    "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
-    "report draws.",
+    "description": "export: write the results of a sweep or a comparison, with settings, environments and tuned\n"
+    "values, to one JSON file. show: print the tables of such a file.\n"
+    "The command report draws its page.",
     "epilog": "examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
     "  nanogpt-bench results show my_study.json --reference muon\n"
     "  nanogpt-bench report my_study.json --out report",
@@ -27,12 +27,12 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="which of these")
-    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
+    parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="what to do")
+    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder; show: a file")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
     parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
     parser.add_argument(
-        "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: this form of the table alone"
+        "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: only the table, in this form"
     )
 
 
@@ -54,7 +54,7 @@ def _export(folder: Path, out: Path) -> int:
 
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
-    refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
+    refuse_to_replace("--out", out, holds(is_of_kind), "another name")
     content = export(folder)
     write_text(out, to_json(content))
     ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))

@@ -114,11 +114,10 @@ def _warmup(config: Config) -> list[str]:
     steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
     if steps < of_run:
         return []
-    verb = "is" if steps == 1 else "are"
     highest = (config.optimizer.lr or 0.0) * of_run / (steps + 1)
     return [
-        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up {verb} no fewer than the run's {of_run}: the "
-        f"learning rate rises to {highest:.3g} and never reaches optimizer.lr"
+        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up in a run of {of_run}: the learning "
+        f"rate rises to {highest:.3g} and never reaches optimizer.lr; give fewer"
     ]
 
 
@@ -129,7 +128,7 @@ def _check_torchrun(parallel: str | None) -> None:
             "nanogpt_bench run, or give --train.parallel null"
         )
     if parallel is None and is_worker():
-        raise BenchError("torchrun started this and train.parallel is null; give --train.parallel ddp")
+        raise BenchError("torchrun started this process, and train.parallel is null; give --train.parallel ddp")
 
 
 def exit_code(summary: dict[str, Any]) -> int:
@@ -195,14 +194,14 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["status"] == "failed":
         return f"failed: {summary['failure']['message']}; see {run_dir}"
     if _of_disk(summary):
-        return f"stopped: {summary['stop']['message']}; make room, --resume goes on; see {run_dir}"
+        return f"stopped: {summary['stop']['message']}; make room, and --resume goes on; see {run_dir}"
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     overhead = summary["shadow_overhead"]
-    shadow = "" if overhead is None else f", each look of the shadow {overhead:.2f} steps long"
+    shadow = "" if overhead is None else f", a comparison with the float32 shadow takes {overhead:.2f} steps"
     return (
         f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
-        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes a parameter, "
+        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes per parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{shadow}; see {run_dir}"
     )
 

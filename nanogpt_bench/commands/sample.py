@@ -50,8 +50,8 @@ class Sample:
 TEXTS = {
     "usage": "nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
     "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
-    "description": "Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
-    "format, side by side and with the same draws.",
+    "description": "Continue a text with the weights that a run has trained, as they are and rounded to each format,\n"
+    "side by side and with the same draws.",
     "epilog": 'examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
     "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
 }
@@ -63,13 +63,13 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         *("--formats", "--format"), type=names, metavar="A,B", help="formats of all weights, a text each; none: floats"
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on with (default: a text's beginning)")
-    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most so many (default: 200)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a text's beginning)")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="tokens at most (default: 200)")
     parser.add_argument(
         "--temperature", type=at_least_0, default=1.0, metavar="T", help="0: always the likeliest token (default: 1)"
     )
     parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="seed of the draws (default: 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
 
 
@@ -94,7 +94,7 @@ def sample_run(
     trained = load(choose(run_dir, checkpoint))
     if trained.config.task != "language":
         raise BenchError(
-            f"{folder_of(trained.path)} is of task {trained.config.task!r}: such weights write no text; "
+            f"{folder_of(trained.path)} is of task {trained.config.task!r}, whose weights write no text; "
             f"nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"
         )
     weights = RunWeights(trained, checked_overrides(overrides))
@@ -156,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
     if run_dir is None:
         raise BenchError(f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3")
     if args.out:
-        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "a name of its own")
+        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "another name")
     found = sample_run(run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides)
     _show(found, draw.prompt)
     if args.out:

@@ -13,7 +13,7 @@ TEXTS = {
     "                           [--workers N] [--out DIR] [--section.key VALUE ...]",
     "description": "Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
     "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
-    "seeds. The same command goes on where an interrupted one was.",
+    "seeds. The same command continues an interrupted sweep.",
     "epilog": "examples:\n  nanogpt-bench sweep formats.yaml\n"
     "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
     "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
@@ -24,7 +24,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     parser.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
-    parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
+    parser.add_argument("--smoke", action="store_true", help="the file's small version, as its section smoke says")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
     add_executor(parser)

@@ -30,7 +30,7 @@ class Report:
 
 TEXTS = {
     "description": "Check run folders: every byte of every checkpoint, records of every step, settings and summary.\n"
-    "The exit code is 1 if anything is wrong. What an interruption leaves is noted and nothing wrong.",
+    "The exit code is 1 if anything is wrong. What an interruption leaves behind is only noted.",
     "epilog": "examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
 }
 
@@ -100,9 +100,7 @@ def _check_metrics(path: Path, ended: bool, found: Report) -> None:
     expected = 0
     for number, step in _records(path, ended, found):
         if step != expected:
-            found.problems.append(
-                f"{path.name}: line {number} is of step {step}, after {expected - 1} comes {expected}"
-            )
+            found.problems.append(f"{path.name}: line {number} is of step {step}, where step {expected} is expected")
         found.last_step, expected = step, step + 1
 
 
@@ -118,7 +116,7 @@ def _check_alerts(path: Path, ended: bool, found: Report) -> None:
     last = found.last_step or 0
     if before > last:
         lines = found.problems if ended or before > last + 1 else found.notes
-        lines.append(f"{path.name} goes on to step {before}, {METRICS} to {found.last_step}")
+        lines.append(f"{path.name} ends with step {before}, {METRICS} with step {found.last_step}")
 
 
 def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]]:
@@ -132,7 +130,7 @@ def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]
 
 def _check_checkpoints(path: Path, found: Report) -> None:
     from nanogpt_bench.checkpoint import verify
-    from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps
+    from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, stray
 
     for step in steps(path):
         file = step_file(path, step)
@@ -153,4 +151,6 @@ def _check_checkpoints(path: Path, found: Report) -> None:
         return
     known = [step_file(path, step).name for step in steps(path)]
     extra = sorted(set(os.listdir(path / CHECKPOINTS)) - {*known, *(f"{name}.sha256" for name in known)})
-    found.notes.extend(f"{CHECKPOINTS}/{name[:80]} is no checkpoint; the next start removes litter" for name in extra)
+    going = {file.name for file in stray(path)}
+    what = ("no checkpoint, and is ignored", "left by an interruption; the next start removes it")
+    found.notes.extend(f"{CHECKPOINTS}/{name[:80]} is {what[name in going]}" for name in extra)

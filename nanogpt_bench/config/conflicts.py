@@ -32,10 +32,10 @@ _STORED = {"float32": "floats", "peer": "another package's"}
 #: under `task: classify`, what can't be used and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
-    "model.tie_weights": "whose lm_head is no embedding's size",
-    "data.train_tokens": "which trains on documents, of which --limit-tokens of prepare makes fewer",
+    "model.tie_weights": "whose lm_head has another size than the embedding",
+    "data.train_tokens": "which trains on documents: prepare --limit-tokens makes fewer",
     "eval.also": "whose labels another text does not have",
-    "train.parallel": "whose losses are a document's each",
+    "train.parallel": "whose losses are per document",
 }
 
 
@@ -176,7 +176,7 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
     yield "optimizer.stiffness", own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness), why
     nowhere = optimizer.stiffness_end is None
-    yield "optimizer.stiffness_schedule", nowhere, "needs optimizer.stiffness_end, where it leads to"
+    yield "optimizer.stiffness_schedule", nowhere, "needs optimizer.stiffness_end, the value it leads to"
     why = "can't be used with task 'classify', whose labels are not drawn from a softmax; give another rule"
     yield "optimizer.name", config.task == "classify" and name == "fisher", why
 
@@ -243,7 +243,7 @@ def _constraint(config: Config) -> Iterator[Conflict]:
     rates = f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights"
     why = f"{rates}: none is stepped by ULPs with {called}; give one of them"
     yield "optimizer.lr", no_ulps and optimizer.lr != optimizer.float_lr, why
-    why = f"is of weights that {name} steps by ULPs: none with {called}"
+    why = f"is for weights that {name} steps by ULPs: there are none with {called}"
     yield "optimizer.weight_decay", no_ulps and bool(optimizer.weight_decay), why
 
 

@@ -90,11 +90,11 @@ class MonitorConfig(Section):
         "weights and their constraints (geometry), and where the losses are heading (trend), which train.stop_on needs",
         choices=WATCHED,
     )
-    interval: int = setting(100, "steps between two looks", minimum=1)
+    interval: int = setting(100, "steps between two measurements", minimum=1)
     turns: int = setting(
         1,
-        "looks that share the layers: each takes one in so many, in turn, the first takes all; figures "
-        "over all layers are those of the latest figure of each; attention is looked at on one in so many sequences",
+        "measurements that share the layers: each measures one layer in this many, in turn, and the first all; figures "
+        "over all layers take the latest of each; attention is measured on one sequence in this many",
         minimum=1,
     )
     activation_format: str | None = setting(
@@ -104,30 +104,30 @@ class MonitorConfig(Section):
         None, "format that gradients are measured against where they have none; null: figures that need none only"
     )
     dead_interval: int = setting(
-        1, "steps between two looks for dead gradients, each of which stands for all of them", minimum=1, maximum=1000
+        1, "steps between two checks for dead gradients; each counts for all of these steps", minimum=1, maximum=1000
     )
 
 
 LOSS_IS_NAN = Metric("loss_is_nan", "Loss not finite", "0 or 1", "Whether the training loss is NaN or Inf.", bad=ABOVE)
-GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether the gradient's norm is.", bad=ABOVE)
-TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, a token or a label.", bad=ABOVE)
+GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether its norm is NaN or Inf.", bad=ABOVE)
+TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, per token or label.", bad=ABOVE)
 LR = Metric("lr", "Learning rate", "", "As scheduled.")
 STIFFNESS_EXPONENT = Metric("stiffness/exponent", "Stiffness exponent", "", "As scheduled.")
 WEIGHT_HAS_NAN = Metric("weight_has_nan", "Weight not finite", "0 or 1", "Whether any weight is NaN or Inf.", bad=ABOVE)
-STATE_HAS_NAN = Metric("state_has_nan", "State not finite", "0 or 1", "Whether the optimizer's state is.", bad=ABOVE)
+STATE_HAS_NAN = Metric("state_has_nan", "State not finite", "0 or 1", "NaN or Inf in the optimizer's state.", bad=ABOVE)
 TOKENS = Metric("tokens", "Tokens", "tokens", "Trained on so far.")
-ELAPSED = Metric("time/elapsed_s", "Time", "s", "Since the run began, all looks included.")
+ELAPSED = Metric("time/elapsed_s", "Time", "s", "Since the run began, measurements included.")
 SPEED = Metric("time/tokens_per_s", "Speed", "tokens/s", "Of the step.", bad=BELOW)
 FLAGS = (LOSS_IS_NAN, GRAD_HAS_NAN, WEIGHT_HAS_NAN, STATE_HAS_NAN)
 
 # validations
-VAL_LOSS = Metric("val/loss", "Validation loss", NATS, "On the same held-out batches, a token or a label.", bad=ABOVE)
+VAL_LOSS = Metric("val/loss", "Validation loss", NATS, "On the same held-out batches, per token or label.", bad=ABOVE)
 VAL_LOSS_SE = Metric(
     "val/loss_se", "Standard error of the validation loss", NATS, "Over its batches, or documents.", bad=ABOVE
 )
-VAL_ALSO_LOSS = Metric("val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, a token.", bad=ABOVE)
+VAL_ALSO_LOSS = Metric("val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, per token.", bad=ABOVE)
 VAL_PERPLEXITY = Metric("val/perplexity", "Perplexity", "", "exp of the validation loss.", bad=ABOVE)
-VAL_BITS_PER_BYTE = Metric("val/bits_per_byte", "Bits a byte", "bits", "Validation loss a byte of text.", bad=ABOVE)
+VAL_BITS_PER_BYTE = Metric("val/bits_per_byte", "Bits per byte", "bits", "Validation loss per byte of text.", bad=ABOVE)
 _labels = partial(Metric, bad=BELOW, chart=LINEAR)
 MICRO_F1 = _labels("val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together.")
 MACRO_F1 = _labels("val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given.")
@@ -148,4 +148,4 @@ EXCESS = _trend(
 )
 # no side of the norm is bad by itself: a failure to vanish, and another to explode
 GRAD_NORM = Metric("grad/norm", "Gradient norm", "L2 norm", "Before clipping.", chart=LOG)
-GRAD_CLIPPED = Metric("grad/clipped", "Gradient clipped", "0 or 1", "Whether that of any micro-step was.")
+GRAD_CLIPPED = Metric("grad/clipped", "Gradient clipped", "0 or 1", "Whether any micro-step's gradient was.")

@@ -123,7 +123,7 @@ RULES: dict[str, Rule] = {
     "stochastic-fp8": _one_byte(
         "adamw", 2e-3, "stochastic", "stochastic-8bit with products on FP8 units", moments="8bit", products="fp8"
     ),
-    "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
+    "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits per weight"),
     "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
     "muon": _on_floats(
         "Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
@@ -134,11 +134,11 @@ RULES: dict[str, Rule] = {
         float_lr=2e-3,
     ),
     "muon-stochastic": _muon(
-        "stochastic", "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes a hidden weight"
+        "stochastic", "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes per hidden weight"
     ),
     "muon-nearest": _muon("nearest", "muon-stochastic, but rounded to nearest"),
     "muon-residual8": _muon(
-        "residual8", "muon-stochastic, but what rounding loses kept in 8 bits a weight: three bytes"
+        "residual8", "muon-stochastic, but what rounding loses kept in 8 bits per weight: three bytes"
     ),
     "stiffness-k0": _stiffness("= 0 (AdamW)", 0.0),
     "stiffness-k0.5": _stiffness("= 1/2", 0.5),
@@ -163,7 +163,7 @@ RULES: dict[str, Rule] = {
         "stiffness_sgd", 4e-1, "stochastic", "StiffnessSGD with k = 2, stochastic rounding", stiffness=2.0
     ),
     "riemannian": _one_byte(
-        "riemannian_adam", 2.0, "stochastic", "RiemannianAdam (lr in ULPs a step), stochastic rounding", float_lr=1e-3
+        "riemannian_adam", 2.0, "stochastic", "RiemannianAdam (lr in ULPs per step), stochastic rounding", float_lr=1e-3
     ),
     "riemannian-sgd": _one_byte(
         "riemannian_sgd",
@@ -317,7 +317,7 @@ _UNITS = {
     "stiffness_sgd": "gradients",
     "stiffness_lion": "signs",
     "madam": "a share of the weight",
-    "riemannian_adam": "ULPs a step",
+    "riemannian_adam": "ULPs per step",
     "riemannian_sgd": "ULPs for a code gradient of 1",
 }
 
@@ -326,6 +326,6 @@ def unit(optimizer: str) -> str:
     """Return what one of an optimizer's learning rate stands for; that of one unit suits the others of it.
 
     >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
-    (True, 'ULPs a step')
+    (True, 'ULPs per step')
     """
     return _UNITS.get(optimizer, "AdamW's steps")

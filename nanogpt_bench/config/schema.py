@@ -140,9 +140,9 @@ class ModelConfig(Section):
     )
     products: str | None = setting(
         None,
-        "fp8 storage: what multiplies, in every layer but lm_head and those whose format says: decoded codes, codes as "
-        "they are on units of fp8 (E4M3, E5M2) or int8 (E1M6), emulated on a CPU, or auto: what the device has; null: "
-        "the rule's, or decoded",
+        "fp8 storage: what layers multiply, but for lm_head and those whose format says: decoded weights, codes "
+        "on fp8 (E4M3, E5M2) or int8 units (E1M6), emulated on a CPU, or auto: what the device has; null: the rule's, "
+        "or decoded",
         choices=PRODUCTS,
         of_rule=True,
         of_formats=True,
@@ -159,8 +159,8 @@ class ModelConfig(Section):
     )
     headroom: float | None = setting(
         None,
-        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16 (of "
-        "few binades 2, and 1 in fp8 storage, which widens)",
+        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16 (2 "
+        "for few binades, or 1 in fp8 storage, whose scales grow)",
         minimum=1.0,
         of_rule=True,
         of_formats=True,
@@ -168,8 +168,8 @@ class ModelConfig(Section):
     )
     granularity: str | None = setting(
         None,
-        "one weight scale a tensor, a row (channel), with fp8 or master storage a block of 32 in a row, or with fp8 "
-        "storage a square of 128 x 128; null: channel",
+        "one weight scale per tensor, per row (channel), with fp8 or master storage per block of 32 in a row, or with "
+        "fp8 storage per square of 128 x 128; null: channel",
         choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
@@ -200,7 +200,7 @@ class OptimizerConfig(Section):
     name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
     lr: float | None = setting(
         None,
-        "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
+        "peak learning rate, in value (riemannian_adam, riemannian_sgd: ULPs per step; madam: a share of the weight); "
         "null: the rule's, whether it is named or its settings are given one by one",
         above=0.0,
         is_rate=True,
@@ -214,7 +214,7 @@ class OptimizerConfig(Section):
     )
     constrained_lr: float | None = setting(
         None,
-        "rate of constrained weights; riemannian_adam: radians a row or column a step, null: 0.01; sgd: null: 0.1",
+        "rate of constrained weights; riemannian_adam: radians per row or column and step, null: 0.01; sgd: null: 0.1",
         above=0.0,
         optimizers=RIEMANNIAN,
     )
@@ -229,7 +229,7 @@ class OptimizerConfig(Section):
     )
     weight_decay: float | None = setting(
         None,
-        "decay of parameters with two or more dimensions: decoupled, times lr a step (riemannian_adam: times "
+        "decay of parameters with two or more dimensions: decoupled, times lr per step (riemannian_adam: times "
         "float_lr, quantised weights only; sgd on floats: added to the gradient); null: 0.1, for madam and sgd 0",
         minimum=0.0,
     )
@@ -250,22 +250,22 @@ class OptimizerConfig(Section):
     )
     writeback_end: str | None = setting(
         None,
-        "grid and fp8 storage: how the last steps are written back, once the share step_at of all is over; null: as "
-        "all others",
+        "grid and fp8 storage: how the last steps are written back, after the share step_at of all steps; null: as all "
+        "others",
         choices=tuple(name for name in WRITEBACKS if name != "momentum"),
         of_formats=True,
         storages=ROUNDED,
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: draws of rounding, anew in every step (null: so, too) or spread evenly over them",
+        "grid and fp8 storage: random draws of rounding, new in every step or spread evenly over steps; null: new",
         choices=("independent", "dither"),
         of_formats=True,
         storages=ROUNDED,
     )
     moments: str | None = setting(
         None,
-        "of the library's own optimizers: how running averages are kept; null: float32",
+        "of the library's own optimizers: how running averages are stored; null: float32",
         choices=MOMENTS,
         of_formats=True,
         rows_by="--rules",
@@ -320,8 +320,8 @@ class TrainConfig(Section):
     step_in_backward: bool = setting(
         False,
         "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers; "
-        "optimizer.clip_by says how to clip; micro-batches are summed up in bfloat16, rounded stochastically; what is "
-        "watched of gradients is left out",
+        "optimizer.clip_by says how to clip; micro-batches are summed up in bfloat16, rounded stochastically; "
+        "gradients are not watched",
     )
     recompute: bool = setting(
         False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"
@@ -384,7 +384,7 @@ class ShadowConfig(Section):
 class AlertsConfig(Section):
     """Alerts of failures as a run goes, in alerts.jsonl, on the terminal and in the trackers."""
 
-    enabled: bool = setting(True, "judge the run at every look of its monitors")
+    enabled: bool = setting(True, "judge the run at every measurement of its monitors")
     save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
     baseline: str | None = setting(
         None, "run folder whose losses divergence is measured against; null: the run's own", changes_numbers=True

@@ -133,7 +133,7 @@ def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         if key not in GONE:
             yield key, value
         elif value != GONE[key] and value not in _filled(key, settings):
-            raise BenchError(f"{key}: {value!r} asks for what is no longer here; leave {key} out")
+            raise BenchError(f"{key}: {value!r} is no longer supported; leave {key} out")
 
 
 def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:

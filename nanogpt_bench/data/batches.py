@@ -142,13 +142,13 @@ def _no_meta(folder: Path) -> BenchError:
         if "train.bin" not in there:
             return BenchError(f"{said}: nanogpt-bench prepare text --input FILE --out DIR")
         command = f"nanogpt-bench prepare nanogpt --input {shlex.quote(str(folder))} --tokenizer gpt2 --out DIR"
-        return BenchError(f"{said} by its tokenizer, gpt2, byte or char: {command}")
+        return BenchError(f"{said} with its tokenizer, gpt2, byte or char: {command}")
     command = f"nanogpt-bench prepare stdlib --out {shlex.quote(str(folder))}"
     if folder.exists() or folder.is_absolute():
         return BenchError(f"{said}; prepare it with: {command}")
     return BenchError(
-        f"{said}, nor is it there, in {str(Path.cwd())!r}: start in the folder that it is relative to, or give its "
-        f"whole path as --data.dir; a new one is made by: {command}"
+        f"data.dir {str(folder)!r} does not exist in {str(Path.cwd())!r}: start where it is, or give its whole path as "
+        f"--data.dir; this prepares a new one: {command}"
     )
 
 

@@ -141,7 +141,7 @@ def find_commit(dataset: str, revision: str | None) -> str:
     except errors.RevisionNotFoundError:
         raise BenchError(f"data set {dataset!r} has no revision {revision!r}; leave --revision out for main") from None
     except errors.GatedRepoError:
-        raise BenchError(f"data set {dataset!r} has to be asked for on the hub, then: hf auth login") from None
+        raise BenchError(f"data set {dataset!r} is gated: ask for access on the hub, then: hf auth login") from None
     except errors.RepositoryNotFoundError:
         raise NotOnHubError(f"the hub has no data set {dataset!r}") from None
     except errors.HFValidationError as error:

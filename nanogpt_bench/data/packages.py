@@ -336,7 +336,7 @@ def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str =
     rest = ",".join(other for other in chosen if other != name)
     command = " ".join(["pip", *package.command(name)[3:]] if archive.suffix == ".whl" else package.command(name))
     raise BenchError(
-        f"prepare packages can't have {package.archive}{where}; get it with: {command}; then give its folder with "
+        f"prepare packages can't get {package.archive}{where}; get it with: {command}; then give its folder with "
         f"--data-dir{f'; or leave it out: --packages {rest}' if rest else ''}"
     )
 

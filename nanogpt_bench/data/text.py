@@ -63,7 +63,7 @@ def prepare_nanogpt(
     if tokenizer == "char":
         if not (folder / "input.txt").is_file():
             raise BenchError(
-                f"--tokenizer char needs {str(folder / 'input.txt')!r}, whose characters it has: meta.pkl is never "
+                f"--tokenizer char needs {str(folder / 'input.txt')!r} for its characters, as meta.pkl is never "
                 "unpickled; put the text there, or give prepare text --input FILE --tokenizer char"
             )
         text = read_text(folder / "input.txt")

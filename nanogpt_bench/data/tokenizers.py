@@ -314,7 +314,7 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
     tokens = tuple(bytes(bytes_of[character] for character in word) for word, _ in ranked)
     if len(tokens) < size - 1:
         raise BenchError(
-            f"--tokenizer {name}: the text has {counted(len(tokens) + 1, 'token')}; give {PAIRS}{len(tokens) + 1}"
+            f"--tokenizer {name}: the text makes {counted(len(tokens) + 1, 'token')}; give {PAIRS}{len(tokens) + 1}"
         )
     return BytePairTokenizer.of(tokens)
 
@@ -417,7 +417,7 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
             f"text with: nanogpt-bench prepare text --input FILE --tokenizer {shlex.quote(path)} --out DIR"
         )
     if largest >= rows:
-        raise BenchError(f"model {model!r} has {rows} token embeddings, its tokenizer makes {largest} of {corpus!r}")
+        raise BenchError(f"model {model!r} has {rows} token embeddings, {corpus!r} has token {largest}")
 
 
 @functools.lru_cache(maxsize=4)

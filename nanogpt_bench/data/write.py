@@ -192,7 +192,7 @@ def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
         if name == "meta.json":
             continue
         if name not in known:
-            return f"{name!r}, of which its meta.json does not know"
+            return f"{name!r}, which its meta.json does not list"
         if not (out / name).is_file():
             return f"{name!r}, no ordinary file"
         if sha256(out / name) != known[name]:

@@ -62,7 +62,7 @@ SETTINGS = (
 #: of a pretrained model: tokens of a window, windows, and windows at a time, where nobody gives them
 BLOCK, WINDOWS, BATCH = 256, 24, 4
 #: settings that mean nothing in a report of a run, and why
-_SET_OTHERWISE = {"model.granularity": "give --scales", "model.storage": "every row is stored in one byte a weight"}
+_SET_OTHERWISE = {"model.granularity": "give --scales", "model.storage": "every row has one byte per weight"}
 #: a layer's block and its name there
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
 #: seconds between two lines of progress
@@ -281,7 +281,7 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
     parts = {pattern: [pattern] if names == layers[pattern] else names for pattern, names in left.items() if names}
     parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}
     if not parts:
-        raise BenchError("--sensitivity: model.formats says of every layer what becomes of it; leave one of them out")
+        raise BenchError("--sensitivity: model.formats sets every layer already; leave one of them out")
     return parts
 
 

@@ -63,7 +63,7 @@ class Limit:
 
 def _overflow(metric: metrics.Metric) -> Limit:
     operand = metric.name.rsplit("/", 1)[-1].replace("_", " ")
-    says = f"up to {{extreme:.2%}} of the {operand} values of a layer lay beyond the format"
+    says = f"up to {{extreme:.2%}} of the {operand} values of a layer were beyond the format"
     return Limit("overflow", metric.name, ABOVE, 0.01, 3, says, layers=True)
 
 
@@ -95,7 +95,7 @@ CLASSES: Final = (
     Limit("divergence", metrics.EXCESS.name, ABOVE, 0.1, 3, _EXCESS, filled=True),
     Limit("off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"),
     Limit("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
-    Limit("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths less 1 {_OFF}"),
+    Limit("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths minus 1 {_OFF}"),
 )
 #: their names, in the order in which they are listed
 KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))

@@ -74,7 +74,7 @@ class LineFile:
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
             raise BenchError(
-                f"{str(self._path)!r} has {size} bytes, {length} when the checkpoint was taken: lines are lost"
+                f"{str(self._path)!r} has {size} bytes, and had {length} at the checkpoint: lines are lost"
             )
         if size > length:
             with os.fdopen(self._open(os.O_WRONLY), "wb") as file:

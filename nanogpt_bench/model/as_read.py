@@ -31,7 +31,7 @@ def check_size(settings: Any, name: str) -> None:
     size = sum(file.stat().st_size for file in files)
     if files and least > size:
         raise BenchError(
-            f"model {name!r}: its config.json speaks of {least:,} weights or more, its .safetensors have {size:,} bytes"
+            f"model {name!r}: its config.json needs {least:,} weights or more, its .safetensors have {size:,} bytes"
         )
 
 
@@ -71,7 +71,7 @@ def check_causal(model: Any, name: str) -> None:
     if not bool(one.isfinite().all() and other.isfinite().all()):
         raise BenchError(f"model {name!r}: its logits are not finite in float32, though its weights are")
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
-        raise BenchError(f"model {name!r} looks at the tokens that follow: an encoder, no causal language model")
+        raise BenchError(f"model {name!r} reads the tokens that follow: it is an encoder, no causal language model")
 
 
 #: factors of the rotary frequencies, which change nothing where all of them are 1

@@ -86,7 +86,9 @@ def find_model(name: str) -> dict[str, Any]:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise BenchError(f"model {str(path)!r} is no GGUF file: it does not begin so; give a folder or a .gguf")
+                raise BenchError(
+                    f"model {str(path)!r} is no GGUF file: it begins differently; give a folder or a .gguf"
+                )
         _require("gguf")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if not path.is_dir():
@@ -301,7 +303,7 @@ def _from_floats(name: str, where: Mapping[str, Any], quantization: Mapping[str,
         with reading(str(file)):
             left = check_taken(model, file, said.pop("unexpected_keys", None) or ())
         if left:
-            say(f"{file.name}: {', '.join(left)} left out, of values that change nothing")
+            say(f"{file.name}: {', '.join(left)} left out: their values change nothing")
     else:
         check_floats(model, name)
     for kind in ("missing", "unexpected"):

@@ -77,7 +77,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     One-byte weights are written in the parts that a state has (`fm.unflatten_state_dict`).
     """
     tensors = tensors_of(model)
-    refuse_to_replace("--save", path, lambda _: _names_in(path) == tensors.keys(), "a folder of its own")
+    refuse_to_replace("--save", path, lambda _: _names_in(path) == tensors.keys(), "another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as file:

@@ -20,7 +20,7 @@ OFF_GRID = _geometry(
 _constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
 _ORTHONORMAL = "|Q^T Q - I| of parameters on geoopt's."
 ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL)
-OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.")
+OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths minus 1.")
 _ROUNDED = "The same of what their formats make of them."
 CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
 

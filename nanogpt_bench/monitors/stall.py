@@ -34,10 +34,7 @@ CODE_UNCHANGED = _stall(
     "stall/code_unchanged", "Codes unchanged", SHARE, "Weights whose master copy moved while their code did not."
 )
 ARRIVED = _stall(
-    "stall/arrived",
-    "Movement that arrived",
-    SHARE,
-    "Of the movement asked for, along its direction.",
+    *("stall/arrived", "Movement that arrived", SHARE, "Of the requested movement, along its direction."),
     over=TOGETHER,
     chart=LINEAR,
 )
@@ -46,7 +43,7 @@ RESIDUAL_SATURATION = _stall(
     "stall/residual_saturation",
     "Residuals at their bound",
     SHARE,
-    "Stored residuals that are at their end.",
+    "Stored residuals at their largest value.",
     bad=ABOVE,
     chart=LINEAR,
 )

@@ -63,7 +63,7 @@ def check_folder(out: Path) -> None:
     """Refuse a folder whose page, tables or figures are somebody else's; a report's have its page beside them."""
     page = out / PAGE
     for path in (page, *(out / name for name in TABLES), *drawn_in(out / "figures")):
-        refuse_to_replace("--out", path, lambda _: _is_page(page), "a folder of its own")
+        refuse_to_replace("--out", path, lambda _: _is_page(page), "another folder")
 
 
 def _is_page(path: Path) -> bool:
@@ -123,7 +123,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _machine(record: Mapping[str, Any]) -> str:
-    threads = f"threads a run: {record['threads']}" if record.get("threads") else None
+    threads = f"threads per run: {record['threads']}" if record.get("threads") else None
     return ", ".join(str(part) for part in (*map(record.get, ("gpu", "cpu", "platform")), threads) if part)
 
 

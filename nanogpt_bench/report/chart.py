@@ -316,7 +316,7 @@ def svg(spec: Mapping[str, Any]) -> str:
 
 def _start() -> None:
     if _process and _process[0] != os.getpid():
-        raise BenchError("charts can't be drawn in a process that was forked from one that drew: start it anew (spawn)")
+        raise BenchError("charts can't be drawn in a process that was forked from one that drew: start it by spawn")
     _process[:] = [os.getpid()]
 
 

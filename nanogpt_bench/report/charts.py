@@ -71,7 +71,7 @@ def _marks(rows: Sequence[Row], drawn: Sequence[Line], against: str) -> list[dic
         if (line := by_run.get((row.label, run.seed))) is None:
             continue
         early = next((alert for alert in run.alerts if alert.kind in EARLY_DIVERGENCE), None)
-        moments = [(early.step, f"divergence told at step {early.step}")] if early else []
+        moments = [(early.step, f"divergence found at step {early.step}")] if early else []
         if run.status == "failed" and run.last_step is not None:
             moments.append((run.last_step, f"failed at step {run.last_step}"))
         for step, text in moments:
@@ -297,9 +297,7 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
         over(marks, {"type": "text", "align": "left", "dx": 5, "color": ink("ink")}, **text),
         over(heads, head, **text),
     ]
-    words = (
-        "A line a run, coloured as its row. Above an axis passes what has no value there, such as a run that failed."
-    )
+    words = "One line per run, in the colour of its row; above an axis where it has no value, as where the run failed."
     shown, least = tuple(dict.fromkeys(row.label for row, _ in drawn)), 150 * len(axes)
     return Chart("parallel", "All runs across all axes", words, spec, 440, wide=True, least=least, rows=shown)
 

@@ -307,6 +307,7 @@ class Judgement(StrEnum):
 
     REFERENCE = "reference"
     WITHIN = "within"
+    AHEAD = "ahead"
     DOUBTFUL = "doubtful"
     BEHIND = "behind"
     OUTSIDE = "outside"
@@ -345,17 +346,17 @@ class Evidence:
 def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     """Return the verdict on the runs of one row (its seeds).
 
-    A failure outranks an early end, which outranks the comparison of losses. A row within reach of the reference is
-    doubtful if its gradient cosine is beyond its bound or its loss diverged. A row out of reach is named by
-    its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
+    A failure outranks an early end, which outranks the comparison of losses. A row ahead or within reach of the
+    reference is doubtful if its gradient cosine is beyond its bound or its loss diverged. A row out of reach is named
+    by its failure classes, then by a stall at or above the limit; a row of unknown gap by those of the loss alone.
     """
     outcome, text = _ending(runs) or _comparison(evidence)
     compared = outcome not in (Judgement.REFERENCE, Judgement.INCOMPARABLE)
     far = compared and evidence.cosine is not None and BOUNDS["cosine"].beyond(evidence.cosine)
     doubts = [f"cosine {evidence.cosine:.2f}"] if far else []
-    if outcome in (Judgement.WITHIN, Judgement.REFERENCE):
+    if outcome in (Judgement.WITHIN, Judgement.AHEAD, Judgement.REFERENCE):
         doubts += _classes(runs, ("divergence",))
-        doubtful = doubts and outcome is Judgement.WITHIN
+        doubtful = doubts and outcome is not Judgement.REFERENCE
         return Verdict(Judgement.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
     if outcome in (Judgement.UNKNOWN, Judgement.INCOMPARABLE):
         return Verdict(outcome, "; ".join([*_classes(runs, OF_THE_LOSS), text, *doubts]))
@@ -411,11 +412,13 @@ def _comparison(evidence: Evidence) -> tuple[Judgement, str]:
         return Judgement.UNKNOWN, "finished"
     if evidence.gap_share is None:
         return Judgement.UNKNOWN, "no finished reference"
-    limit = f"{BOUNDS['outside'].bound:.0%}"
-    if evidence.gap_share > BOUNDS["outside"].bound:
-        return Judgement.OUTSIDE, f"outside {limit}"
-    # A gap without a standard error is not behind.
-    error = math.inf if evidence.gap_error is None else evidence.gap_error
-    if evidence.gap is not None and evidence.gap > max(BOUNDS["behind"].bound, 2.0 * error):
+    bound, gap = BOUNDS["outside"].bound, evidence.gap or 0.0
+    if evidence.gap_share > bound:
+        return Judgement.OUTSIDE, f"outside {bound:.0%}"
+    # A gap without a standard error decides only beyond the bound.
+    margin = max(BOUNDS["behind"].bound, 2.0 * (math.inf if evidence.gap_error is None else evidence.gap_error))
+    if gap > margin:
         return Judgement.BEHIND, "behind"
-    return Judgement.WITHIN, f"within {limit}"
+    if gap < -margin or evidence.gap_share < -bound:
+        return Judgement.AHEAD, "ahead"
+    return Judgement.WITHIN, f"within {bound:.0%}"

@@ -243,8 +243,7 @@ def left_aside(row: Row) -> list[str]:
     for run in row.aside:
         other = next(each for each in row.runs if seed_of(each) == seed_of(run))
         why = "went further" if _went(other) > _went(run) else "went as far and comes first"
-        place = f"{run.path} is not counted, since seed {run.seed} is there in {other.path}"
-        lines.append(f"{row.label}: {place}, which {why}")
+        lines.append(f"{row.label}: {run.path} is not counted; {other.path} has seed {run.seed} too, and {why}")
     return lines
 
 

@@ -142,10 +142,10 @@ def _stall(page: Page) -> Section | None:
     watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
     drawn = [*stall_chart(page.rows, page.styles), *watched]
     words = (
-        "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
-        "steps, where such an update is gone, as with nearest rounding; with a master copy (code unchanged) it is kept "
-        "in float32. With stochastic rounding a weight moves with probability |update| / ULP, so that standing still "
-        "at most steps and arriving on average go together: there what counts is the movement that arrived."
+        "Share of all quantised weights that a nonzero requested update left on the same grid value, at single steps. "
+        "With nearest rounding such an update is lost; a master copy (code unchanged) has it in float32. With "
+        "stochastic rounding a weight moves with probability |update| / ULP: it stays at most steps and is right on "
+        "average, so look at the movement that arrived."
     )
     return _curves(page, "stall", "Stall", drawn, above=f'<p class="muted">{words}</p>')
 
@@ -187,8 +187,8 @@ def _config(label: str, run: Run) -> str:
 
 def _tuned(page: Page) -> Section | None:
     words = (
-        "Every row of the table above was trained at the values in the column best. They had the lowest final "
-        "validation loss, a mean over the tuning's own seeds, among those tried, from neighbour to neighbour."
+        "Every row of the table above was trained at the values in the column best: of those tried, from neighbour to "
+        "neighbour, they had the lowest final validation loss, averaged over the tuning's own seeds."
     )
     kinds = [""] * TUNING_WORDS + ["number"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
     tables = ""

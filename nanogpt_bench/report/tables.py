@@ -125,8 +125,8 @@ COLUMNS = (
         ),
         goes=13,
         note="Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval "
-        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead "
-        "and no more.",
+        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is only a "
+        "lead.",
         optional=True,
     ),
     Column(
@@ -142,7 +142,7 @@ COLUMNS = (
         {**_fields("stall"), "stall_metric": lambda r: r.stall_metric},
         goes=9,
         axis=(3, "stall", "stall"),
-        note="Stall, a mean over the looks: share of weights that a nonzero requested update left on the same grid "
+        note="Stall, a mean over measurements: share of weights that a nonzero requested update left on the same grid "
         "value, where that loses it; (code) marks a float32 master copy, where the update is kept though the code is "
         "the same.",
     ),
@@ -150,8 +150,8 @@ COLUMNS = (
         *("arrived", _mean_cell("arrived", ".1%"), _fields("arrived")),
         goes=5,
         axis=(4, "arrived", "arrived"),
-        note="Arrived, a mean over the looks: the share of the requested movement that the write-back made, about 100% "
-        "where it is unbiased.",
+        note="Arrived, a mean over measurements: the share of the requested movement that the write-back made, about "
+        "100% where it is unbiased.",
         optional=True,
     ),
     Column(
@@ -179,9 +179,9 @@ COLUMNS = (
     ),
     Column(
         *(VERDICT, lambda r: r.verdict.text, {"verdict": lambda r: r.verdict.text}),
-        note=f"Verdict: final validation loss at most {BOUNDS['outside'].bound:.0%} above the reference's, doubtful "
-        f"with a mean gradient cosine of {BOUNDS['cosine'].bound:g} or less; a stall of {BOUNDS['stall'].bound:.0%} or "
-        "more is named where it is short of the reference.",
+        note=f"Verdict: within {BOUNDS['outside'].bound:.0%} of the reference's final val loss or outside; ahead or "
+        f"behind by {BOUNDS['behind'].bound:g} nats and two standard errors; doubtful at a mean gradient cosine of "
+        f"{BOUNDS['cosine'].bound:g} or less; a stall is named from {BOUNDS['stall'].bound:.0%} on.",
         numeric=False,
     ),
 )

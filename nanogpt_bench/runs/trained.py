@@ -90,19 +90,19 @@ def choose(run_dir: Path, which: str = "last") -> Path:
             if lowest is None or (loss is not None and loss <= lowest):
                 return path
         raise BenchError(
-            f"{str(run_dir)!r} has kept no checkpoint of its lowest validation loss; give --checkpoint last, or "
+            f"{str(run_dir)!r} has no checkpoint of its lowest validation loss; give --checkpoint last, or "
             f"step-N; {_again(run_dir, '--checkpoint.best true')}"
         )
     if which == "last":
         return list(known.values())[-1]
     if which not in known:
-        raise BenchError(f"--checkpoint: {which!r} is not there; allowed: best, last, {', '.join(known)}")
+        raise BenchError(f"--checkpoint: {which!r} does not exist; allowed: best, last, {', '.join(known)}")
     return known[which]
 
 
 def _again(run_dir: Path, option: str) -> str:
     command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
-    return f"{command} {option} trains it once more and keeps one"
+    return f"{command} {option} trains it once more and saves one"
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
@@ -164,8 +164,8 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
     """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were."""
     if any(PART in name for name in trained.tensors):
         raise BenchError(
-            f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which none but its "
-            "own run can use"
+            f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which only its own "
+            "run can use"
         )
     with refusals(f"checkpoint {str(trained.path)!r}", ValueError):
         state = fm.unflatten_state_dict(trained.tensors, trained.metadata)

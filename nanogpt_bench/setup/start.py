@@ -130,4 +130,4 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
 def check_start(config: Resolved, found: object) -> None:
     """Refuse to begin without the weights to begin with."""
     if found is None and config.begun is not None:
-        raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and nothing whole to go on from")
+        raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and there is no whole checkpoint")

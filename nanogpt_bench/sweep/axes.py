@@ -106,7 +106,7 @@ def read_axis(key: str, values: Any) -> Axis:
     seen: set[Any] = set()
     for value in values:
         if (known := _hashable(value)) in seen:
-            raise BenchError(f"axes.{key}: {value!r} is there twice")
+            raise BenchError(f"axes.{key}: {value!r} is given twice; keep one")
         seen.add(known)
     return Axis(key, tuple(values))
 

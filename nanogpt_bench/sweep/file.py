@@ -40,7 +40,7 @@ class Confirm(Section):
         if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
             raise BenchError(f"{seeds!r} is not allowed; give a list of whole numbers >= 0, such as [1, 2]")
         if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
-            raise BenchError(f"{twice[0]} is there twice")
+            raise BenchError(f"{twice[0]} is given twice; keep one")
         return seeds
 
 
@@ -48,7 +48,7 @@ class Tune(Confirm):
     """The search for the best values of `keys` at every combination of the axes, before the runs that count."""
 
     keys: list[str] = setting(
-        lambda: ["optimizer.lr"], "what is searched; a rule that lacks a key is searched in the rest"
+        lambda: ["optimizer.lr"], "settings that are searched; a rule that lacks one is searched in the rest"
     )
     start: dict[str, float] = setting(dict, "where the search of a key begins; not given: the rule's own")
     factor: float = setting(2.0, "between neighbours of the grid; around its best half of it follows", minimum=1.05)

@@ -130,8 +130,8 @@ def left_out_of_reference(sweep: SweepFile) -> str:
     if not keys:
         return ""
     return (
-        f"the reference is trained without the file's {', '.join(keys)}, as its rule is by itself: give it its own "
-        "among the settings of reference, or name a row in their place"
+        f"the reference is trained with its rule's own {', '.join(keys)}, not the file's: set them under reference in "
+        "the sweep file, or name a row as the reference"
     )
 
 
@@ -268,7 +268,7 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
     for run in planned:
         other = by_name.setdefault(run.name, run)
         if other.settings != run.settings:
-            raise BenchError(f"two points would both be called {run.name!r}; write their values apart")
+            raise BenchError(f"two points would both be called {run.name!r}; give values that differ in the name")
     return list(by_name.values())
 
 

@@ -233,8 +233,8 @@ def close(
             print(f"to go on: {command}", file=sys.stderr)
         return RESUMABLE
     if left := record.left():
-        going_on = "the same command goes on with them" if command is None else f"to go on: {command}"
-        print(f"runs not brought to their end: {len(left)}; {going_on}", file=sys.stderr)
+        going_on = "the same command continues them" if command is None else f"to go on: {command}"
+        print(f"runs that did not reach their end: {len(left)}; {going_on}", file=sys.stderr)
         return 1
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
 

@@ -243,7 +243,7 @@ class Tuning:
 def _check(sweep: SweepFile, tune: Tune) -> None:
     """Refuse keys that can't be searched, and axes that say what tune and confirm say."""
     if sweep.search != "grid":
-        raise BenchError(f"tune in {sweep.path.name} searches at every point of a grid; take search: random out")
+        raise BenchError(f"tune in {sweep.path.name} searches at every point of a grid; leave search: random out")
     for key in (*tune.keys, *tune.start):
         if key not in FIELDS:
             raise unknown_key(key)

@@ -70,9 +70,9 @@ def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], in
     if not path.exists():  # a link to nothing is replaced, and nothing is lost
         return
     if not path.is_file():
-        raise BenchError(f"{option} {str(path)!r} is there and is no ordinary file; give {instead}")
+        raise BenchError(f"{option} {str(path)!r} exists and is no ordinary file; give {instead}")
     if path.stat().st_size and not wrote(path):
-        raise BenchError(f"{option} {str(path)!r} is there, and this command did not write it; give {instead}")
+        raise BenchError(f"{option} {str(path)!r} exists, and this command did not write it; give {instead}")
 
 
 def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
@@ -128,7 +128,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise BenchError(f"{what} {str(folder)!r} is in use by another process; wait for its end") from None
+        raise BenchError(f"{what} {str(folder)!r} is in use by another process; wait until that ends") from None
     except (OSError, NotImplementedError):
         pass  # whatever is the matter with the folder, the first file of the work will tell
     try:

@@ -32,7 +32,7 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
     except errors.HFValidationError as error:
         raise BenchError(f"{asked} {one_line(error)}") from None
     except errors.GatedRepoError:
-        raise BenchError(f"{asked} {repository!r} on the hub asks for an account with access") from None
+        raise BenchError(f"{asked} {repository!r} on the hub needs an account with access") from None
     except errors.RepositoryNotFoundError:
         raise BenchError(f"{asked} {repository!r} is neither a folder here nor a model on the hub") from None
     except errors.RemoteEntryNotFoundError:

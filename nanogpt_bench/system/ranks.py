@@ -13,7 +13,7 @@ from typing import Any
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: what is said by whoever outlives a process, and what the command ends with then
-LOST = "nanogpt-bench: error: another process of the run has ended; what is whole on disk stays, --resume goes on there"
+LOST = "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and --resume goes on"
 LOST_CODE = 1
 #: how long a process that failed waits for others, which may be about to fail alike: torchrun ends them otherwise
 PATIENCE_S = 5.0

@@ -93,7 +93,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise Refused(f"it holds {name}, which JSON has not")
+    raise Refused(f"it holds {name}, which is no JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

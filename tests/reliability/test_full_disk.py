@@ -191,7 +191,7 @@ def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
     Path("my.yaml").write_text(yaml.safe_dump(content))
     command = ["sweep", "my.yaml", "--out", "out", "--workers", "1"]
     assert main(command) == 1
-    assert "runs not brought to their end: 1; the same command goes on" in capsys.readouterr().err
+    assert "runs that did not reach their end: 1; the same command continues" in capsys.readouterr().err
     runs = {run["name"]: run["ended"] for run in json.loads(Path("out/sweep.json").read_text())["runs"]}
     assert runs == {"sgd-lr=0.1-seed=42": True, "sgd-lr=0.2-seed=42": False}
     assert main(command) == 0

@@ -27,7 +27,7 @@ def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(
     small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
-    with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward was not"):
+    with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward has not"):
         train.run(config(small_corpus), tmp_path / "r")
 
 

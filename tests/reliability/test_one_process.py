@@ -17,7 +17,7 @@ from nanogpt_bench.commands import run as run_command
 from nanogpt_bench.system.files import LOCK, locked, new_folder
 
 KIND = "fp8 stochastic"
-REFUSED = "nanogpt-bench: error: run folder 'runs/r' is in use by another process; wait for its end\n"
+REFUSED = "nanogpt-bench: error: run folder 'runs/r' is in use by another process; wait until that ends\n"
 
 
 def test_a_run_folder_belongs_to_one_process_until_it_ends(
@@ -66,7 +66,7 @@ def test_an_output_folder_belongs_to_one_process(
     with locked(Path("out"), "--out"):
         assert main([*line, "--out", "out"]) == 2
         assert capsys.readouterr().err == (
-            "nanogpt-bench: error: --out 'out' is in use by another process; wait for its end\n"
+            "nanogpt-bench: error: --out 'out' is in use by another process; wait until that ends\n"
         )
         assert os.listdir("out") == [LOCK]
     assert not Path("out").exists()

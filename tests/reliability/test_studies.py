@@ -199,7 +199,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
     pid = start(tmp_path, lambda: main(words))
     kill_worker_in(pid, out / first.name)
     assert finish(pid) == 1, said(tmp_path)
-    assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
+    assert "runs that did not reach their end: 1; the same command continues them" in said(tmp_path)
     assert "its process was killed" in said(tmp_path)
     assert [entry["ended"] for entry in read_json(out / "sweep.json")["runs"]] == [False, True]
     summary = read_json(out / first.name / "summary.json")

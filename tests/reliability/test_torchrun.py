@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_pat
 @pytest.mark.parametrize(
     ("processes", "settings", "line"),
     [
-        (2, {"train.parallel": "null"}, "torchrun started this and train.parallel is null; give --train.parallel ddp"),
+        (2, {"train.parallel": "null"}, "torchrun started this process, and train.parallel is null; give"),
         (1, {"train.parallel": "ddp"}, "train.parallel: 'ddp' needs processes; start them with torchrun"),
         (2, {"train.batch_size": 5}, "train.batch_size: 5 sequences can't be divided among 2 processes; give a mult"),
         pytest.param(2, {"train.parallel": "dp"}, "train.parallel: 'dp' is not known; did you mean 'ddp'?", marks=SLOW),
@@ -185,5 +185,5 @@ def test_one_line_and_nothing_on_the_disk(
 def test_other_commands_take_one_process(tmp_path: Path) -> None:
     assert finished(tmp_path, ["compare"], 2) == 1
     assert said(tmp_path) == [
-        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without"
+        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without torchrun"
     ]

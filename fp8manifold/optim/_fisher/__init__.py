@@ -134,8 +134,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
         super().__init__(params, options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
-                "none of the parameters is the weight of a linear layer of model (tied and very wide ones do not "
-                "count): nothing here can take a natural step; use StiffnessAdamW"
+                "none of the parameters is the weight of a linear layer of model (tied and very wide layers do not "
+                "count), so none can take a natural step: use StiffnessAdamW"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
             except FloatingPointError as error:
                 if group["on_nonfinite"] == "raise":
                     raise
-                warnings.warn(f"a step is left out: {error}", RuntimeWarning, stacklevel=5)
+                warnings.warn(f"skipped a step: {error}", RuntimeWarning, stacklevel=5)
                 return False
         return True
 

@@ -124,7 +124,7 @@ class InBackward:
             name, other = found
             raise RuntimeError(
                 f"{name} steps in backward already, with another {type(other).__name__}, which would use its gradient "
-                "and free it: remove() the handle of that one, or delete it"
+                "and free it: call remove() of that optimizer's handle, or delete the optimizer"
             )
 
     def _taken(self, groups: list[dict[str, Any]]) -> tuple[str, Any] | None:
@@ -176,7 +176,7 @@ class InBackward:
         """
         clipping = self._clipping
         if clipping is None:
-            raise RuntimeError("measure() takes a norm to clip by: give step_in_backward clip='exact' or 'previous'")
+            raise RuntimeError("measure() measures a norm to clip by: give step_in_backward clip='exact' or 'previous'")
         if clipping.norms:
             raise RuntimeError("measure() comes between steps: call optimizer.step(), which ends the one under way")
         clipping.measuring = True
@@ -197,8 +197,8 @@ class InBackward:
         """
         if self._clipping is not None and self._clipping.norms:
             raise RuntimeError(
-                "a step is under way: gradients have been used that optimizer.step() has not ended the step of; save "
-                "the state after it"
+                "a step is under way, and has used gradients already: call optimizer.step(), which ends it, and save "
+                "the state afterwards"
             )
 
     def finish(self) -> None:
@@ -212,8 +212,8 @@ class InBackward:
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
-                        f"{in_words(group, i, k)} has a gradient that step_in_backward was not told of: it was given "
-                        "one by hand, or moved since (model.to); remove() and call it again"
+                        f"{in_words(group, i, k)} has a gradient that step_in_backward has not seen: it was set by "
+                        "hand, or the parameter was moved (model.to); remove() the handle, call step_in_backward again"
                     )
         if self._accumulation is not None:
             with torch.no_grad():
@@ -224,11 +224,11 @@ class InBackward:
             self.optimizer.skipped_in_row = 0
             return
         if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
-            raise FloatingPointError("the norm of the whole gradient is not finite: on_nonfinite='skip' leaves it out")
+            raise FloatingPointError("the norm of the whole gradient is not finite: on_nonfinite='skip' skips the step")
         self.optimizer.skipped_steps += 1
         self.optimizer.skipped_in_row += 1
         warnings.warn(
-            "step_in_backward: the norm of the whole gradient is not finite: the step was left out",
+            "step_in_backward: the norm of the whole gradient is not finite: the step was skipped",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -249,7 +249,7 @@ class InBackward:
         if gradient is None:
             raise RuntimeError(
                 f"the gradient of {in_words(group, *place)} was freed by another hook "
-                "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove that one"
+                "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove that hook"
             )
         with self._one_at_a_time, torch.no_grad():
             if self._accumulation is not None:
@@ -372,8 +372,8 @@ def _options(
 ) -> tuple[Clipping | None, Accumulation | None]:
     if clip is None and max_norm is not None:
         raise ValueError(
-            f"max_norm={max_norm!r} needs clip='previous' (one backward pass a step, by the norm of the step before) "
-            "or clip='exact' (two backward passes a step)"
+            f"max_norm={max_norm!r} needs clip='previous' (one backward pass per step, by the norm of the step "
+            "before) or clip='exact' (two backward passes per step)"
         )
     if clip is None and first != "refuse":
         raise ValueError(f"first={first!r} is for clip='previous', and nothing is clipped here")

@@ -267,7 +267,7 @@ class Clipping:
     def measured(self, groups: list[dict[str, Any]]) -> None:
         """Take over the norm of a pass that only measured."""
         if not self.norms:
-            raise RuntimeError("measure() has seen no gradient: there was no backward pass in it, or none to step")
+            raise RuntimeError("measure() has seen no gradient: no backward pass ran in it that reaches a parameter")
         total, self.norms = self._total(), {}
         if self.kind == "exact":
             self._measured = total.cpu()

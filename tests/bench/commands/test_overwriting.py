@@ -35,7 +35,7 @@ CHANGES = {
     "'train.bin' with a meta.json that can't be read": ("meta.json", text('{"vocab_size": 65}')),
     "'train.bin' with a meta.json that can't be read,": ("meta.json", GARBAGE["half"]),
     "'val.bin' with another sha256 than its meta.json gives": ("val.bin", GARBAGE["zeros"]),
-    "'train.labels.bin', of which its meta.json does not know": ("train.labels.bin", Path.touch),
+    "'train.labels.bin', which its meta.json does not list": ("train.labels.bin", Path.touch),
     "'val.bin', no ordinary file": ("val.bin", GARBAGE["folder"]),
 }
 

@@ -111,8 +111,8 @@ REFUSED = {
     "sample RUN --optimizer.lr 1": "the weights of a run have been trained",
     "sample RUN --promt x": "did you mean '--prompt'",
     # weights of a run: losses
-    "evaluate RUN --checkpoint step-4": "'step-4' is not there; allowed: best, last, step-3, step-6",
-    "evaluate RUN --checkpoint newest": "'newest' is not there; allowed: best, last",
+    "evaluate RUN --checkpoint step-4": "'step-4' does not exist; allowed: best, last, step-3, step-6",
+    "evaluate RUN --checkpoint newest": "'newest' does not exist; allowed: best, last",
     "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; allowed: data.dir",
     "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
     "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; allowed: master, grid",
@@ -133,8 +133,8 @@ REFUSED = {
         for word in ("nan", "-1", "inf", "0", "much")
     },
     "evaluate RUN --out out --scales block": "block",  # rows of 16
-    "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
-    "layer what becomes of it",
+    "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats sets every "
+    "layer already",
     # weights of a pretrained model
     MODEL: "needs a text: --input FILE",
     f"{MODEL} --data.dir CHARS": "was written by the tokenizer 'char', which is not that of model",
@@ -147,10 +147,10 @@ REFUSED = {
     f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
     f"{MEASURED} e4m3.yaml": "goes without --model",
-    f"{TUNED} --layout torchao": "--layout goes with --save DIR",
+    f"{TUNED} --layout torchao": "--layout needs --save DIR",
     f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao takes quantised weights",
     f"{TUNED} --save s --layout compressed-tensors --rule stochastic --model.format E3M4": "--layout "
-    "compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is of E3M4",
+    "compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is in E3M4",
     f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",
     f"{TUNED} --model.size 10M": "model.size: '10M' can't be used with model.pretrained",
     "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 is more than the 64 positions",

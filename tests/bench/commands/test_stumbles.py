@@ -18,7 +18,7 @@ def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, here, capsys):
     for steps, said in ((1, False), (2, True)):
         given = SMALL | {"data.dir": corpus_dir, "optimizer.warmup_steps": steps}
         assert main(["run", "bf16_baseline.yaml", *flags(given)]) == 0
-        assert ("steps of warm-up are no fewer than the run's 2" in capsys.readouterr().err) is said
+        assert ("steps of warm-up in a run of 2: the learning rate rises to" in capsys.readouterr().err) is said
 
 
 def test_a_byte_order_mark_is_no_token(tmp_path):
@@ -42,7 +42,7 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
     monkeypatch.chdir(tmp_path / "here")
     assert main(["evaluate", "../there/r", "--formats", "E4M3"]) == 2
     said = capsys.readouterr().err
-    assert "start in the folder that it is relative to, or give its whole path as --data.dir" in said
+    assert "start where it is, or give its whole path as --data.dir" in said
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

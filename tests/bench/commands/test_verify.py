@@ -42,15 +42,17 @@ def test_a_finished_run_is_whole(folder, capsys):
 def test_what_an_interruption_leaves_is_noted(folder, capsys):
     (folder / "summary.json").unlink()
     cut()(folder / "metrics.jsonl")
-    (folder / "checkpoints" / ".step-7.safetensors.part").touch()
+    for name in (".step-7.safetensors.part", "notes.txt"):
+        (folder / "checkpoints" / name).touch()
     step_file(folder, 6).unlink()
     assert main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{folder}: whole, steps up to 5, 1 whole checkpoint",
         "  note: summary.json is missing: the run has not ended",
         "  note: metrics.jsonl: the last line is cut off; the 6 whole records were read",
-        "  note: checkpoints/.step-7.safetensors.part is no checkpoint; the next start removes litter",
-        "  note: checkpoints/step-6.safetensors.sha256 is no checkpoint; the next start removes litter",
+        "  note: checkpoints/.step-7.safetensors.part is left by an interruption; the next start removes it",
+        "  note: checkpoints/notes.txt is no checkpoint, and is ignored",
+        "  note: checkpoints/step-6.safetensors.sha256 is left by an interruption; the next start removes it",
     ]
 
 

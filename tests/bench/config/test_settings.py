@@ -59,9 +59,9 @@ REFUSED = {
     "a: [1\n": "not YAML",
     "seed: !!python/object/apply:os.getcwd []\n": "not YAML",
     **dict.fromkeys(("", "# nothing\n", "\ufeff"), "is empty; give settings"),
-    "failure: {patience: 4}\n": "failure.patience: 4 asks for what is no longer here; leave",
-    "model: {outliers: clip_sigma}\n": "model.outliers: 'clip_sigma' asks for what is no longer here; leave model",
-    **{other: "asks for what is no longer here" for _, other in OF_A_RUN},
+    "failure: {patience: 4}\n": "failure.patience: 4 is no longer supported; leave",
+    "model: {outliers: clip_sigma}\n": "model.outliers: 'clip_sigma' is no longer supported; leave model",
+    **{other: "is no longer supported" for _, other in OF_A_RUN},
 }
 
 

@@ -170,7 +170,7 @@ def test_what_names_no_tokenizer_or_one_of_another_text_is_refused():
     for name in ("bpe-", "bpe-257", "bpe-65537", "bpe-4k", "bpe-N", "bpe--1", "bpe-٣٠٠"):
         with refusal(r"is not allowed; give bpe-N with N from 258 to 65536, such as bpe-4096"):
             check_tokenizer(name)
-    with refusal(r"--tokenizer bpe-300: the text has 25\d tokens; give bpe-25\d$"):
+    with refusal(r"--tokenizer bpe-300: the text makes 25\d tokens; give bpe-25\d$"):
         make_tokenizer("bpe-300", "", ["ab"])
     with refusal("'z'"):
         CharTokenizer.of("abc").encode("az")

@@ -169,7 +169,7 @@ def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
 ):
     with pytest.raises(TypeError, match="a classifier writes no text"):
         next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
-    assert "is of task 'classify': such weights write no text; nanogpt-bench" in refused("sample", classified)
+    assert "is of task 'classify', whose weights write no text; nanogpt-bench" in refused("sample", classified)
     said = refused("evaluate", classified, "--formats", "all")
     assert "is of task 'classify', and a report of formats measures windows of a text;" in said
     for task in ("language", "classify"):

@@ -91,7 +91,7 @@ def test_without_a_checkpoint_one_line_says_how_to_get_one(trained, tmp_path, re
     bare = shutil.copytree(trained["float"], tmp_path / "bare")
     shutil.rmtree(bare / "checkpoints")
     for name in (bare, bare / "config.yaml"):
-        words = f"run {bare}/config.yaml --checkpoint.last true trains it once more and keeps one"
+        words = f"run {bare}/config.yaml --checkpoint.last true trains it once more and saves one"
         assert words in refused("evaluate", name, "--formats", "E4M3")
 
 

@@ -56,6 +56,6 @@ def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path):
     rows = rows_of([folder])
     chart, *_ = loss_charts(rows, styles(rows))
     early, end = chart.spec["layer"][-1]["data"]["values"]
-    assert (early["x"], early["text"]) == (110.0, "bf16-mixed: divergence told at step 110")
+    assert (early["x"], early["text"]) == (110.0, "bf16-mixed: divergence found at step 110")
     assert early["y"] == lines_of(rows, "val/loss")[0].ys[5]  # the validation at step 100, the last before it
     assert (end["x"], end["text"]) == (200.0, "bf16-mixed: failed at step 200")

@@ -29,7 +29,7 @@ def test_the_same_seed_twice_is_one_seed(tmp_path, reference, capsys):
     assert [run.path for run in row.row.aside] == [again]
     lines = []
     page = report([*reference, first, again], out=tmp_path / "out", say=lines.append)
-    said = f"sgd: {again} is not counted, since seed 1 is there in {first}, which went as far and comes first"
+    said = f"sgd: {again} is not counted; {first} has seed 1 too, and went as far and comes first"
     assert said in lines
     assert said in page.read_text(encoding="utf-8")
 

@@ -37,7 +37,11 @@ def run(tmp_path):
         (Evidence(0.04, gap=0.104, gap_error=0.03), Judgement.BEHIND, "behind"),
         (Evidence(0.04, gap=0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
         (Evidence(0.02, gap=0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
-        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Judgement.WITHIN, "within 10%"),
+        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Judgement.AHEAD, "ahead"),
+        (Evidence(-0.04, gap=-0.104, gap_error=0.03), Judgement.AHEAD, "ahead"),
+        (Evidence(-0.04, gap=-0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
+        (Evidence(-0.11), Judgement.AHEAD, "ahead"),
+        (Evidence(-0.11, cosine=0.9), Judgement.DOUBTFUL, "ahead; cosine 0.90"),
         (Evidence(0.04, gap=0.104), Judgement.WITHIN, "within 10%"),
         # a stall is named where the loss is short of the reference
         (Evidence(0.3, 0.5), Judgement.OUTSIDE, "outside 10%; stall 50%"),
@@ -97,21 +101,15 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path):
     def said(name, finals, error):
-        made = {"final_val_loss_se": error}
-        ends = [(rule, seed, final) for rule in ("fp32", "sgd") for seed, final in enumerate(finals)]
+        ends = [("fp32", seed, 2.62) for seed in range(len(finals))] + [("sgd", *end) for end in enumerate(finals)]
         rows = rows_of(
-            write_run(
-                tmp_path / f"{name}-{rule}-{seed}",
-                rule=rule,
-                final=2.62 if rule == "fp32" else final,
-                seed=seed,
-                **made,
-            )
+            write_run(tmp_path / f"{name}-{rule}-{seed}", rule=rule, final=final, seed=seed, final_val_loss_se=error)
             for rule, seed, final in ends
         )
         return measure(rows, rows[0])[1].verdict.text
 
     assert said("sure", (2.724,), 0.0213) == "behind"
+    assert said("lower", (2.516,), 0.0213) == "ahead"
     assert said("noisy", (2.724,), 0.05) == "within 10%"
     assert said("near", (2.72, 2.73, 2.71), 0.05) == "behind"
     assert said("wide", (2.9, 2.5, 2.8), 0.0213) == "within 10%"

@@ -69,7 +69,7 @@ def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
 
 def test_values_that_are_there_twice_are_found_among_many():
     begun = time.process_time()
-    with refusal(r"\{'a': \[1\]\} is there twice"):
+    with refusal(r"\{'a': \[1\]\} is given twice"):
         read_axis("model.formats", [{"a": [number]} for number in range(9000)] + [{"a": [1]}])
     assert time.process_time() - begun < 2
 

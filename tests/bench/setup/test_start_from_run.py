@@ -63,7 +63,7 @@ def test_without_either_nothing_begins(tiny, trained, tmp_path):
     step_file(start, 6).unlink()
     for path in (tmp_path / "cut" / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    with refusal("does not exist any more, and nothing whole to go on from"):
+    with refusal("does not exist any more, and there is no whole checkpoint"):
         run(config, tmp_path / "cut", resume=True, say=lambda _: None)
 
 
@@ -119,7 +119,7 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
     assert steps(tmp_path / "a") == [lowest, 4]
     assert choose(tmp_path / "a", "best") == step_file(tmp_path / "a", lowest)
     run(tiny(**settings), tmp_path / "b")
-    with refusal(r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
+    with refusal(r"has no checkpoint of its lowest .* --checkpoint.best true"):
         choose(tmp_path / "b", "best")
     for names in (("train/loss", "val/loss"), ("final_val_loss", "best_val_loss")):  # watching changes nothing else
         ours, theirs = (

@@ -71,7 +71,7 @@ def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
     train_here(monkeypatch)
     own = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
     settings = {"model.format": "E4M3", "train.max_steps": 2}
-    told = "the reference is trained without the file's optimizer.lr, optimizer.weight_decay, as its rule is by itself"
+    told = "the reference is trained with its rule's own optimizer.lr, optimizer.weight_decay, not the file's: set them"
     for reference, said in (({"rule": "fp32"}, True), ("E4M3 stochastic", False), ({"rule": "fp32"} | own, False)):
         path = write(axes={"rule": ["stochastic"]}, settings=settings | own, reference=reference)
         assert main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0

@@ -248,7 +248,7 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ({"tune": None}, {}, "needs tune"),
         ({"confirm": {"seeds": [3, 2]}}, {}, "confirm.seeds: 2 is one of tune.seeds"),
         ({"tune": {"steps": 3}}, {}, "tune.seeds: missing"),
-        ({}, {"seeds": [1, 1]}, "tune.seeds: 1 is there twice"),
+        ({}, {"seeds": [1, 1]}, "tune.seeds: 1 is given twice"),
         ({}, {"seeds": [1.5]}, "give a list of whole numbers"),
         ({}, {"factor": 1.0}, "tune.factor: 1.0 is out of range"),
         ({}, {"seed": [1]}, "did you mean 'seeds'"),
@@ -265,7 +265,7 @@ SGD = {"axes": {"rule": ["sgd"]}}
         (SGD, {"settings": {"train.max_steps": 3}}, "tune.steps says train.max_steps"),
         (SGD, {"settings": {"optimizer.lr": 3.0}}, "tune.keys says optimizer.lr"),
         (SGD, {"keys": ["optimizer.weight_decay"]}, "a search begins above 0"),
-        ({"search": "random"}, {}, "take search: random out"),
+        ({"search": "random"}, {}, "leave search: random out"),
         ({"reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),
         # lists of values that can't be searched
         ({}, {"choices": {"optimizer.weight_decay": [0.1]}}, "give two or more rising numbers"),

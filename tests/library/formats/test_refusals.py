@@ -122,12 +122,12 @@ PRODUCT = {
     "x, x.T, gradient_format=5": "TypeError: int",
     "x, x.T, granularity='block'": "ValueError: granularity='block' is unknown: one of tensor, channel",
     "x, x.T, a_scale=-1.0": "ValueError: scale holds -1.0",
-    "x, x.T, a_scale=ones(2, 1)": "ValueError: not one number, as granularity='tensor'",
+    "x, x.T, a_scale=ones(2, 1)": "ValueError: granularity='tensor' needs a single number",
     "x, x.T, b_scale=ones(4, 1), granularity='channel'": "ValueError: does not fit x of shape",
     "x, x.T, b_scale=ones(3, 1), granularity='channel'": "ValueError: scale of shape (3, 1) does not fit (1, 2), one "
-    "a column",
+    "per column",
     "x, x.T, a_scale=ones(1, 3), granularity='channel'": "ValueError: scale of shape (1, 3) does not fit (2, 1), one "
-    "a row",
+    "per row",
 }
 SCALES = {
     "amax_scale(x, 'E4M3', 'row')": "ValueError: granularity='row'",
@@ -165,7 +165,7 @@ SCALES = {
     "p.rescale_(tensor([1.0, nan, 1.0, 1.0])[:, None])": "ValueError: scale holds nan",
     "p.rescale_(ones(4, 2))": "ValueError: (4, 2): it must fit (4, 1)",
     "p.rescale_(ones(3, 1))": "ValueError: (3, 1): it must fit (4, 1)",
-    "p.rescale_(2.0**-30)": "ValueError: too narrow: a stored value of 0.3125 needs one of at least 0.0006975",
+    "p.rescale_(2.0**-30)": "ValueError: too small: a stored value of 0.3125 needs a scale of at least 0.0006975",
 }
 #: of both manifolds, and of the grid alone
 EITHER = {

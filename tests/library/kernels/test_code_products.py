@@ -485,7 +485,7 @@ REFUSED = {
     "LayerSpec('E4M3', gradient='E5M2', products='fp8')": "ValueError: activation_gradient=E5M2 is given",
     "quantize_model(linear, 'E4M3', 'master', products='fp8')": "ValueError: needs storage='fp8', not storage='master'",
     "quantize_model(linear, 'E4M3', 'grid', products='auto')": "ValueError: products='auto' needs storage='fp8'",
-    "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: LayerSpec of formats has its own",
+    "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: give products to each LayerSpec",
     "quantize_model(linear, 'E4M3', 'fp8', products='FP8')": "ValueError: products='FP8' & 'fp8'",
     "quantize_model(both, 'E4M3', 'fp8', products='fp8', embeddings='E4M3')": "ValueError: '1' is shared",
     "quantize_model(odd, 'E4M3', 'fp8', products='fp8')": "ValueError: products='fp8': 16 does not divide 50257; take",

@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import fp8manifold as fm
 from fp8manifold import dequantize_model, quantize_model
 
-MERGED = r"what was assigned to the data of a weight in E4M3 is rounded; of an adapter that is merged"
-OFF = r"\d+ of \d+ weights are off the grid of storage='grid', where something wrote in place"
+MERGED = r"values assigned to the data of a weight in E4M3 were rounded: merging an adapter this way"
+OFF = r"\d+ of \d+ weights are off the grid of storage='grid', because something wrote in place"
 
 
 class Net(nn.Module):
@@ -169,7 +169,7 @@ def test_adapters_stay_and_are_named_once(formats: Any, storage: Any, peft: Any)
 
 
 @pytest.mark.extra("peft")
-@pytest.mark.filterwarnings("ignore:adapters of PEFT stay as they are")
+@pytest.mark.filterwarnings("ignore:PEFT's adapters, small and trained")
 @each("pattern", ["lora_B", "*.lora_B.*", "head.lora_B.default", "lora_*"])
 def test_a_pattern_that_names_them_takes_them(pattern: str, peft: Any) -> None:
     model = quantize_model(injected(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")

@@ -133,7 +133,7 @@ def test_an_attribute_without_a_place_is_refused(name: str) -> None:
     net = model()
     setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
     with pytest.raises(
-        ValueError, match=f"the layer '1' holds '{name}', which a QuantizedLinear has as its own: rename"
+        ValueError, match=f"layer '1' has the attribute '{name}', which a QuantizedLinear needs: rename"
     ):
         quantize_model(net, "E4M3")
     assert type(net[0]) is nn.Linear
@@ -211,6 +211,6 @@ def test_a_named_layer_is_left_by_naming_it_again() -> None:
     quantize_model(net, {"?": "E4M3", "1": "none"})
     assert type(net[0]) is QuantizedLinear
     with pytest.raises(
-        ValueError, match=r"pattern '\*' matches none of the 0 linear layers that can be quantised, but"
+        ValueError, match=r"pattern '\*' matches only layers that can't be quantised, such as '0': its weight"
     ):
         quantize_model(nn.Sequential(net[1]), "E4M3")

@@ -142,16 +142,16 @@ SCALES = {
     "blocks.set_scale_(inf)": "ValueError: scale holds inf",
     "blocks.set_scale_(2.0**-127)": "ValueError: scale holds 5.87747e-39: & 2^-126 at least",
     "blocks.set_scale_(ones(3, 1))": "ValueError: shape (3, 1): it must fit (4, 2)",
-    "blocks.set_scale_(full((4, 2), 128).byte())": "TypeError: scale is torch.uint8",
+    "blocks.set_scale_(full((4, 2), 128).byte())": "TypeError: scale has dtype torch.uint8",
     "setattr(blocks, 'scale', full((4, 2), -3.0))": "ValueError: scale holds -3",
     "blocks.rescale_(2.0**-127)": "ValueError: scale holds 5.87747e-39",
-    "blocks.rescale_(tensor(128).byte())": "TypeError: scale is torch.uint8",
+    "blocks.rescale_(tensor(128).byte())": "TypeError: scale has dtype torch.uint8",
     "FP8Parameter.from_codes(left, left[:, :2], 'E4M3', block_size=32)": "ValueError: scale holds the exponent 0: "
     "they are 1 to 254",
     "FP8Parameter.from_codes(left, left[:, :2] + 255, 'E4M3', block_size=32)": "ValueError: scale holds the exponent "
     "255",
-    "FP8Parameter.from_codes(left, left[:, :1] + 127, 'E4M3')": "TypeError: scale is torch.uint8, in which blocks keep "
-    "exponents",
+    "FP8Parameter.from_codes(left, left[:, :1] + 127, 'E4M3')": "TypeError: scale has dtype torch.uint8, as "
+    "exponents have",
     "rows.set_scale_(-0.3)": "ValueError: scale holds -0.3",
     # of squares
     "FP8Tensor(w, granularity='squares')": "ValueError: did you mean 'square'",
@@ -165,7 +165,7 @@ SCALES = {
     "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: granularity='square' needs "
     "storage='fp8'",
     "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'fp8', granularity='square', parameters='0')": (
-        "ValueError: parameter '0.weight' is that of a convolution"
+        "ValueError: parameter '0.weight' is a convolution's"
     ),
 }
 SPECS = {
@@ -203,7 +203,7 @@ FORMATS = {
     "ste out, or give storage='master'",
     "{'attn': {'weight': 'E4M3', 'policy': 'static'}}": "ValueError: policy='static' & or give storage='master'",
     "{'attn': {'weight': {'format': 'E4M3', 'scale': 0.5}}}": "ValueError: scale=0.5, which needs storage='master'",
-    "{'attn': {'activation': 'E4M3', 'granularity': 'tensor'}}": "ValueError: granularity='tensor' & of a weight",
+    "{'attn': {'activation': 'E4M3', 'granularity': 'tensor'}}": "ValueError: granularity='tensor' & for a weight",
     "{'attn': {'weight': 'E4M3', 'policy': 'late'}}": "ValueError: policy='late'",
     "{'attn': 4}": "TypeError: formats['attn'] & int",
     "{4: 'E4M3'}": "TypeError: key 4",
@@ -233,13 +233,13 @@ SURGERY = {
             "quantize_model(unfinite, {'*': 'E4M3', 'proj': 'none'}": "NaN or Inf",
             "quantize_model(unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
             "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, lm_head.weight) & tied='untie' for "
-            "a copy of its own, or leave it alone with tied='leave'",
-            "quantize_model(twice, 'E4M3'": "the layer '0' is shared",
+            "a copy of the weight, or leave the layer as it is with tied='leave'",
+            "quantize_model(twice, 'E4M3'": "layer '0' is shared",
         }.items()
     },
     "quantize_model(tied, 'E4M3', tied='keep')": "ValueError: tied='keep' & refuse, untie, leave",
-    "quantize_model(twice, 'E4M3', tied='untie')": "ValueError: the layer '0' is shared",
-    "quantize_model(twice, 'E4M3', tied='leave')": "ValueError: the layer '0' is shared",
+    "quantize_model(twice, 'E4M3', tied='untie')": "ValueError: layer '0' is shared",
+    "quantize_model(twice, 'E4M3', tied='leave')": "ValueError: layer '0' is shared",
     "quantize_model(half, 'E5M2', 'grid')": "ValueError: 'blocks.0.mlp.fc' is quantised already",
     "quantize_model(two, 'E4M3', 'fp8', granularity='block')": "ValueError: of weight needs rows whose length 32 "
     "divides, not 40",
@@ -249,7 +249,7 @@ SURGERY = {
     "bfloat16",
     "quantize_model({}, 'E4M3')": "TypeError: dict",
     "quantize_model(nn.Linear(8, 4).double(), 'E4M3')": "TypeError: torch.float64 & and storage='master' others too",
-    "quantize_model(nn.Sequential(nn.ReLU()), 'E4M3')": "ValueError: matches none of the 0 linear layers",
+    "quantize_model(nn.Sequential(nn.ReLU()), 'E4M3')": "ValueError: the model has no linear layer",
     "QuantizedLinear(nn.Conv1d(1, 1, 1), LayerSpec('E4M3'))": "TypeError: Conv1d",
     "inputs.weight_codes()": "ValueError: this layer has weight=None: only a weight with a format has codes",
     "quantization_report({})": "TypeError: not dict",
@@ -264,8 +264,8 @@ SURGERY = {
         for given, said in {
             "storage='fp8', draws='dithr'": "draws='dithr' is unknown: one of independent, dither; did you mean "
             "'dither'?",
-            "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid', not storage='master', "
-            "whose weights are floats: nothing is drawn for them",
+            "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid', not storage='master': "
+            "they are the random draws of writes",
         }.items()
     },
     # parameters and embeddings
@@ -304,7 +304,7 @@ FILES = {
             "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0])": "seed=-1",
             "_counter=zeros(2).long()": "counter has shape",
             "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files of earlier versions",
-            "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say of which format",
+            "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say in which format",
             "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but this layer's",
         }.items()
     },
@@ -338,20 +338,20 @@ FILES = {
     **{
         f"unflatten_state_dict(flat | {given}, described())": f"ValueError: {said}"
         for given, said in {
-            "{'w': zeros(4, 64)}": "w holds torch.float32, and by w_traits it is codes",
+            "{'w': zeros(4, 64)}": "w holds torch.float32, and w_traits says codes",
             "{'w_scale': full((4, 1), -0.3)}": "scale holds -0.3",
             "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
             "{'w': zeros(5, 64).byte()}": "needs (5, 1)",
             "{'w_counter': zeros(2).long()}": "counter",
         }.items()
     },
-    "clashing.state_dict()": "ValueError: w is in codes, and w_scale is called like a part of it",
+    "clashing.state_dict()": "ValueError: w is in codes, and w_scale has the name of one of its parts",
     # models read and written
     "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values already",
     "load_quantized(bare, {})": "ValueError: the weight of 'head' is shared",
-    "load_quantized(bare, {}, storage='grid')": "TypeError: has no storage",
-    "load_quantized(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' has no values and is "
-    "in no state dict",
+    "load_quantized(bare, {}, storage='grid')": "TypeError: has no option storage",
+    "load_quantized(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' has no values, and "
+    "no state dict holds it",
     "exported_state_dict(two)": "ValueError: no quantised weight: call quantize_model",
     "exported_state_dict({})": "TypeError: must be an nn.Module, not dict",
     "exported_state_dict(two, 'compressed_tensors')": "ValueError: did you mean 'compressed-tensors'",
@@ -365,9 +365,9 @@ FILES = {
     },
     "exported_state_dict(half, 'fp8')": "ValueError: quantise with granularity='square'",
     "exported_state_dict(quantize_model(linear, 'E5M2', 'fp8', granularity='square'), 'fp8')": "ValueError: E5M2, "
-    "which fp8 has no dtype for; allowed: E4M3",
-    "export_model(exported, 'nowhere')": "TypeError: Sequential, no model of transformers: write what "
-    "exported_state_dict gives",
+    "and layout='fp8' takes one of E4M3",
+    "export_model(exported, 'nowhere')": "TypeError: Sequential, not a transformers model: save the tensors of "
+    "exported_state_dict",
 }
 
 

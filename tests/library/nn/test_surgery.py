@@ -160,7 +160,7 @@ def test_what_a_model_holds_is_reported() -> None:
     net["head"] = nn.Linear(8, 4, bias=False)
     net["head"].weight = net["wte"].weight
     for pattern in ("out_proj", "own"):  # a pattern that names nothing else is an error rather than ignored
-        with pytest.raises(ValueError, match=f"'{pattern}' matches none"):
+        with pytest.raises(ValueError, match=f"'{pattern}' matches only layers that can't be quantised"):
             quantize_model(net, {pattern: "E4M3"})
     quantize_model(net, {"*": "E4M3"}, "grid", tied="leave")
     report = quantization_report(net)
@@ -172,10 +172,10 @@ def test_what_a_model_holds_is_reported() -> None:
         "fc": "weight=E4M3, activation=none, storage=grid",
         "head": "its weight is also wte.weight; tied='untie' gives it one of its own",
     }
-    assert [layer.name for layer in report.quantized] == ["fc"]
-    assert report.quantized_parameters == 64
+    assert ([layer.name for layer in report.quantized], report.quantized_parameters) == (["fc"], 64)
     assert report.parameters == sum(p.numel() for p in net.parameters())
     assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
     net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"), storage="master")
     assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
     assert quantization_report(nn.ReLU()).layers == ()
+    assert quantization_report(quantize_model(nn.Sequential(nn.Embedding(4, 8)), None, embeddings="E4M3")).quantized

@@ -114,7 +114,7 @@ def test_a_sum_that_is_not_finite_leaves_out_all_steps() -> None:
     before = everything(model, optimizer)
     hook = model[3].weight.register_hook(lambda g: g * math.nan)
     optimizer.warn_after = 1
-    with pytest.warns(RuntimeWarning, match=r"has left out 1 steps in a row.*'3.weight'"):
+    with pytest.warns(RuntimeWarning, match=r"has skipped 1 steps in a row.*'3.weight'"):
         pass_all(model, optimizer)
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (1, 1)
     hook.remove()

@@ -164,8 +164,8 @@ def edited(**entries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (edited(max_exp_avg_sq=torch.ones(64, 300)), "parameter 0 has max_exp_avg_sq: no AdamW's"),
-        (edited(exp_avg=None), "parameter 0 lacks exp_avg: no AdamW's"),
+        (edited(max_exp_avg_sq=torch.ones(64, 300)), "parameter 0 has max_exp_avg_sq, unlike AdamW's"),
+        (edited(exp_avg=None), "parameter 0 lacks exp_avg, unlike AdamW's"),
         (edited(exp_avg=torch.ones(300, 64)), r"parameter 0 has exp_avg of shape \(300, 64\): the parameter's is"),
         (edited(exp_avg_sq=-torch.ones(64, 300)), "exp_avg_sq with values that no average"),
         (edited(exp_avg=torch.full((64, 300), torch.nan)), "exp_avg with values that no average"),
@@ -183,7 +183,7 @@ def test_what_is_no_state_of_adamw_is_refused(state: Any, message: str) -> None:
 
 def test_only_adamws_averages_are_torchs() -> None:
     net, adamw = of_torch(1)
-    with pytest.raises(ValueError, match="goes into StiffnessAdamW: RiemannianAdam has others"):
+    with pytest.raises(ValueError, match="goes into StiffnessAdamW only, not into RiemannianAdam"):
         optim.adopted_state(adamw.state_dict(), optim.RiemannianAdam(net.parameters()))
     with pytest.raises(ValueError, match="one of Madam, not of StiffnessAdamW"):
         optim.adamw_state(optim.Madam(net.parameters()).state_dict())

@@ -151,7 +151,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises
         with pytest.raises(FloatingPointError, match="the norm of the whole gradient is not finite"):
             optimizer.step()
         return
-    with pytest.warns(RuntimeWarning, match="the norm of the whole gradient is not finite: the step was left out"):
+    with pytest.warns(RuntimeWarning, match="the norm of the whole gradient is not finite: the step was skipped"):
         optimizer.step()
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (1, 1)
     optimizer.skipped_steps = optimizer.skipped_in_row = 0
@@ -199,7 +199,7 @@ def test_passes_that_are_no_steps_are_refused() -> None:
     optimizer.zero_grad()
     measure(model, handle)
     loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"a step is under way: .* save the state after it"):
+    with pytest.raises(RuntimeError, match=r"a step is under way, .* save the state afterwards"):
         optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"measure\(\) comes between steps"), handle.measure():
         pass

@@ -132,7 +132,7 @@ def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any
     change(fresh.state[weight])
     before = weight.codes.clone()
     weight.grad = normal(4, 64, seed=2)
-    with pytest.raises(ValueError, match="kept in another format"):
+    with pytest.raises(ValueError, match="saved in another format"):
         fresh.step()
     assert torch.equal(weight.codes, before)
 

@@ -122,5 +122,5 @@ def test_a_report_says_why() -> None:
     text = str(muon_report(mamba()))
     rows = {tuple(line.split(maxsplit=5)) for line in text.splitlines()}
     assert ("backbone.layers.0.mixer.A_log", "(32,", "4)", "adam", "no", "by its name, 'A_log'") in rows
-    assert "a convolution of each channel alone" in text
+    assert "a depthwise convolution" in text
     assert text.endswith("Muon's: 4 of 12 parameters, the rest Adam's")

@@ -107,7 +107,7 @@ CALLS = {
     "own.add_param_group({'params': {weight}})": "TypeError: set",
     "own.add_param_group([weight])": "TypeError: list",
     "K([nn.Parameter(ones(3, dtype=complex64))])": "ValueError: complex64",
-    "sparse(K).step()": "ValueError: dense real gradients only: that of a parameter of shape (3, 2) & is sparse",
+    "sparse(K).step()": "ValueError: takes dense real gradients only & of shape (3, 2) is sparse",
     "K([weight, nn.Parameter(ones(3, device='meta'))])": "ValueError: meta",
     "K([weight, nn.Parameter(ones(3).to(float8_e4m3fn))])": "ValueError: float8_e4m3fn",
     "K([weight, nn.Parameter(ones(3).long(), requires_grad=False)])": "ValueError: int64",
@@ -351,8 +351,8 @@ ANOTHER: dict[str, tuple[Any, Any, str]] = {
     "format": (lambda: stored_weight("E4M3"), lambda: stored_weight("E5M2"), "E4M3.*E5M2"),
     "layout": (lambda: stored_weight("E4M3"), lambda: stored_weight("E4M3FNUZ"), "E4M3, .*E4M3FNUZ, "),
     "grid format": (lambda: grid_weight("E4M3"), lambda: grid_weight("E3M4"), "E4M3.*E3M4"),
-    "granularity": (lambda: stored_weight(**BLOCK), lambda: stored_weight(**TENSOR), "a block of 32.*a tensor"),
-    "square": (lambda: stored_weight(**SQUARE), lambda: stored_weight(**TENSOR), "a square of 128 x 128.*a tensor"),
+    "granularity": (lambda: stored_weight(**BLOCK), lambda: stored_weight(**TENSOR), "per block of 32.*per tensor"),
+    "square": (lambda: stored_weight(**SQUARE), lambda: stored_weight(**TENSOR), "per square of 128 x 128.*per tensor"),
 }
 
 

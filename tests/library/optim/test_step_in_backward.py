@@ -236,7 +236,7 @@ def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, 
     model, optimizer, handle = stepping
     model.to("cpu")
     loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"'1.weight'.* was not told of: .*, or moved since \(model.to\)"):
+    with pytest.raises(RuntimeError, match=r"'1.weight'.* has not seen: .* was moved \(model.to\)"):
         optimizer.step()
     handle.remove()
     optimizer.zero_grad()
@@ -338,7 +338,7 @@ def test_a_parameter_that_steps_with_another_is_refused() -> None:
     second = optim.StiffnessAdamW([nn.Parameter(torch.ones(2)), model[3].weight], 1e-2)
     line = (
         r"parameter 1 of group 0 \(shape \(16, 16\)\) steps in backward already, with another StiffnessMuon, .*: "
-        r"remove\(\) the handle of that one, or delete it"
+        r"call remove\(\) of that optimizer's handle, or delete the optimizer"
     )
     with pytest.raises(RuntimeError, match=line):
         optim.step_in_backward(second)

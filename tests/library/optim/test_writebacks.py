@@ -85,7 +85,7 @@ def test_a_residual_of_several_weights_a_byte_is_refused(bits: int) -> None:
     state, codes = optimizer.state_dict(), p.codes.clone()
     state["state"][0] = state["state"][0] | {"residual": torch.zeros(15 * bits // 8 + 1, dtype=torch.uint8)}
     state["param_groups"][0]["writeback"] = f"residual{bits}"
-    message = r"residual in torch\.uint8: those of 4 and 2 bits are not read any more; only writeback='residual8' keeps"
+    message = r"residual in torch\.uint8: residuals of 4 and 2 bits can't be read any more; writeback='residual8' has"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     optimizer.state[p]["residual"] = state["state"][0]["residual"]

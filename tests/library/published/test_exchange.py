@@ -231,7 +231,7 @@ def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> 
         values = weight.dequantize() if layout == "torchao" else weight.float() * tensors["0.weight_scale"]
         assert torch.equal(values, model[0].weight.dequantize())
         return
-    text = f"layer '0' is of {name}, which {layout} has no dtype for; allowed: {', '.join(allowed)}$"
+    text = f"layer '0' is in {name}, and layout='{layout}' takes one of {', '.join(allowed)}$"
     with pytest.raises(ValueError, match=text):
         exported_state_dict(model, layout)
 
@@ -243,7 +243,7 @@ def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
     quantized[1].weight = fm.FP8Parameter(quantized[1].weight)
     written, _ = exported_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
     assert torch.equal(written["1.weight"], quantized[1].weight.dequantize())
-    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D of transformers"):
+    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is transformers' Conv1D"):
         export_model(quantize_model(gpt2(), {"*": "E4M3"}, "fp8", tied="leave"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -236,7 +236,7 @@ def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> No
 
 def test_tensors_in_memory_are_cast_before_anybody_is_asked() -> None:
     model, config = llama(False), huggingface.quantization_config()
-    with pytest.raises(ValueError, match=r"^state_dict= goes with no quantization_config here: call quantize_model"):
+    with pytest.raises(ValueError, match=r"^state_dict= does not go with quantization_config=: call quantize_model"):
         type(model).from_pretrained(
             None, config=model.config, state_dict=model.state_dict(), quantization_config=config
         )

@@ -268,7 +268,7 @@ def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path: Path) -> 
 
 
 def test_what_can_not_be_attached_is_refused() -> None:
-    with pytest.raises(TypeError, match="Linear, no model of transformers: others save their state_dict"):
+    with pytest.raises(TypeError, match="Linear, not a transformers model: save its state_dict"):
         huggingface.attach(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no quantised layer: call quantize_model first"):
         huggingface.attach(llama())
@@ -280,8 +280,8 @@ def test_what_can_not_be_attached_is_refused() -> None:
 
 
 TAMPERED: list[tuple[dict[str, Any], str]] = [
-    ({"seeds": {"model.nowhere": 0}}, "'model.nowhere' has no float layer in the model"),
-    ({"seeds": {"model.embed_tokens": 0}}, "'model.embed_tokens' has no float layer"),
+    ({"seeds": {"model.nowhere": 0}}, "the model has no float layer 'model.nowhere'"),
+    ({"seeds": {"model.embed_tokens": 0}}, "the model has no float layer 'model.embed_tokens'"),
     ({"seeds": {"model.layers.0.mlp.up_proj": -1}}, "seed of 'model.layers.0.mlp.up_proj'=-1 is out of range"),
     ({"storage": "fp4"}, "storage='fp4' is unknown"),
     ({"more": 1}, "unknown key 'more'"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8manifold import load_quantized, quantize_model
 
-WANTED = "weights are read from float64, float32, float16 or bfloat16; decode it first, values times scales"
+WANTED = "here a weight must be float64, float32, float16 or bfloat16; decode it and multiply by its scales first"
 NAME = "one.weight"
 
 
@@ -67,7 +67,7 @@ def said(layout: str, name: str, file: str = "") -> str:
     dtype, in_file, beside, _ = LAYOUTS[layout]
     where, kind = (f" of {file!r}", in_file) if file else ("", str(dtype))
     scales = name.removesuffix("weight") + beside
-    read = f"at the scales of {scales!r}, which fm.load_fp8 reads, and not this"
+    read = f"with the scales {scales!r}, which fm.load_fp8 can read"
     how = read if beside else f"and {name}_scale is missing"
     return f"{name}{where} holds codes ({kind}), {how}: {WANTED}"
 

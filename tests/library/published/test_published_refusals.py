@@ -203,12 +203,12 @@ def test_what_is_not_known_is_refused_by_tensor_and_file(tensors: Tensors, confi
         stored_weights(headers_of(tensors), config)
     (line,) = str(caught.value).splitlines()
     assert "of 'model.safetensors' holds " in line
-    assert "read are float8" in line
+    assert "fp8manifold reads float8" in line
 
 
 @pytest.mark.parametrize("groups", [[{}], "all", {"g": 1}, {"g": {"weights": 8}}], ids=str)
 def test_groups_that_are_none_are_refused(groups: Any) -> None:
-    with pytest.raises(ValueError, match=r"^config_groups=.* groups by their names are read$"):
+    with pytest.raises(ValueError, match=r"^config_groups=.* groups by name are needed$"):
         stored_weights(headers_of({"w": codes((4, 64)), "w_scale": S}), {"config_groups": groups})
 
 
@@ -221,7 +221,7 @@ def test_a_weight_in_another_layout_is_not_written() -> None:
         FP8Tensor.from_codes(weight.codes, torch.ones(4, 2), "E4M3", block_size=32),
         FP8Tensor.from_codes(weight.codes[:2].contiguous(), weight.scale[:2].contiguous(), "E4M3"),
     ):
-        with pytest.raises(ValueError, match=r"in 'model\.safetensors': it can't be written so"):
+        with pytest.raises(ValueError, match=r"in 'model\.safetensors': it can't be written back"):
             written_parts(stored, other)
 
 
@@ -230,5 +230,5 @@ def test_a_scale_that_the_file_has_no_number_for_is_not_written(dtype: str, entr
     tensors = {"w": codes((4, 64)), "w_scale": S}
     stored, weight = only(tensors), weight_of(only(tensors), tensors)
     weight.set_scale_(entry)
-    with pytest.raises(ValueError, match=f"w has a scale of {entry}.*, which is no {dtype} of w_scale"):
+    with pytest.raises(ValueError, match=f"w has the scale {entry}.*: {dtype} of w_scale can't hold it"):
         written_parts(replace(stored, scale_dtype=dtype), weight)

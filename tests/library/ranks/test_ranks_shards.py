@@ -266,13 +266,13 @@ def mesh_of(size: int) -> Any:
 
 
 REFUSED = {
-    "fill": "written by the optimizers of fp8manifold.optim",
-    "add": "written by the optimizers of fp8manifold.optim",
-    "rescale": "written by the optimizers of fp8manifold.optim",
+    "fill": "only the optimizers of fp8manifold.optim",
+    "add": "only the optimizers of fp8manifold.optim",
+    "rescale": "only the optimizers of fp8manifold.optim",
     "half": "float32 or bfloat16",
     "codes": "unshard",
     "scale": "unshard",
-    "into one process": "sharded, and this model is not: take get_model_state_dict, full_state_dict=True",
+    "into one process": "sharded, and this model is not: save the state with full_state_dict=True",
     "sync": "call sync.model. before fully_shard",
     "wrapper": "StiffnessWrapper.*sharded",
     "fisher": "FisherNaturalGradient.*sharded",

@@ -122,7 +122,7 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     step_from(optimizer, p, -torch.ones(4, 4))
     assert p.tolist() == [[224.0] * 4] * 4
     before = whole(p, optimizer.state[p]["residual"])
-    with pytest.raises(ValueError, match="scale is too narrow: a stored value of 226"):
+    with pytest.raises(ValueError, match="scale is too small: a stored value of 226"):
         p.rescale_(0.5)
     assert torch.equal(whole(p, optimizer.state[p]["residual"]), before)
     assert p.adapt_scale_(64.0) is False

@@ -113,7 +113,7 @@ def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:
     """Zeros are read as any; a write into them is refused, with a line that names plain ones."""
     zeros = parameter().new_zeros(3, 64)
     assert torch.equal(zeros + 0, torch.zeros(3, 64))
-    with pytest.raises(RuntimeError, match=r"for plain zeros in place of new_zeros take torch\.zeros_like"):
+    with pytest.raises(RuntimeError, match=r"for plain zeros use torch\.zeros_like and not new_zeros"):
         zeros.add_(1.0)
 
 

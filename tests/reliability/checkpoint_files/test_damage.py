@@ -113,7 +113,7 @@ def test_a_checkpoint_under_another_step_s_name_is_detected(run_dir: Path) -> No
     beside(second, ".sha256").write_text(digest)
     assert seen(second)
     assert_passed_over(run_dir)
-    assert "it is that of step 1" in newest(run_dir)[1][0]
+    assert "holds step 1, not the step of its name" in newest(run_dir)[1][0]
 
 
 def test_what_can_not_be_read_is_passed_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
