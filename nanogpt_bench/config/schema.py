@@ -338,15 +338,15 @@ class TrainConfig(Section):
     )
     on_anomaly: str = setting(
         "skip",
-        "at a step whose loss or gradient is not finite: skip it, and end the run after three in a row, or stop at the "
-        "first. Weights or optimizer state that are not finite always end the run",
+        "a step whose loss or gradient is not finite is left out, and the run ends after three in a row (skip) or at "
+        "the first (stop), if stop_on has nan; weights or optimizer state that are not finite end it always",
         choices=("skip", "stop"),
     )
     stop_on: list[str] = setting(
         lambda: ["nan"],
-        "end the run on three steps in a row whose loss or gradient is not finite (nan), on a training loss a tenth "
-        "above its lowest, or alerts.baseline's, at three validations in a row (divergence), on a validation loss that "
-        "did not fall by a thousandth at five in a row (plateau)",
+        "end the run on steps whose loss or gradient is not finite (nan, see on_anomaly), on a smoothed training loss "
+        "a tenth above its lowest, or alerts.baseline's, at three validations in a row (divergence), on a validation "
+        "loss that did not fall by a thousandth at five in a row (plateau)",
         choices=("nan", "divergence", "plateau"),
         changes_numbers=False,
     )
@@ -384,7 +384,7 @@ class ShadowConfig(Section):
 class AlertsConfig(Section):
     """Alerts of failures during a run, in alerts.jsonl, on the terminal and in the trackers."""
 
-    enabled: bool = setting(True, "check for failures whenever the monitors measure")
+    enabled: bool = setting(True, "check for failures during the run, after measurements and validations")
     save_on_anomaly: bool = setting(True, "save the state before the first step that is not finite, in anomaly/")
     baseline: str | None = setting(
         None, "run folder with whose losses divergence is judged; null: the run's own lowest", changes_numbers=True
