@@ -83,7 +83,7 @@ def _metric_row(metric: Any) -> tuple[str, ...]:
 
 
 def failures_table() -> str:
-    """The rows that runs are judged by."""
+    """The bounds by which a run is found to fail, a row for each."""
     from nanogpt_bench.failures import CLASSES
     from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 
@@ -98,7 +98,7 @@ def failures_table() -> str:
         )
         for row in CLASSES
     ]
-    return markdown(("class", "figure", "bound", "looks in a row"), list(dict.fromkeys(rows)))
+    return markdown(("class", "figure", "bound", "measurements in a row"), list(dict.fromkeys(rows)))
 
 
 def settings_sections() -> str:
