@@ -27,7 +27,7 @@ _COLUMN = 36
 
 @dataclass(frozen=True)
 class Draw:
-    """How next tokens are drawn: from the `top_k` likeliest, by softmax(logits / temperature)."""
+    """Choice of the next tokens: from the `top_k` likeliest, by softmax(logits / temperature)."""
 
     prompt: str = ""
     tokens: int = 200
