@@ -1,6 +1,6 @@
 """Builds the native code of ``fp8manifold/_native`` where there is a C compiler; everything works without it, slower.
 
-The library is loaded by ctypes and knows nothing of Python, so that one wheel per platform serves every version.
+ctypes loads the library, which uses none of Python's headers: one wheel per platform serves every version of Python.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trappi
 
 
 class NativeBuildHook(BuildHookInterface):
-    """Compiles the library into the package's folder, and marks the wheel as one of this platform."""
+    """Compiles the library into the package's folder, and tags the wheel with this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build before the files of a wheel are collected; a source distribution has the sources alone."""
@@ -37,12 +37,12 @@ class NativeBuildHook(BuildHookInterface):
 
 
 def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path | None:
-    """The library built from a folder's sources; None, with a word, where that is not possible.
+    """Path of the library, built from a folder's sources; None, after a message, where that is not possible.
 
     Args:
         folder: where the sources are and the library goes.
-        say: what takes the word.
-        flags: for the compiler, after its usual ones.
+        say: called with the message.
+        flags: the compiler gets them after its usual ones.
     """
     target = folder / "_kernels.so"
     compiler = compiler_of(os.environ)
@@ -50,7 +50,7 @@ def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path |
         target.unlink(missing_ok=True)
         say("fp8manifold: no C compiler was found, so that steps and rounding run without native code")
         return None
-    # in the old one's place at once: programs that start meanwhile find a whole library, those that run keep theirs
+    # replaced in one move: programs that start meanwhile find a whole library, those that run still have the old one
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as beside:
         built = Path(beside) / target.name
         done = subprocess.run(_command(compiler, folder, built, flags), capture_output=True, text=True, check=False)
@@ -65,7 +65,7 @@ def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path |
 
 
 def _command(compiler: list[str], folder: Path, built: Path, flags: tuple[str, ...]) -> list[str]:
-    """What compiles the sources of a folder."""
+    """The compiler's command line for the sources of a folder."""
     sources = sorted(str(path) for path in folder.glob("*.c"))
     wide = ("-mprefer-vector-width=512",) if _takes(compiler, "-mprefer-vector-width=512") else ()
     options = (*FLAGS, *wide, "-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags)
@@ -81,7 +81,7 @@ def _command(compiler: list[str], folder: Path, built: Path, flags: tuple[str, .
 
 
 def compiler_of(environment: Any) -> list[str] | None:
-    """The C compiler as a command: that of CC, or the first of the usual ones."""
+    """The C compiler as a command: the one that CC names, or the first of cc, gcc and clang that is installed."""
     asked = environment.get("CC", "").split()
     if asked:
         return asked if shutil.which(asked[0]) else None
@@ -89,7 +89,7 @@ def compiler_of(environment: Any) -> list[str] | None:
 
 
 def digest(folder: Path) -> str:
-    """What the library was built from, by which it is known again when it is loaded."""
+    """Digest of the sources: compiled into the library, and compared when it is loaded."""
     found = hashlib.sha256()
     for path in sorted(folder.glob("*.[ch]")):
         found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))

@@ -1,4 +1,4 @@
-"""The project's URLs, and those in its README: of the repository that the checkout came from, or none."""
+"""The project's URLs and the README's links: to the repository that the checkout was cloned from, or none."""
 
 import re
 from email import message_from_string
@@ -7,13 +7,13 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-#: `origin` of a checkout, over HTTPS or SSH: the host and the path, without a user, a port and `.git`
+#: `origin` in a checkout's .git/config, over HTTPS or SSH: its host and its path, without user, port and `.git`
 ORIGIN = re.compile(
     r'^\[remote "origin"\][^[]*?^\s*url\s*=\s*'
     r"(?:https://|ssh://|(?=git@))(?:[^@/\s]*@)?([\w.-]+)(?::\d+(?=/))?[:/]([\w./-]+?)(?:\.git)?/?\s*$",
     re.MULTILINE,
 )
-#: code, which stays as it is, or where a link or a picture begins and the file of the repository that it names
+#: code, which is not changed; or a link or a picture: its beginning, and the repository's file that it names
 LINK = re.compile(
     r'(^```.*?^```|`[^`\n]*`)|(\]\(|\b(?:href|src|srcset)=")(?![a-z+]+:|[#/])([^)"\s]+)', re.MULTILINE | re.DOTALL
 )
@@ -21,10 +21,10 @@ PICTURES = (".png", ".svg")
 
 
 class UrlsMetadataHook(MetadataHookInterface):
-    """Fills `urls` and `readme` of the metadata: a source distribution keeps the URLs that it was made with."""
+    """Fills `urls` and `readme` of the metadata; a source distribution has the URLs that it was built with."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set both."""
+        """Set `urls` and `readme`."""
         metadata["urls"] = urls(Path(self.root))
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         text = described(text, metadata["urls"].get("Source", ""), metadata["version"])
@@ -32,7 +32,7 @@ class UrlsMetadataHook(MetadataHookInterface):
 
 
 def described(readme: str, source: str, version: str) -> str:
-    """README for a page elsewhere: its relative links lead to this version's tag on GitHub, if its source is there."""
+    """README for a package index: its relative links lead to this version's tag, if the source is on GitHub."""
     if not source.startswith("https://github.com/"):
         return readme
 
@@ -44,7 +44,7 @@ def described(readme: str, source: str, version: str) -> str:
 
 
 def urls(root: Path) -> dict[str, str]:
-    """By label, from `PKG-INFO` of a source distribution or from `origin` of a checkout."""
+    """The URLs by label, from `PKG-INFO` of a source distribution or from `origin` of a checkout."""
     if (made := root / "PKG-INFO").is_file():
         lines = message_from_string(made.read_text(encoding="utf-8")).get_all("Project-URL", [])
         return dict(line.split(", ", 1) for line in lines)
@@ -53,7 +53,7 @@ def urls(root: Path) -> dict[str, str]:
     if found is None:
         return {}
     source = f"https://{found[1]}/{found[2]}"
-    if found[1] != "github.com":  # others name these pages otherwise
+    if found[1] != "github.com":  # other hosts have other paths for these pages
         return {"Source": source}
     return {
         "Source": source,

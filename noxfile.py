@@ -1,6 +1,6 @@
-"""The common commands: `nox --list` names them; without arguments nox runs what a change has to pass.
+"""The common commands: `nox --list` names them; without arguments nox runs the ones that a change has to pass.
 
-Sessions run in the environment that nox was started in, which has the extra `dev`; only `package` makes its own.
+Sessions run in the environment that nox was started in, which needs the extra `dev`; only `package` makes its own.
 """
 
 import sys
@@ -23,7 +23,7 @@ BENCHMARKS = (
     "harness_overhead",
     "checkpoint",
 )
-#: of the session `first`: doctests, formats, layers, a step against its definition, a run of the bench and its report
+#: tests of the session `first`: doctests, formats, layers, a step against its definition, a run of the bench, a report
 FIRST = (
     "fp8manifold",
     "tests/library/formats/test_codec.py",
@@ -44,7 +44,7 @@ FIRST = (
     "tests/bench/training/test_train.py",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-#: torch, oneDNN, MKL and the C library as on a processor without AVX, which has no products in bfloat16 either
+#: makes torch, oneDNN, MKL and the C library behave as on a processor without AVX, thus without products in bfloat16
 BASELINE = {
     "ATEN_CPU_CAPABILITY": "default",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -63,7 +63,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default tests; a source file after -- stands for its tests, and everything else goes to pytest."""
+    """The default tests. Source files after -- are replaced by their tests; other arguments go to pytest."""
     sources = [source for source in session.posargs if source.startswith(("fp8manifold/", "nanogpt_bench/"))]
     tests = [test for source in sources for test in where_tested(source)]
     others = [argument for argument in session.posargs if argument not in sources]
@@ -72,13 +72,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def first(session: nox.Session) -> None:
-    """A sample of everything, in about a minute: is this environment whole?"""
+    """A sample of all tests, in about a minute, to see that the environment works."""
     session.run("pytest", *FIRST, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def baseline(session: nox.Session) -> None:
-    """The default tests as on a processor without AVX: other kernels, and no products in bfloat16."""
+    """The default tests as on a processor without AVX, which uses other kernels and has no products in bfloat16."""
     session.run("pytest", *session.posargs, env=ONE_THREAD | BASELINE)
 
 
@@ -90,25 +90,25 @@ def slow(session: nox.Session) -> None:
 
 @nox.session
 def reliability(session: nox.Session) -> None:
-    """Every fault, not a sample of them: hours."""
+    """The tests of reliability with every fault instead of a sample: hours."""
     session.run("pytest", "tests/reliability", "--full", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site in docs/_build, without a warning, and the code on its pages."""
+    """The site, built into docs/_build without a warning, and the tests of the code on its pages."""
     session.run("sphinx-build", "-n", "-W", "--keep-going", "-b", "html", "docs", "docs/_build", env=ONE_THREAD)
     session.run("pytest", "tests/test_docs.py", env=ONE_THREAD)
 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Wheel and sdist, each installed into an empty environment and imported there."""
+    """Tests of wheel and sdist, each installed into an empty environment and imported there."""
     session.run("pytest", "-m", "slow", "tests/test_package.py", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks of speed, one after the other: nothing else should run meanwhile; -- --record for the site."""
+    """The benchmarks of speed, one after another, on an otherwise idle machine; -- --record writes the site's files."""
     for name in BENCHMARKS:
         session.run("python", f"benchmarks/{name}.py", *session.posargs, env=ONE_THREAD)

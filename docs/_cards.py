@@ -1,18 +1,18 @@
 """Memory that training a language model of a Llama's shape takes, by arithmetic.
 
-Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors, and
-activations by an estimate.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
+Weights, optimizer state and gradients are counted as ``nanogpt_bench.setup.memory`` counts them on live tensors;
+activations are estimated.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
 """
 
 from dataclasses import dataclass
 
 from _markdown import markdown
 
-#: of an 8-bit average, the longest run of weights with one bound
+#: weights that share one bound in an 8-bit moment, at most
 LONGEST_BLOCK = 256
-#: of one sequence
+#: tokens of one sequence
 TOKENS = 2048
-#: experts that a token goes through, of the one mixture here
+#: experts that a token goes through, in the only mixture of experts here
 OF_EXPERTS = 8
 
 
@@ -35,7 +35,7 @@ class Model:
     """Width of a head whose queries and keys have norms of their own."""
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the hidden layers' weights, of experts all rows together."""
+        """Rows and columns of the hidden layers' weights; all experts of a layer count as one weight."""
         attention = [(self.queries, self.width), *[(self.keys, self.width)] * 2, (self.width, self.queries)]
         if self.experts:
             together = [(2 * self.experts * self.inner, self.width), (self.experts * self.width, self.inner)]
@@ -47,18 +47,18 @@ class Model:
         return [] if self.tied else [(self.vocab, self.width)]
 
     def floats(self) -> list[tuple[int, int]]:
-        """Shapes that stay float: the embedding, and what is small."""
+        """Shapes of the parameters that stay float: the embedding and the small ones."""
         return [(self.vocab, self.width), *self.small()]
 
     def small(self) -> list[tuple[int, int]]:
-        """Norms, routers, biases."""
+        """Shapes of norms, routers and biases."""
         norms = [(2 * self.layers + 1, self.width), (2 * self.layers, self.head)]
         routers = [(self.experts, self.width)] * self.layers * bool(self.experts)
         biases = [(self.layers, self.queries + 2 * self.keys)] * self.biases
         return [*(each for each in norms if each[1]), *routers, *biases]
 
     def parameters(self) -> int:
-        """Count of the parameters."""
+        """Number of parameters."""
         return sum(rows * columns for rows, columns in [*self.matrices(), *self.heads(), *self.floats()])
 
 
@@ -78,38 +78,38 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a training."""
+    """Bytes that a training takes without activations."""
 
     held: float
     """Weights and optimizer state."""
     gradients: float
-    """All of them."""
+    """All gradients."""
     largest: float
-    """The largest one alone."""
+    """The largest gradient."""
 
     @property
     def peak(self) -> float:
-        """All gradients beside all state, as clipping has them."""
+        """Weights, state and all gradients at once, as clipping by the norm needs them."""
         return self.held + self.gradients
 
     @property
     def in_backward(self) -> float:
-        """One gradient at a time."""
+        """Weights, state and one gradient at a time, as with steps in backward."""
         return self.held + self.largest
 
 
 def in_float32(model: Model) -> Memory:
-    """AdamW as torch has it."""
+    """A model of float32 weights under torch's AdamW."""
     return Memory(12 * model.parameters(), *_gradients(model, 4))
 
 
 def in_bfloat16(model: Model, moments: float) -> Memory:
-    """A model of bfloat16 weights under AdamW, whose two moments take so many bytes per weight each."""
+    """A model of bfloat16 weights under AdamW, each of whose two moments takes `moments` bytes per weight."""
     return Memory((2 + 2 * moments) * model.parameters(), *_gradients(model, 2))
 
 
 def in_one_byte(model: Model, *, muon: bool) -> Memory:
-    """Linear weights in a byte with a scale a row, the rest in float32; averages of 8 bits, one for Muon's matrices."""
+    """Linear weights in a byte with a scale per row, the rest in float32; 8-bit moments, one for Muon's matrices."""
     hidden = sum(_byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices())
     heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in model.heads())
     floats = sum(4 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.floats())
@@ -117,7 +117,7 @@ def in_one_byte(model: Model, *, muon: bool) -> Memory:
 
 
 def all_in_codes(model: Model, *, muon: bool) -> Memory:
-    """The same of a bfloat16 model with its embedding in a byte: gradients take two bytes."""
+    """Linear weights and embedding in a byte, the rest and all gradients in bfloat16; 8-bit moments."""
     hidden = sum(_byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices())
     others = [*model.heads(), (model.vocab, model.width)]
     heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in others)
@@ -126,7 +126,7 @@ def all_in_codes(model: Model, *, muon: bool) -> Memory:
 
 
 def activations(model: Model, tokens: int = TOKENS) -> float:
-    """An estimate in bfloat16 with blocks computed once more: the input of each block, one block, and the logits.
+    """An estimate in bfloat16 with activation checkpointing: the input of each block, one block, and the logits.
 
     A block holds inputs and outputs of its norms and matrices; logits and their gradients are in bfloat16 and float32.
     """
@@ -135,7 +135,7 @@ def activations(model: Model, tokens: int = TOKENS) -> float:
 
 
 def to_load(model: Model) -> float:
-    """Bytes at the peak of reading it into codes, the embedding too: what stays in bfloat16, and the largest tensor."""
+    """Peak bytes while a model is read into codes, embedding included: codes, bfloat16 parameters, largest tensor."""
     codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads(), (model.vocab, model.width)])
     return codes + sum(2 * rows * columns for rows, columns in model.small()) + _gradients(model, 2)[1]
 
@@ -145,7 +145,7 @@ def _byte(rows: int, columns: int) -> int:
 
 
 def _average(rows: int, columns: int) -> int:
-    """A byte per weight and a bound of four bytes for each block: the longest that divides a row."""
+    """Bytes of an 8-bit moment: one per weight, and a bound of four per block, the longest that divides a row."""
     block = max(size for size in range(1, min(columns, LONGEST_BLOCK) + 1) if columns % size == 0)
     return rows * columns + 4 * rows * columns // block
 
@@ -156,7 +156,7 @@ def _gradients(model: Model, width: int) -> tuple[int, int]:
 
 
 def peaks(model: Model) -> dict[str, float]:
-    """Bytes at the moment when they are most, by way of training."""
+    """Bytes at the peak of a step, by way of training."""
     adam, muon = all_in_codes(model, muon=False), all_in_codes(model, muon=True)
     of_8_bits = in_bfloat16(model, 1 + 4 / LONGEST_BLOCK)
     return {
@@ -171,7 +171,7 @@ def peaks(model: Model) -> dict[str, float]:
 
 
 def memory_table() -> str:
-    """GB at the peak with gradients, of activations, and to read into codes."""
+    """A table by model: GB at the peak with gradients, of activations, and to read into codes."""
     header = ("model", "parameters, billion", *peaks(MODELS[0]), f"activations, {TOKENS:,} tokens", "to load")
     rows = [
         [m.name, f"{m.parameters() / 1e9:.2f}", *map(gb, [*peaks(m).values(), activations(m), to_load(m)])]
@@ -180,7 +180,7 @@ def memory_table() -> str:
     return markdown(header, rows)
 
 
-#: README's: models, and ways of training with the name of their peak
+#: README's models, and its ways of training with their names in `peaks`
 OWNED = ("SmolLM2-1.7B", "Qwen3-4B", "Llama-3.1-8B")
 WAYS = {
     "bfloat16, torch AdamW": "bfloat16 AdamW",
@@ -193,19 +193,18 @@ WAYS = {
 
 
 def named(name: str) -> Model:
-    """One of the models."""
+    """The model of that name."""
     return next(model for model in MODELS if model.name == name)
 
 
 def owned_table() -> str:
-    """GB of README's models by way of training, activations of one sequence included."""
+    """A table of GB for README's models by way of training, activations of one sequence included."""
     found = [(peaks(model), activations(model)) for model in map(named, OWNED)]
     rows = [[name, *(gb(peak[way] + more) for peak, more in found)] for name, way in WAYS.items()]
     return markdown((f"GB, one sequence of {TOKENS:,} tokens", *OWNED), rows)
 
 
-#: losses that SmolLM2-135M ended at after 200 steps of EU law, in nats per token, of seeds 42, 43 and 44, as the log
-#: has them
+#: final losses of SmolLM2-135M after 200 steps of EU law, in nats per token, for seeds 42, 43 and 44, from the log
 ENDED: dict[str, tuple[float, ...]] = {
     "AdamW, float32": (2.166, 2.201, 2.106),
     "AdamW, bfloat16": (2.677, 2.683, 2.680),
@@ -214,7 +213,7 @@ ENDED: dict[str, tuple[float, ...]] = {
 
 
 def recipe_table() -> str:
-    """README's lines beside AdamW: loss, and bytes per parameter without and with gradients."""
+    """README's recipe against AdamW: loss, and bytes per parameter without and with gradients."""
     model = MODELS[0]
     exact, half, ours = in_float32(model), in_bfloat16(model, 2), all_in_codes(model, muon=False)
     memory = [(exact.held, exact.peak), (half.held, half.peak), (ours.held, ours.in_backward)]
@@ -226,7 +225,7 @@ def recipe_table() -> str:
     return markdown(header, rows)
 
 
-#: MiB that runs of SmolLM2-135M held after a few steps: weights and state, and together with gradients at the peak
+#: measured MiB of SmolLM2-135M after a few steps: of weights and state, and with gradients at the peak
 MEASURED = {
     "float32 AdamW": (1539, 2053),
     "one-byte AdamW, clipped": (472, 985),
@@ -236,7 +235,7 @@ MEASURED = {
 
 
 def measured_table() -> str:
-    """Measured sizes in the unit of the other tables."""
+    """The sizes in MEASURED, in bytes per parameter and GB."""
     count = MODELS[0].parameters()
     sizes = {name: [mib * 2**20 for mib in found] for name, found in MEASURED.items()}
     rows = [[name, *(f"{size / count:.1f} ({gb(size)} GB)" for size in of)] for name, of in sizes.items()]
@@ -244,7 +243,7 @@ def measured_table() -> str:
 
 
 def gb(size: float) -> str:
-    """Bytes in GB of 10^9.
+    """Bytes as text in GB, 10^9 bytes.
 
     >>> gb(4.96e8), gb(14.84e9), gb(177e9)
     ('0.50', '14.8', '177')

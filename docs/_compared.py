@@ -1,4 +1,4 @@
-"""Rows of a results file against a baseline: a table with the paired differences, and where the runs were made."""
+"""Rows of a results file against a baseline: a table with the paired differences, and the machine of the runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,36 +11,36 @@ from nanogpt_bench.report.rows import Row, find_reference, row_label, shortfall
 from nanogpt_bench.report.tables import format_figure, format_rates
 from nanogpt_bench.sweep.plan import baseline_of
 
-#: by the last part of `data.dir`
+#: names of texts on pages, by the last part of `data.dir`
 TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW", "stdlib_pairs": "STDLIB in byte pairs"}
-#: float rows that the others are measured against, where a file has them
+#: float rows that serve as baselines where a file has them
 BASELINES = ("fp32", "muon")
 
 
 def measured_against(file: Exported, baseline: str) -> list[Result]:
-    """The rows of a file, with their differences to the row of that name on the same text."""
+    """The rows of a file, with their differences to the row `baseline` on the same text."""
     return measure(file.rows, find_reference(file.rows, baseline_of(baseline, file.rows)))
 
 
 def baselines(file: Exported, among: Sequence[str] = BASELINES) -> list[str]:
-    """The rows that those of a file are measured against: of these what it has, or the file's own."""
+    """The baselines of a file: those of `among` that it has, or else the one that the file names."""
     known = {name for row in file.rows for name in (row.label, row.rule, row_label(row.rule, row.format))}
     there = [name for name in among if name in known]
     return there or ([] if file.baseline is None else [file.baseline])
 
 
 def text_of(result: Result) -> str:
-    """Name of the row's text: the last part of its `data.dir`."""
+    """Name of a result's text."""
     return text_of_row(result.row)
 
 
 def text_of_row(row: Row) -> str:
-    """The same of a row."""
+    """Name of a row's text: the last part of its `data.dir`."""
     return Path(next((str(run.config["data"]["dir"]) for run in row.runs), "")).name
 
 
 def short(result: Result) -> str:
-    """The row's label without its text and what it leaves as it is.
+    """The row's label without its text and without settings that are None.
 
     >>> from nanogpt_bench.report.rows import Row
     >>> short(measure([Row("E4M3 nearest dir=data/stdlib granularity=None", "nearest", "E4M3", ())], None)[0])
@@ -50,7 +50,7 @@ def short(result: Result) -> str:
 
 
 def brief(label: str) -> str:
-    """The same of a label."""
+    """A label without `dir=` and without settings that are None."""
     return " ".join(word for word in label.split() if not word.startswith("dir=") and not word.endswith("=None"))
 
 
@@ -85,7 +85,7 @@ def table(file: Exported, against: Sequence[str]) -> str:
 
 
 def rates(result: Result) -> str:
-    """The rate of a row, and behind it that of its float parameters where it has one of its own."""
+    """The rate of a row, followed by its `float_lr` if it has one."""
     own = {run.config["optimizer"].get("float_lr") for run in result.row.runs} - {None}
     return "; ".join([format_rates(result), *(f"{rate:g}" for rate in sorted(own))])
 
@@ -95,7 +95,7 @@ def _difference(result: Result) -> str:
 
 
 def source(file: Exported) -> str:
-    """Commit and machine of the runs; without a commit where that is not known."""
+    """Commit and machine of the runs; the commit is left out where it is not known."""
     runs = [run for row in file.rows for run in row.runs]
     commits = dict.fromkeys(str(known)[:7] for run in runs if (known := run.environment.get("commit")))
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"

@@ -8,13 +8,13 @@ LINK = re.compile(r"\]\(((?:\.\./)+)((?:study|fp8manifold)/[\w/-]+\.(?:md|py))(#
 
 
 def repository() -> str | None:
-    """Address of the repository's files, by the package's metadata."""
+    """Address of the repository's files, from the package's metadata."""
     urls = dict(line.split(", ", 1) for line in metadata("fp8manifold").get_all("Project-URL") or [])
     return urls["Documentation"].removesuffix("docs") if "Documentation" in urls else None
 
 
 def redirected(text: str, address: str | None) -> str:
-    """A page's text with these links as the site has them; a copy is a file to download.
+    """A page's text with its links to `study/` redirected; a link to a copy downloads the file.
 
     >>> redirected("[Q1](../study/study-q1.md#a), [Q2](../study/study-q2.md)", "https://github.com/o/p/tree/main/")
     '[Q1](https://github.com/o/p/tree/main/study/study-q1.md#a), [Q2](https://github.com/o/p/tree/main/study/study-q2.md)'
@@ -25,7 +25,7 @@ def redirected(text: str, address: str | None) -> str:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Have Sphinx read pages with these links."""
+    """Make Sphinx redirect the links in every page that it reads."""
     address = repository()
 
     def read(_app: Any, _page: str, source: list[str]) -> None:

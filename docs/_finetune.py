@@ -20,9 +20,9 @@ from nanogpt_bench.report.tables import format_figure
 FOLDER = Path(__file__).parent / "measured" / "finetune"
 PUBLISHED = Path(__file__).parent / "measured" / "published"
 BASELINE = "fp32"
-#: what is shown
+#: the format that the tables and the figure show
 FORMAT = "E4M3"
-#: nats; beyond, the axis of the figure is logarithmic
+#: in nats: beyond this difference the figure's axis is logarithmic
 LINEAR = 0.01
 
 Of = Callable[[Result], Difference | None]
@@ -36,12 +36,12 @@ def rate(file: Exported) -> float:
 
 
 def rates(file: Exported) -> list[float]:
-    """The learning rates of a file's runs, upward."""
+    """The learning rates of a file's runs, in increasing order."""
     return sorted({float(run.config["optimizer"]["lr"]) for row in file.rows for run in row.runs})
 
 
 def named(rate: float) -> str:
-    """A rate in one figure.
+    """A rate with one significant digit, as text.
 
     >>> named(5e-5), named(2e-4)
     ('5e-5', '2e-4')
@@ -50,7 +50,7 @@ def named(rate: float) -> str:
 
 
 def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
-    """Files measured at several rates (`NAME-RATE.json`), or at one (`NAME.json`), by name; rates upward."""
+    """Files measured at several rates (`NAME-RATE.json`) or at one (`NAME.json`), by name, by increasing rate."""
     paths = sorted(files.glob("*.json"))
     for name, of in groupby(paths, key=lambda path: path.stem.split("-")[0]):
         yield name, sorted(map(read_export, of), key=rates)
@@ -65,7 +65,7 @@ def tables(files: Sequence[Exported]) -> str:
 
 
 def table_of_rows(files: Sequence[Exported]) -> str:
-    """A line a row, where rows have rates of their own: either text's loss, and its distance to float32's."""
+    """A line per row, for rows that differ in rate: the loss on either text, and its difference to float32's."""
     file = replace(files[0], rows=tuple(row for each in files for row in each.rows))
     results = measured_against(file, BASELINE)
     header = ("rule", "lr", "bytes", "seeds", "new text", f"minus `{BASELINE}`", "old text", f"minus `{BASELINE}`")
@@ -88,7 +88,7 @@ def table_of_rows(files: Sequence[Exported]) -> str:
 
 
 def table_of_folders(files: Mapping[str, Exported]) -> str:
-    """For each published folder what it was trained as: losses before and after, and the distance to its floats'."""
+    """For each published folder how it was trained: losses before and after, and the difference to float training's."""
     header = ("folder", "rule", "lr", "bytes per parameter", "seeds", "before", "after", f"minus `{BASELINE}`")
     rows = []
     for name, file in files.items():
@@ -128,7 +128,7 @@ def _grid(each: Mapping[float, Sequence[Result]]) -> str:
 
 
 def written(found: Difference | None) -> str:
-    """A difference and half of its 95% interval; of one seed without.
+    """A difference with half of its 95% interval, which one seed does not have.
 
     >>> written(Difference(0.0312, 3, 0.0302, 0.0322)), written(Difference(-0.02, 1)), written(None)
     ('+0.031 ± 0.001', '-0.020', '-')
@@ -140,7 +140,7 @@ def written(found: Difference | None) -> str:
 
 
 def drawn(files: Sequence[Exported]) -> Figure:
-    """For either text a line a rule over the rates, in one format."""
+    """A panel per text with a curve per rule over the rates, in one format."""
     figure, axes = plt.subplots(1, len(TEXTS), figsize=(9, 3.6), layout="constrained", sharey=True)
     for axis, (text, of) in zip(axes, TEXTS.items(), strict=True):
         _panel(axis, files, of)
@@ -168,7 +168,7 @@ def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
 
 
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
-    """Write the tables of every group of results files into the folder, and the figure of those at several rates."""
+    """Write the tables of every group of results files into the folder, and a figure of groups with several rates."""
     folders = {path.stem: read_export(path) for path in sorted(PUBLISHED.glob("*.json"), reverse=True)}
     (folder / "finetune-published.md").write_text(table_of_folders(folders), encoding="utf-8")
     for name, of in groups(files):

@@ -1,4 +1,4 @@
-"""The page of formats: the facts of each named one."""
+"""The table on the page of formats: the facts of each named format."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def facts(formats: Sequence[fm.FloatFormat]) -> str:
 
 
 def spans(codes: Sequence[int]) -> str:
-    """Codes, those that follow one another by the first and the last.
+    """Codes as text, consecutive ones as `first to last`.
 
     >>> spans([0x7D, 0x7E, 0x7F, 0xFF]), spans([])
     ('`0x7D` to `0x7F`, `0xFF`', 'none')

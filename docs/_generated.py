@@ -2,7 +2,7 @@
 
 A page has a table between `<!-- table: NAME -->` and `<!-- end -->`, and a figure as an image of `figures/NAME.svg`.
 Both are committed, so that a reader of the repository sees what a reader of the site does; the site builds from them.
-What takes seconds is made for every check; of the rest, `_generated.json` says what it was made from and what it was.
+Quick pieces are made in every check. For slow ones, `_generated.json` has digests of their inputs and of the pieces.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Maker:
         getattr(import_module(self.module), self.function)(folder)
 
     def made_from(self, folder: Path) -> str:
-        """A digest of the files it reads, by patterns in a folder, and of the modules there and here that it needs."""
+        """A digest of the inputs: files in a folder by the maker's patterns, and modules of that folder or this one."""
         read = sorted(path for pattern in self.reads.split() for path in folder.glob(pattern))
         files = [*sorted(needed(self.module, folder)), *read]
         parts = [f"{path.name} {digest(path.read_text(encoding='utf-8'))}" for path in files]
@@ -50,7 +50,7 @@ def digest(text: str) -> str:
 
 
 def needed(module: str, folder: Path = HERE, found: set[Path] | None = None) -> set[Path]:
-    """The files of a module, in a folder or here, and of all such modules that it imports."""
+    """The files of a module, in a folder or in this one, and of all such modules that it imports."""
     found = set() if found is None else found
     path = next((path for path in (folder / f"{module}.py", HERE / f"{module}.py") if path.exists()), None)
     if path is not None and path not in found:
@@ -64,7 +64,7 @@ def needed(module: str, folder: Path = HERE, found: set[Path] | None = None) -> 
 
 
 def made(makers: Iterable[Maker]) -> dict[str, str]:
-    """The pieces of some makers, as they would stand."""
+    """The pieces of some makers, by file name, as they would be committed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for maker in makers:
@@ -73,7 +73,7 @@ def made(makers: Iterable[Maker]) -> dict[str, str]:
 
 
 def as_committed(path: Path) -> str:
-    """A table without blank ends; a figure with coordinates in hundredths of a point and no blanks at line ends."""
+    """A table without blanks around it; a figure with coordinates in hundredths of a point and no trailing blanks."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text.strip()
@@ -83,7 +83,7 @@ def as_committed(path: Path) -> str:
 
 @dataclass
 class Pages:
-    """The pages of a folder with their tables and figures, what makes these, and the command that does."""
+    """The pages of a folder with their tables and figures, their makers, and the command that runs these."""
 
     folder: Path
     makers: Mapping[str, Maker]
@@ -91,7 +91,7 @@ class Pages:
 
     @property
     def record(self) -> Path:
-        """The file that says what was made, and from what."""
+        """The file with the digests of slow pieces and of their inputs."""
         return self.folder / "_generated.json"
 
     def pages(self) -> dict[Path, str]:
@@ -99,7 +99,7 @@ class Pages:
         return {path: path.read_text(encoding="utf-8") for path in sorted(self.folder.glob("*.md"))}
 
     def shown(self) -> dict[str, str | None]:
-        """The pieces on pages, as they stand: tables by `NAME.md`, figures by `NAME.svg`, None where one is missing."""
+        """The pieces on pages, as committed: tables by `NAME.md`, figures by `NAME.svg`, None where one is missing."""
         found: dict[str, str | None] = {}
         for text in self.pages().values():
             found |= {f"{match['name']}.md": match["text"].strip() for match in TABLE.finditer(text)}
@@ -114,7 +114,7 @@ class Pages:
         return held
 
     def stale(self) -> list[str]:
-        """The pieces on pages that are missing, edited by hand, or older than what they are made from."""
+        """The pieces on pages that are missing, edited by hand, or older than their inputs."""
         record, there = self.recorded(), self.shown()
         quick = made(maker for maker in self.makers.values() if maker.quick)
         fresh = {name: digest(text) for name, text in quick.items()}
@@ -124,7 +124,7 @@ class Pages:
         return [name for name, text in there.items() if text is None or digest(text) != fresh.get(name)]
 
     def write(self, everything: bool = False) -> None:
-        """Make what is stale, or everything, and put it where the pages show it."""
+        """Make the stale pieces, or all, and put them where the pages show them."""
         record, of_makers = self.recorded(), {}
         wrong = set(self.stale())
         for name, maker in self.makers.items():
@@ -172,7 +172,7 @@ class Pages:
                 path.write_text(new, encoding="utf-8")
 
     def report(self, names: list[str]) -> Iterator[str]:
-        """Report stale pieces."""
+        """Yield a line that names the stale pieces, if there are any."""
         if names:
             yield f"stale: {', '.join(names)}; `{self.command}` makes them again"
 
@@ -191,7 +191,7 @@ DOCS = Pages(
 
 
 def main() -> int:
-    """Check, or with --write make what is stale."""
+    """Check for stale pieces, or with --write make them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="make what is stale and write it")
     parser.add_argument("--all", action="store_true", help="with --write: make everything, minutes")

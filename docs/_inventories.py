@@ -1,9 +1,9 @@
-"""Inventories of other projects' names; a few are written here, so that a build needs no network."""
+"""Inventories of other projects' names, as far as the pages use them, so that a build needs no network."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-#: project -> (its pages, names by page); the page of a name in Sphinx's first inventory format, which is plain text
+#: project -> (address of its pages, names by page)
 PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
     "python": (
         "https://docs.python.org/3",
@@ -53,7 +53,7 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
 
 
 def inventory(project: str) -> str:
-    """An inventory in Sphinx's first format: a line `NAME TYPE PAGE` for every name."""
+    """An inventory in Sphinx's first format, which is plain text: a line `NAME TYPE PAGE` for every name."""
     _, pages = PROJECTS[project]
     names = [
         (name.partition(":")[2], name.partition(":")[0], page) for page, text in pages.items() for name in text.split()
@@ -70,5 +70,5 @@ def write_inventories(folder: Path) -> None:
 
 
 def intersphinx_mapping(folder: Path) -> dict[str, tuple[str, tuple[str | None, str]]]:
-    """For each project its pages, and where its inventory is looked for: there first, then in the folder."""
+    """For each project the address of its pages, and where its inventory is looked for: there, then in the folder."""
     return {project: (pages, (None, str(folder / f"{project}.inv"))) for project, (pages, _) in PROJECTS.items()}

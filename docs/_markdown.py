@@ -1,4 +1,4 @@
-"""Markdown's tables: what every writer of them here needs, apart from what the library's own tables are made of."""
+"""Markdown tables, for all modules that write any; it imports nothing of the library."""
 
 from collections.abc import Iterable, Sequence
 

@@ -75,7 +75,7 @@ def _space(children: list[Element]) -> None:
 
 
 def _draw_lines(element: Element) -> None:
-    """A line over more than a letter is drawn as a border: to stretch a sign takes a font for mathematics."""
+    """A line over more than a letter is drawn as a border, because only mathematical fonts can stretch the sign."""
     if element.tag == "mover" and len(element) == 2 and element[0].tag == "mrow" and element[1].text in LINES:
         element.tag = "mrow"
         element.remove(element[1])
@@ -89,13 +89,13 @@ def inline(writer: Writer, node: nodes.math) -> None:
 
 
 def block(writer: Writer, node: nodes.math_block) -> None:
-    """A formula of its own, which scrolls where a screen is narrower."""
+    """A formula in a block, which scrolls on screens narrower than it."""
     formula = mathml(node.astext().strip(), "block")
     writer.body.append(f"{writer.starttag(node, 'div', CLASS='math')}{formula}</div>\n")
     raise nodes.SkipNode
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Register as one of the ways in which Sphinx writes formulas, under the name `mathml`."""
+    """Register `mathml` as one of Sphinx's ways to write formulas."""
     app.add_html_math_renderer("mathml", (inline, None), (block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

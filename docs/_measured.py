@@ -1,4 +1,4 @@
-"""The tables of the page on performance, from the files that the benchmarks have written (`--record`)."""
+"""The tables of the page on performance, from the files that the benchmarks write with `--record`."""
 
 import json
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def shown(cell: Any, decimals: int = 2) -> str:
 
 
 def places(column: Iterable[Any]) -> int:
-    """The decimals that the numbers of a column need.
+    """The number of decimals that a column needs.
 
     >>> places([9.01, 12.0, None, "E4M3"]), places([0.0, 3.5])
     (2, 1)
@@ -30,7 +30,7 @@ def places(column: Iterable[Any]) -> int:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """One file as Markdown: its rows, and below them what was measured, where, when and against what."""
+    """One file as Markdown: its rows, and below them what was measured, where and when, and the reference."""
     ruled = ["---" if isinstance(cell, str) else "---:" for cell in facts["rows"][0]]
     decimals = [places(column) for column in zip(*facts["rows"], strict=True)]
     rows = ([shown(cell, n) for cell, n in zip(row, decimals, strict=True)] for row in facts["rows"])

@@ -1,4 +1,4 @@
-"""Pages are plain Markdown, as any reader of the repository sees them; the site turns names of the API into links.
+"""A Sphinx extension for pages in plain Markdown, as the repository shows them: names of the API become links.
 
 On the home page and in the index of the API, each heading's links to pages become a table of contents under its name.
 """
@@ -17,7 +17,7 @@ PLACES = ("", "optim.", "ops.", "huggingface.", "distributed.", "reference.")
 
 
 def contents(text: str) -> str:
-    """A hidden table of contents for each heading with links to pages, a page once.
+    """A hidden table of contents for each heading with links to pages, each page in the first of them only.
 
     >>> print(contents("# Home\\n## Use\\n[A](a.md), [B](b/c.rst), [A](a.md)\\n## Other\\n[S](../s.md)\\n"))
     <BLANKLINE>
@@ -44,7 +44,7 @@ def contents(text: str) -> str:
 
 
 def candidates(text: str) -> Iterator[str]:
-    """Full names that a name on a page may stand for; a bare word in small letters is no name.
+    """Full names that a name on a page may stand for; none for a bare word in small letters.
 
     >>> list(candidates("fm.ulp")), list(candidates("step")), next(candidates("StiffnessAdamW"))
     (['fp8manifold.ulp'], [], 'fp8manifold.StiffnessAdamW')
@@ -62,7 +62,7 @@ def _read(_app: Any, page: str, source: list[str]) -> None:
 
 
 def _link_names(app: Any, doctree: nodes.document, page: str) -> None:
-    """The first mention of a name on a page is a link to its entry in the API."""
+    """Make the first mention of a name on a page a link to its entry in the API."""
     objects = app.env.domains["py"].objects
     linked: set[str] = set()
     for literal in [*doctree.findall(nodes.literal)] if not page.startswith(("api/", "examples/")) else []:
@@ -78,7 +78,7 @@ def _link_names(app: Any, doctree: nodes.document, page: str) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Read pages so, and link names when all pages are known."""
+    """Register both: contents are added as the home page is read, names are linked when all pages are known."""
     app.connect("source-read", _read)
     app.connect("doctree-resolved", _link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Tables of the pages, written from the library and the bench so that no fact is stored twice."""
+"""Tables of the pages, made from the library and the bench so that no fact is stored twice."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ import fp8manifold as fm
 TABLED_FORMATS = tuple(name for name in fm.NAMED_FORMATS if not name.startswith("P3109"))
 
 
-#: how the bench names a storage, and how the page does
+#: the bench's names of storages, and the page's words for them
 STORED = {
     "float32": "floats",
     "master": "a float32 copy",
@@ -39,7 +39,7 @@ def _format_row(fmt: fm.FloatFormat) -> list[str]:
 
 
 def number(x: float) -> str:
-    """A float of a format, exactly: in decimals where they are short, otherwise with a power of two.
+    """A format's number, exactly: in decimals where they are short, otherwise with a power of two.
 
     >>> number(448.0), number(0.125), number(2.0**64), number(1.5 * 2.0**32)
     ('448', '2⁻³', '2⁶⁴', '1.5·2³²')
@@ -64,7 +64,7 @@ def rules_table() -> str:
 
 
 def metrics_tables() -> str:
-    """A table of the figures that are always recorded, and one for every monitor, from the registry of metrics."""
+    """A table of the metrics that are always recorded, and one for every monitor's, from the registry of metrics."""
     from nanogpt_bench.monitors import METRICS
 
     parts = []
@@ -83,7 +83,7 @@ def _metric_row(metric: Any) -> tuple[str, ...]:
 
 
 def failures_table() -> str:
-    """The rows that runs are judged by."""
+    """The bounds by which a run is found to fail, a row for each."""
     from nanogpt_bench.failures import CLASSES
     from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 
@@ -98,7 +98,7 @@ def failures_table() -> str:
         )
         for row in CLASSES
     ]
-    return markdown(("class", "figure", "bound", "looks in a row"), list(dict.fromkeys(rows)))
+    return markdown(("class", "figure", "bound", "measurements in a row"), list(dict.fromkeys(rows)))
 
 
 def settings_sections() -> str:
@@ -115,7 +115,7 @@ def settings_sections() -> str:
 
 
 def _settings_rows(settings: Iterable[Any]) -> str:
-    """The table of some settings, their bounds included."""
+    """A table of some settings with their bounds."""
     rows = []
     for setting in settings:
         default = setting.default
@@ -125,7 +125,7 @@ def _settings_rows(settings: Iterable[Any]) -> str:
 
 
 def _bounds(setting: Any) -> str:
-    """Values that a setting allows, in words."""
+    """The values that a setting allows, as text."""
     if setting.facts["choices"]:
         return ", ".join(f"`{choice}`" for choice in setting.facts["choices"])
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -142,7 +142,7 @@ def commands() -> str:
 
 
 def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) -> str:
-    """One command: what it does, its usage, its options."""
+    """The section of one command: its summary, its usage, its options."""
     rows = []
     for action in parser._actions:
         spelled = ", ".join(action.option_strings) or str(action.metavar or action.dest)
@@ -155,7 +155,7 @@ def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) ->
 
 
 def _prose(text: str) -> str:
-    """A help text as Markdown: options as code, and no star an emphasis.
+    """A help text as Markdown: options as code, stars escaped.
 
     >>> print(_prose("read DIR/*.parquet, see --data-dir"))
     read DIR/\\*.parquet, see `--data-dir`
@@ -163,7 +163,7 @@ def _prose(text: str) -> str:
     return re.sub(r"(?<!\S)--[a-z][a-z-]*", r"`\g<0>`", text.replace("*", "\\*"))
 
 
-#: (how it is written, what makes it of a list of parameters) for every row of the table of bytes
+#: for every row of the table of bytes: the call as the page shows it, and the function that makes the optimizer
 BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "torch.optim.AdamW(...)": lambda p: torch.optim.AdamW(p),
     "StiffnessAdamW(...)": lambda p: fm.optim.StiffnessAdamW(p),
@@ -189,7 +189,7 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
 
 
 def bytes_table(rows: int = 64, columns: int = 512) -> str:
-    """Bytes a weight after one step, measured on the tensors that are alive: weight, scale and state."""
+    """Bytes per weight after one step, measured on the live tensors: weight, scale and state."""
     return markdown(
         ("optimizer", "weight and scales", "state", "in all"),
         [(f"`{name}`", *_bytes(make, rows, columns)) for name, make in BYTES.items()],

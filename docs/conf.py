@@ -1,4 +1,4 @@
-"""Sphinx configuration; tables and figures are committed, `_generated.py` makes them."""
+"""Sphinx configuration. Tables and figures are committed; `_generated.py` makes them."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE))
 from _inventories import intersphinx_mapping as mapping_in  # noqa: E402
 from _inventories import write_inventories  # noqa: E402
 
-# geoopt scripts one helper at import; nothing a user of it can change.
+# geoopt scripts its helpers at import, which its users cannot change.
 warnings.filterwarnings("ignore", message="`torch.jit.script`")
 
 project = "fp8manifold"
@@ -52,7 +52,7 @@ python_maximum_signature_line_length = 88
 
 nitpicky = True
 # Names of other projects, of typing's anonymous aliases, and of attributes that are documented in their class's text.
-# Those with an inventory are links; the build must not need a network, without which few have one.
+# Names that an inventory has become links; without a network, few have one, and the build must pass all the same.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|geoopt|fractions|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
     (r"py:.*", r"(float|int|str|bool|None|dict|list|tuple|object|cached_property|NoneType)"),
@@ -70,7 +70,7 @@ intersphinx_mapping = mapping_in(GENERATED)
 intersphinx_timeout = 5
 intersphinx_disabled_reftypes = ["std:*"]
 
-# The docstrings' own examples are run by pytest.
+# pytest runs the examples in docstrings.
 doctest_test_doctest_blocks = ""
 doctest_global_setup = "import warnings\nwarnings.filterwarnings('ignore', message='`torch.jit.script`')"
 
@@ -99,13 +99,13 @@ copybutton_prompt_is_regexp = True
 
 
 def _join_names(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
-    """Put a list of argument names that is broken after a comma on one line, as napoleon needs it."""
+    """Join a list of argument names that is broken after a comma into one line, as napoleon needs it."""
     text = "\n".join(lines)
     lines[:] = re.sub(r"^( {4}(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )", r"\1 \2", text, flags=re.MULTILINE).split("\n")
 
 
 def _keep_property(_app: Any, what: str, _name: str, obj: Any, _options: Any, lines: list[str]) -> None:
-    """Put back what napoleon takes for "type: description" in the one-line docstring of a property."""
+    """Restore a property's one-line docstring, which napoleon has split as "type: description"."""
     if what == "property":
         lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
 

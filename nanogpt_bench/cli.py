@@ -1,4 +1,4 @@
-"""The command `nanogpt-bench`: its commands, each a module of `nanogpt_bench.commands`, and what ends it."""
+"""The program `nanogpt-bench`: its commands, each a module of `nanogpt_bench.commands`, and its exit codes."""
 
 import argparse
 import io
@@ -13,9 +13,9 @@ from typing import NoReturn
 from nanogpt_bench.system.errors import BenchError, DiskError, disk_failure, nearest, not_known
 from nanogpt_bench.system.ranks import as_rank, is_worker, joined
 
-#: what a wrong command line or setting ends with
+#: exit code after a wrong command line or setting
 USAGE_ERROR = 2
-#: and what a signal ends it with, with the signal's number, where nothing can be gone on with
+#: added to a signal's number: exit code where a signal ends a command that can't be resumed
 INTERRUPTED = 128
 FAILED = 1
 COMMANDS = {
@@ -30,12 +30,12 @@ COMMANDS = {
     "results": "results of a sweep as one small JSON file, and its tables",
     "verify": "check that run folders are whole",
 }
-#: those that take the settings of a run as `--section.key VALUE`
+#: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `BenchError`s, and which takes no option by half its name."""
+    """An argument parser whose errors are `BenchError`s, and which takes no abbreviated options."""
 
     def __init__(self, **options: object) -> None:
         given = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options}
@@ -53,20 +53,20 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0 done, 1 the run failed or the disk ended it, 2 wrong use, 75 ended by a signal and to be gone on with, 128
-    and a signal's number ended by it for good (130 SIGINT, 143 SIGTERM).
+    0: done. 1: the run failed, or the disk ended it. 2: wrong use. 75: ended by a signal, and can be resumed. 128 plus
+    a signal's number: ended by the signal, and can't be resumed (130 SIGINT, 143 SIGTERM).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal has no letters for is shown by its number
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal can't show is printed by its number
             stream.reconfigure(errors="backslashreplace")
-    # geoopt scripts one helper at import; nothing a user of this command can change.
+    # geoopt scripts one helper at import, which a user of this command can't change.
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
     return as_rank(lambda: _guarded(words)) if is_worker() else _guarded(words)
 
 
 def _guarded(words: list[str]) -> int:
-    """Run one command line; one line names its error, printed by one of several processes."""
+    """Run one command line; an error is printed in one line, by one of several processes."""
     say = joined().say_once
     try:
         return _dispatch(words)
@@ -79,7 +79,7 @@ def _guarded(words: list[str]) -> int:
         return INTERRUPTED + number
     except OSError as error:
         why = disk_failure(error)
-        where = f"{error.filename!r}: " if error.filename is not None else ""  # a path that no file can have, say
+        where = f"{error.filename!r}: " if error.filename is not None else ""  # for example a path too long for a file
         say(f"nanogpt-bench: error: {BenchError(why or f'{where}{error.strerror or error}')}")
         return USAGE_ERROR if why is None else FAILED
 
@@ -88,19 +88,19 @@ def _dispatch(words: list[str]) -> int:
     name = words[0] if words else "--help"
     if name.startswith("-"):
         parser = build_parser()[0]
-        parser.parse_args(words)  # which ends here where help is asked for
+        parser.parse_args(words)  # with --help it exits here
         parser.print_help()
         return 0
     if name not in COMMANDS:
         raise BenchError(not_known(name, COMMANDS))
-    # What a missing package would end halfway is not begun: the library alone installs without them.
+    # The library installs without these packages, and a command without them would fail halfway.
     missing = [package for package in ("pydantic", "rich", "vl_convert", "yaml") if find_spec(package) is None]
     if missing:
         raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
     args = parse(words)
     if is_worker() and name != "run":
         raise BenchError(f"torchrun is for run: {name} works in one process; start it without torchrun")
-    signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated prepare removes its unfinished files
     code: int = import_module(f"nanogpt_bench.commands.{name}").main(args)
     return code
 
@@ -110,7 +110,7 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 
 def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser and the parsers of the commands, with the arguments of those that are to be loaded."""
+    """Return the parser and those of the commands; only the commands in `loaded` get their arguments."""
     parser = Parser(
         prog="nanogpt-bench",
         description="Train small GPTs with 8-bit weights and see which format works where, and why others fail.",
@@ -128,7 +128,7 @@ def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command line, settings of a run apart as `overrides`.
+    """Return the arguments of a command line, with the settings of a run in `overrides`.
 
     >>> parse(["run", "--seed", "3", "e4m3.yaml", "--name=a"]).overrides
     ['--seed', '3']
@@ -155,7 +155,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def is_setting(word: str, options: Collection[str]) -> bool:
-    """Return whether a word of a command line is a setting, beside a command's own options.
+    """Return whether a word of a command line is a setting and not one of a command's own options.
 
     >>> [is_setting(word, ["--data.dir"]) for word in ("--train.max_steps=3", "--seed", "--data.dir", "a.yaml")]
     [True, True, False, False]
@@ -167,7 +167,7 @@ def is_setting(word: str, options: Collection[str]) -> bool:
 
 
 def _unknown(word: str, options: Sequence[str], *, settings: bool) -> str:
-    """The message on an argument that is neither an option of the command nor a setting."""
+    """The message about an argument that is neither an option of the command nor a setting."""
     from nanogpt_bench.config.keys import FIELDS
 
     last = {key.rpartition(".")[2]: f"--{key}" for key in FIELDS} if settings else {}

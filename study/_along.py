@@ -1,4 +1,4 @@
-"""Distance of each rule from a baseline along the training: paired differences at validations of runs of one length."""
+"""Distance of each rule from a baseline in the course of the training: paired differences at every validation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +14,9 @@ from nanogpt_bench.runs.load import Run
 Course = Mapping[int, Difference]
 """Differences by step."""
 WIDE = 4
-"""Panels beside each other."""
+"""Panels in a row of the figure."""
 LINES = ({"color": STOCHASTIC, "linestyle": "-"}, {"color": "#E69F00", "linestyle": (0, (4, 1.5))})
-"""Of the first and the second text."""
+"""Line styles of the first and the second text."""
 
 
 def course(runs: Sequence[Run], reference: Sequence[Run]) -> Course:
@@ -37,7 +37,7 @@ def losses(runs: Sequence[Run]) -> dict[int, dict[int, float]]:
 
 
 def table_along(courses: Mapping[str, Course]) -> str:
-    """A line a rule, a column a step."""
+    """A Markdown table with a line per rule and a column per validated step."""
     steps = sorted({step for each in courses.values() for step in each})
     lines = [
         [f"`{label}`", *(difference_text(each[step]) if step in each else "-" for step in steps)]
@@ -47,7 +47,7 @@ def table_along(courses: Mapping[str, Course]) -> str:
 
 
 def drawn_along(texts: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
-    """A panel a rule, a line a text, bars of 95% beside a line at 0, which is the baseline of that name."""
+    """A panel per rule with a curve per text and its 95% intervals; the line at 0 is the baseline `name`."""
     labels = list(dict.fromkeys(label for courses in texts.values() for label in courses))
     deep = -(-len(labels) // WIDE)
     figure, axes = plt.subplots(

@@ -1,4 +1,4 @@
-"""Loss against time: what each rule has reached when the baseline ends, by the runs' own clocks or a measured step."""
+"""Loss against time: each rule's loss when the baseline ends, timed by the runs' own clocks or by a measured step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from nanogpt_bench.report.results import difference, difference_text
 from nanogpt_bench.runs.load import Run
 
 Clock = Mapping[int, float]
-"""Seconds by step: of each the median over the runs, some of which were made beside other work."""
+"""Seconds until a step, by step: the median over the runs, because other work ran at the time of some."""
 STEPS = Path(__file__).parent.parent / "docs" / "measured" / "study_steps.json"
 DASHES = ("-", (0, (4, 1.5)))
 
 
 def paces_of(stem: str) -> dict[str, float]:
-    """Seconds a step of a sweep's rules, each measured alone (`benchmarks/study_steps.py`); none for other sweeps."""
+    """Seconds per step by rule, each measured alone by `benchmarks/study_steps.py`; {} for other sweeps."""
     rows = json.loads(STEPS.read_text(encoding="utf-8"))["rows"]
     return {label: ms / 1e3 for sweep, label, ms, _ in rows if sweep == stem}
 
@@ -32,7 +32,7 @@ def paces_of(stem: str) -> dict[str, float]:
 def table_by_clock(
     rules: Mapping[str, Sequence[Run]], references: Mapping[str, Sequence[Run]], name: str, paces: Mapping[str, float]
 ) -> str:
-    """A line a rule; between validations losses are interpolated. `paces` of rules stand in place of runs' clocks."""
+    """A line per rule, losses interpolated between validations. Rules in `paces` are timed by it, not by their runs."""
     header = ("rule", "seconds per run", f"loss when `{name}` ends, minus its own", f"`{name}`'s final loss is reached")
     rows = [
         (f"`{label}`", *line(runs, references[label], paces.get(label), paces.get(name)))
@@ -44,7 +44,7 @@ def table_by_clock(
 def line(
     runs: Sequence[Run], reference: Sequence[Run], pace: float | None = None, its: float | None = None
 ) -> tuple[str, str, str]:
-    """Seconds, the paired difference at the baseline's end, and the share of the baseline's time until its loss."""
+    """Cells of a rule: seconds, paired difference when the baseline ends, and when it reaches the baseline's loss."""
     own, others = losses(runs), losses(reference)
     times, end = clock(runs, pace), max(clock(reference, its).values())
     final = others[max(others)]
@@ -60,7 +60,7 @@ def line(
 
 
 def clock(runs: Sequence[Run], pace: float | None = None) -> Clock:
-    """The median time of every step that has a validation; of a measured pace, the steps alone."""
+    """Seconds until every validated step: the runs' median, or steps times `pace`, which leaves validations out."""
     steps = losses(runs)
     if pace is not None:
         return {step: step * pace for step in steps}
@@ -69,7 +69,7 @@ def clock(runs: Sequence[Run], pace: float | None = None) -> Clock:
 
 
 def at(end: float, times: Clock, own: Mapping[int, Mapping[int, float]], seed: int) -> float | None:
-    """A seed's loss at a time; its last where it has ended before, and None before its first."""
+    """The loss of a seed's run at a time: its last loss after its end, None before its first validation."""
     steps = sorted(step for step in own if seed in own[step])
     if end < times[steps[0]]:
         return None
@@ -77,7 +77,7 @@ def at(end: float, times: Clock, own: Mapping[int, Mapping[int, float]], seed: i
 
 
 def reached(level: float, times: Sequence[float], means: Sequence[float], end: float) -> str:
-    """When the mean loss falls to a level, as a share of the baseline's time."""
+    """Text that says when the mean loss falls to a level, as a share of the baseline's time."""
     for i, loss in enumerate(means):
         if loss <= level:
             if not i:
@@ -88,7 +88,7 @@ def reached(level: float, times: Sequence[float], means: Sequence[float], end: f
 
 
 def drawn_by_clock(rules: Mapping[str, Sequence[Run]], paces: Mapping[str, float]) -> Figure:
-    """Mean losses over seconds of training, a line a rule; black are float weights, dashed is the second of a kind."""
+    """Mean losses over seconds of training, a curve per rule: black for float weights, dashed for a colour's second."""
     figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
     drawn = {EXACT: 0, STOCHASTIC: 0}
     for label, runs in rules.items():

@@ -1,6 +1,6 @@
-"""Tables of optimizers on one-byte weights beside themselves in float32, from the study's results files.
+"""Tables of optimizers on one-byte weights, each against the same optimizer in float32, from the study's results files.
 
-``python study/make.py --front`` prints README's and that of the page on optimizers; the results' is between markers.
+``python study/make.py --front`` prints README's table and the optimizers page's; without it the results page's is made.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from _markdown import markdown
 from _paired import in_figures
 from _study import against_baseline
 
-#: each line's files (one for all texts, or one a text), its rule, what it is called, and its baseline in float32
+#: of each line: the results files (one for all texts, or one per text), the rule, its title, and its float32 baseline
 LINES = (
     ("study_q1", "fp32", "AdamW, float32", "fp32"),
     ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
@@ -20,7 +20,7 @@ LINES = (
     ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=independent", "Muon, E4M3", "muon"),
     ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", "Muon, E2M5", "muon"),
 )
-#: more of the study's rules, for the page on optimizers
+#: the lines that the page on optimizers has besides README's
 MORE = (
     ("study_q1", "E4M3 stochastic-8bit", 'AdamW, E4M3, `moments="8bit"`', "fp32"),
     ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
@@ -37,7 +37,7 @@ MORE = (
     ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
     ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", 'Muon, E2M5, `moments="8bit"`', "muon"),
 )
-#: all of the study's rules at 2,000 steps, for the results page
+#: the lines of the results page: all of the study's rules at 2,000 steps
 FOUND = (
     ("study_q1", "fp32", "AdamW, float32", "fp32"),
     ("study_q1", "bf16-mixed", "AdamW, bfloat16 autocast", "fp32"),
@@ -62,7 +62,7 @@ HEADER = ("training", "bytes per parameter", "loss minus the same optimizer's in
 
 
 def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
-    """Bytes, and differences of final losses on two texts with half of their 95% intervals."""
+    """Bytes per parameter, and differences of final losses on two texts with half of their 95% intervals."""
     return markdown(HEADER, [_line(*line) for line in lines])
 
 
@@ -73,7 +73,7 @@ def _line(stems: str, rule: str, name: str, baseline: str) -> list[str]:
 
 
 def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
-    """The same of the results page: beside the optimizer's own differences those to AdamW in float32."""
+    """The results page's table: differences to the same optimizer in float32 and to float32 AdamW."""
     against = [[_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines]
     header = ("training", "bytes", "minus itself in float32, STDLIB", "EULAW", "minus float32 AdamW, STDLIB", "EULAW")
     return markdown(header, [[*own, *adamw[2:]] for own, adamw in against])

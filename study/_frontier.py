@@ -1,7 +1,7 @@
-"""README's pictures: GB that one model takes in training, and what going from float32 to one byte costs in loss.
+"""README's pictures: GB that training one model takes, and the loss that one byte costs compared with float32.
 
-``python study/make.py --front`` draws them for light and dark pages, each narrow enough for a phone. The memory is that
-of the arithmetic in ``docs/_cards.py``, losses are those of the study.
+``python study/make.py --front`` draws them for light and dark pages, each narrow enough for a phone. The memory is
+computed by ``docs/_cards.py``; the losses are the study's.
 """
 
 import json
@@ -18,14 +18,14 @@ from nanogpt_bench.report.chart import CONFIG, RULE_ORDER, THEMES, coloured, ink
 from nanogpt_bench.report.results import Result
 
 FOLDER = Path(__file__).parent.parent / "docs" / "_static"
-#: what is around it on GitHub, which the dark theme of a report is not
+#: GitHub's dark background, which differs from that of a report's dark theme
 DARK_PAGE = "#0D1117"
 WIDTH, HEIGHT, TALLER = 372, 236, 17
 Spec = dict[str, Any]
 
 FLOATS = "fp32"
 MODEL, CARD = "Llama-3.1-8B", 24
-#: each bar's name, its way of training, and the rule whose colour it has
+#: of each bar: its name, its way of training in `_cards.peaks`, and the rule whose colour it has
 BARS = (
     ("bfloat16 + 8-bit AdamW", "bfloat16, 8-bit AdamW", FLOATS),
     ("the same, steps in backward", "bfloat16, 8-bit AdamW, steps in backward", FLOATS),
@@ -36,10 +36,10 @@ BARS = (
 
 
 def memory() -> Spec:
-    """A bar for each way of training, its activations paler, and a line at the memory of a card."""
+    """A bar for each way of training, its part of activations paler, and a line at the memory of a graphics card."""
     model = named(MODEL)
     sizes, more = peaks(model), activations(model)
-    height = HEIGHT + TALLER  # of the other picture's axis
+    height = HEIGHT + TALLER  # as high as the other picture with its axis
     step = height / len(BARS)
     rows = [
         {"name": name, "rule": rule, "peak": sizes[way] / 1e9, "all": (sizes[way] + more) / 1e9, "y": i * step}
@@ -66,13 +66,13 @@ def memory() -> Spec:
     return _view(f"Memory to train {MODEL}", lines, layers) | {"height": height}
 
 
-#: each row's files, the row in float32 that it is measured from, and the rule whose colour it has
+#: of each row: its results files, its baseline in float32, and the rule whose colour it has
 ROWS = {
     "E4M3 nearest": ("study_q1", "fp32", "nearest"),
     "E4M3 stochastic-8bit": ("study_q1", "fp32", "stochastic"),
     "E2M5 muon-stochastic draws=independent": ("study_q11_e2m5 study_q11_law", "muon", "muon-stochastic"),
 }
-#: names in the units of the axes, and the side that they begin or end at
+#: where the names are written, in units of the axes, and whether each text begins or ends there
 LABELS = (
     (8.7, 0.235, "AdamW in E4M3,", "nearest", "right"),
     (8.7, 0.205, "rounded to nearest", "nearest", "right"),
@@ -87,7 +87,7 @@ Points = dict[str, dict[str, list[float]]]
 
 
 def points() -> Points:
-    """Points of the drawing; the optimizer in float32 is at 0."""
+    """The points of `loss`; the optimizer in float32 is at 0."""
     found: Points = {}
     for row, (stems, baseline, _) in ROWS.items():
         for text, results in against_baseline(stems, baseline):
@@ -160,7 +160,7 @@ def _pixels(field: str) -> Spec:
 
 
 def _words(rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = False, **encoding: Any) -> list[Spec]:
-    """Text, above the same text drawn wider in the colour of the page, so that lines behind it end before it."""
+    """Text with a wide outline in the colour of the page, so that lines behind the text end before it."""
     colour = encoding.pop("color", ink("ink"))
     kind = {"type": "text", "align": align, "baseline": "middle", "dx": dx, "fontSize": 13}
     kind |= {"fontWeight": "bold" if bold else "normal"}
@@ -173,7 +173,7 @@ def _words(rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = F
 
 
 def _view(title: str, words: tuple[str, ...], layers: list[Spec]) -> Spec:
-    """Layers under a title and lines of words, of the size that README has side by side."""
+    """A chart's description: layers under a title and lines of text, so wide that two fit side by side in README."""
     head = {"text": title, "subtitle": list(words), "fontSize": 15, "subtitleFontSize": 12, "offset": 16}
     head |= {"subtitleColor": ink("muted"), "subtitlePadding": 5, "frame": "bounds"}
     return {"title": head, "width": WIDTH, "height": HEIGHT, "layer": layers}
@@ -183,7 +183,7 @@ PICTURES = {"memory": memory, "frontier": loss}
 
 
 def themed(name: str) -> dict[Path, Spec]:
-    """A picture's descriptions by file, one for light and one for dark pages."""
+    """The descriptions of a picture by file name, one for light and one for dark pages."""
     spec = {**PICTURES[name](), "config": CONFIG, "padding": 8}
     files = {"light": FOLDER / f"{name}.svg", "dark": FOLDER / f"{name}-dark.svg"}
     found = {}
@@ -194,12 +194,12 @@ def themed(name: str) -> dict[Path, Spec]:
 
 
 def mark(spec: Spec) -> str:
-    """Mark of the description that a picture was drawn from."""
+    """Comment in a picture's file with the digest of the description that it was drawn from."""
     return f"<!-- made from {digest(json.dumps(spec, sort_keys=True))} -->"
 
 
 def write_pictures() -> None:
-    """Draw all."""
+    """Draw every picture for light and for dark pages."""
     for name in PICTURES:
         for path, spec in themed(name).items():
             path.write_text(f"{svg(spec)}\n{mark(spec)}\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from nanogpt_bench.report.tables import run_heading
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import one_line
 
-#: octaves between the points of two rows at one place of the axis
+#: distance in octaves between the points of two rows at the same number
 APART = 0.03
 
 
@@ -102,7 +102,7 @@ def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
 
 
 def line_styles(ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Return the look of each line by its label: that of the row at its first number."""
+    """Return each line's style by its label: that of the row at its first number."""
     return {label: styles[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
 
 

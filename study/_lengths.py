@@ -1,4 +1,4 @@
-"""The gap by length or size of a file whose rules were trained for several: a table and a chart, as in the report."""
+"""The gap by length or by model size, of a file that has several of either: a table and a chart, as in the report."""
 
 from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_styles
 from _markdown import markdown
@@ -10,7 +10,7 @@ from nanogpt_bench.report.rows import find_reference, references_of
 
 
 def ladder_of(file: Exported) -> Ladder | None:
-    """Setting of which the same rule has several values: length, or size of the model."""
+    """The number of which a rule has several values, training length or model size; None if no rule has."""
     return next((ladder for ladder in LADDERS if climbed(ladder, _measured(file))), None)
 
 
@@ -21,7 +21,7 @@ def gap_by(ladder: Ladder, file: Exported) -> str:
 
 
 def drawn_by(ladder: Ladder, file: Exported) -> str:
-    """The same as an SVG."""
+    """The chart of those differences, as SVG."""
     results = _measured(file)
     rows = [result.row for result in results]
     against = references_of(rows, find_reference(rows, file.baseline)).values()

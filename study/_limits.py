@@ -21,7 +21,7 @@ def is_search(file: Exported) -> bool:
 
 
 def tuned_rates(files: Sequence[Exported]) -> dict[tuple[str, str], float]:
-    """The rate that each rule was found to be best at, by format and rule; the first file that has it is right."""
+    """The best rate that was found, by format and rule; where several files have one, the first file's."""
     found: dict[tuple[str, str], float] = {}
     for row in (row for file in files for row in file.tuning):
         found.setdefault((str(row["format"]), str(row["rule"])), float(row["best"]["optimizer.lr"]))
@@ -29,7 +29,7 @@ def tuned_rates(files: Sequence[Exported]) -> dict[tuple[str, str], float]:
 
 
 def limits_by_seed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, tuple[float | None, float | None]]]:
-    """By format and rule, and by seed: the largest rate that held, and the smallest that did not."""
+    """The largest stable rate and the smallest unstable one, by format and rule, then by seed."""
     tried: dict[tuple[str, str], dict[int, dict[float, bool]]] = {}
     for row in rows:
         for run in row.runs:
@@ -59,7 +59,7 @@ def limits(tried: Mapping[float, bool]) -> tuple[float | None, float | None]:
 
 
 def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
-    """By format and rule, and by seed: the largest rate that ended within the tolerance of the best rate's loss."""
+    """The largest rate whose loss is within TOLERANCE of the best rate's, by format and rule, then by seed."""
     ended: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
     for row in rows:
         for run in row.runs:
@@ -76,7 +76,7 @@ def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
 
 
 def limit_table(file: Exported, tuned: Tuned) -> str:
-    """A line a rule and format: its limits seed by seed, its tuned rate, and how often the smallest limit holds it."""
+    """A line per rule and format: limits by seed, tuned rate, smallest limit over it, largest rates near the best."""
     lines, near = [], near_best(file.rows)
     for (fmt, rule), seeds in limits_by_seed(file.rows).items():
         best = tuned.get((fmt, rule))

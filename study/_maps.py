@@ -1,4 +1,4 @@
-"""The map of a file whose runs have one layer pattern in one format each, and what its warp predicts."""
+"""The sensitivity map of a file whose runs each have one layer pattern in one format, and its correlation with warp."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -13,7 +13,7 @@ from nanogpt_bench.report.results_file import Exported, SensitivityMap
 from nanogpt_bench.report.rows import Row, find_reference
 
 END = 1.0
-"""Share of a run's steps at which it is looked at."""
+"""Share of a run's steps after which its metrics are read."""
 
 
 def is_map(file: Exported) -> bool:
@@ -28,7 +28,7 @@ def formats_of(row: Row) -> Mapping[str, object]:
 
 
 def map_of(file: Exported) -> SensitivityMap:
-    """Gaps to the float row, means over the seeds that both have."""
+    """Gaps to the float row by layer pattern and format, means over the seeds that both rows have."""
     reference = find_reference(file.rows, file.baseline)
     base = losses_of(reference) if reference else {}
     gaps: dict[tuple[str, str], float] = {}
@@ -44,12 +44,12 @@ def map_of(file: Exported) -> SensitivityMap:
 
 
 def drawn_map(file: Exported) -> str:
-    """The map as an SVG, as the report draws it."""
+    """The map as the report draws it, as SVG."""
     return svg(figure(sensitivity_charts([map_of(file)]), {}))
 
 
 def warps(file: Exported) -> str:
-    """Correlation of the warp figures at the end with the gap, over layers and formats, with intervals over formats."""
+    """Rank correlation of the final warp metrics with the gap, over layers and formats; intervals over formats."""
     told = rank_predictors(
         list(early_points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values())
     )

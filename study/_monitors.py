@@ -14,10 +14,10 @@ REFERENCE = "fp32"
 
 
 def monitors(*files: Exported) -> str:
-    """The loss itself, then the figures that are found among the rules without Muon, strongest first.
+    """A table of the loss and of the metrics that predict the gap among rules without Muon, strongest first.
 
-    Over all runs most figures tell Muon from AdamW. Runs of several files are told together, each against float32
-    AdamW; one that two hold counts once.
+    Among all runs most metrics only tell Muon from AdamW. Runs of several files are judged together, each against
+    float32 AdamW; a run that two files have counts once.
     """
     of_all = {each.name: each for each in rank_predictors(_points(files, lambda row: True))}
     alone = rank_predictors(_points(files, lambda row: not row.rule.startswith("muon")))
@@ -32,7 +32,7 @@ def monitors(*files: Exported) -> str:
 
 
 def looked_early(file: Exported) -> bool:
-    """Return whether there are runs with a float32 AdamW beside them, measured within a tenth of their steps."""
+    """Return whether the file has float32 AdamW and runs that were measured within a tenth of their steps."""
     return _has_reference(file) and bool(_points([file], lambda row: True))
 
 
@@ -41,7 +41,7 @@ def _has_reference(file: Exported) -> bool:
 
 
 def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Point]:
-    """The runs of the rows that are kept; what each is measured against is looked for among all rows."""
+    """The runs of the rows that `kept` selects; their references are looked for among all rows."""
     every = {}
     for file in files:
         shown = {setting_of(run) for row in file.rows if kept(row) for run in row.runs}
@@ -52,7 +52,7 @@ def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Poin
 
 
 def found(told: Predictor) -> bool:
-    """Return whether the rank correlation's interval leaves 0 out, and the figure adds to the loss of that time."""
+    """Return whether the rank correlation's interval excludes 0 and the metric predicts more than the loss alone."""
     if told.low is None or told.high is None or told.holm is None:
         return False
     return not told.low <= 0 <= told.high and told.holm < LEVEL

@@ -10,24 +10,24 @@ from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
 from nanogpt_bench.runs.load import Run
 
-#: share of a run's steps at which figures are told early
+#: share of a run's steps within which metrics count as early
 TENTH = 0.1
-#: share of the reference's loss by which a run behind exceeds it
+#: a run is behind if its loss exceeds the reference's by this share of the reference's
 BEHIND = 0.01
-#: the fewest runs that a figure is judged by
+#: a metric that fewer runs have is not judged
 FEWEST = 5
 #: resamples of the bootstrap
 RESAMPLES = 999
 LEVEL = 0.05
-#: the trivial predictors: the loss at that time, and its distance from the reference's at that step
+#: the trivial predictors: the early loss, and that loss minus the reference's at the same step
 LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss minus the reference's")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its figures at one time, its final gap (inf if it failed), whether it is behind, and its group.
+    """A run: its metrics at one time, its final gap (inf if it failed), whether it is behind, and its group `of`.
 
-    `of` is the key of the setting or the format, whose runs are not independent; it is the same in every file.
+    Runs of one group (one setting, or one format) are not independent. Its key is the same in every file.
     """
 
     figures: Mapping[str, float]
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A figure's rank correlation and AUC with the final gap, over the runs that have it, and the loss's on the same.
+    """A metric's rank correlation and AUC with the final gap, over the runs that have it, and the loss's on those runs.
 
     `low` and `high` are the ends of the 95% interval of `spearman`, by bootstrap over rows or formats. `beyond` is the
     partial rank correlation of figure and gap given the loss, `p` its p-value, `holm` the same adjusted for the number
@@ -103,7 +103,7 @@ def _loss(figures: Mapping[str, float]) -> float | None:
 
 
 def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
-    """Return the figures that enough runs have: first the loss itself, then the others, best first."""
+    """Return the metrics that enough runs have: first the loss and its gap, then the others, best first."""
     seen = dict.fromkeys(name for point in found for name in point.figures)
     names = [name for name in seen if name not in (*TRIVIAL, TRAIN_LOSS.name, SMOOTHED_LOSS.name)]
     told = [_predictor(name, found) for name in (*TRIVIAL, *names)]
@@ -114,7 +114,7 @@ def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
 
 
 def _predictor(name: str, found: Sequence[Point]) -> Predictor:
-    """Judge one figure beside the loss, over the runs that have both."""
+    """Judge one metric and the loss, over the runs that have both."""
     from scipy.stats import linregress, pearsonr, rankdata
 
     runs = [point for point in found if name in point.figures and LOSS in point.figures]
@@ -132,7 +132,7 @@ def _predictor(name: str, found: Sequence[Point]) -> Predictor:
         left.append(each - line.intercept - line.slope * of_loss)
     told = replace(told, **_interval(runs, figure, gaps))
     if any(max(abs(values)) < 1e-9 * len(runs) for values in left):
-        return replace(told, beyond=0.0, p=1.0)  # the loss explains all of it
+        return replace(told, beyond=0.0, p=1.0)  # nothing is left that the loss doesn't explain
     test = pearsonr(*left)
     return replace(told, beyond=float(test.statistic), p=float(test.pvalue))
 

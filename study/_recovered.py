@@ -1,4 +1,4 @@
-"""Share that each rule brings back of what nearest rounding loses to float32 in a format."""
+"""The share of nearest rounding's loss against float32, in a format, that each rule avoids."""
 
 from _markdown import markdown
 from _paired import losses_of
@@ -10,9 +10,9 @@ from nanogpt_bench.report.rows import Row
 
 
 def recovered(file: Exported) -> str:
-    """A line a rule and format, a column a text, shares taken seed by seed; nothing without nearest rounding or fp32.
+    """A line per rule and format, a column per text; "" if the file lacks `nearest` or `fp32`.
 
-    It is (L_nearest - L_rule) / (L_nearest - L_fp32).
+    The share is (L_nearest - L_rule) / (L_nearest - L_fp32), for each seed.
     """
     fp32 = {data_of(row): row for row in file.rows if row.rule == "fp32"}
     nearest = {(row.format, data_of(row)): row for row in file.rows if row.rule == "nearest"}
@@ -28,7 +28,7 @@ def recovered(file: Exported) -> str:
 
 
 def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
-    """The mean over the seeds that all three have, with its interval."""
+    """The mean share over the seeds that all three rows have, with its interval."""
     own, lost, exact = map(losses_of, (row, nearest, fp32))
     shares = {
         seed: (lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own.keys() & lost.keys() & exact.keys()
@@ -37,7 +37,7 @@ def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
 
 
 def in_share(found: Difference | None) -> str:
-    """A share with its interval.
+    """A share with its interval, as text.
 
     >>> in_share(Difference(0.5, 3, 0.25, 0.75)), in_share(Difference(1.1, 1)), in_share(None)
     ('50% [25%, 75%]', '110%, one seed: a lead', '-')

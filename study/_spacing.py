@@ -19,9 +19,9 @@ from nanogpt_bench.report.rows import find_reference
 
 MEAN_ULP = "geometry/stiffness_mean"
 FORMATS = 3
-"""As many make a line."""
+"""Fewer formats than this make no line."""
 LOWEST = 0.002
-"""Nats: where the figure ends below."""
+"""Lower end of the figure's axis, in nats."""
 OF_TEXTS = ({"marker": "o", "color": STOCHASTIC}, {"marker": "s", "color": "#E69F00"})
 
 
@@ -36,7 +36,7 @@ class Spaced:
 
 
 def spaced(file: Exported) -> list[Spaced]:
-    """The formats of the one rule that a file has beside its baseline, by mean ULP; nothing of another kind of file."""
+    """The formats of a file's only quantised rule, by mean ULP; [] for several such rules or few formats."""
     reference = find_reference(file.rows, file.baseline)
     quantised = [row for row in file.rows if row.format != "none" and row.runs]
     if reference is None or len({row.rule for row in quantised}) != 1:
@@ -50,7 +50,7 @@ def spaced(file: Exported) -> list[Spaced]:
 
 
 def spacing_table(each: Sequence[Spaced]) -> str:
-    """A line a format, its mean ULP and distance on every text; beneath it what ties the two."""
+    """A line per format: its mean ULP and its distance on every text. Below the table, how the two correlate."""
     texts = list(dict.fromkeys(point.text for point in each))
     cells = {(point.format, point.text): point for point in each}
     header = ["format", *(f"{words}, {text.split('/')[-1]}" for text in texts for words in ("mean ULP", "distance"))]
@@ -67,7 +67,7 @@ def _cells(point: Spaced | None) -> tuple[str, str]:
 
 
 def _told(each: Sequence[Spaced]) -> str:
-    """Their rank correlation, and the power of the mean ULP that the distances go with, of those above 0."""
+    """Rank correlation of mean ULP and distance, and the power of the mean ULP that fits the distances above 0."""
     rank = spearmanr([point.ulp for point in each], [point.distance.mean for point in each]).statistic
     above = [(math.log(point.ulp), math.log(point.distance.mean)) for point in each if point.distance.mean > 0]
     power = f", power {linregress(*zip(*above, strict=True)).slope:.2f}" if is_drawn(each) else ""
@@ -80,7 +80,7 @@ def is_drawn(each: Sequence[Spaced]) -> bool:
 
 
 def drawn_spacing(each: Sequence[Spaced], texts: Mapping[str, str], name: str) -> Figure:
-    """Distances with their 95% intervals over the mean ULP; the line has their mean distance an ULP."""
+    """Distances with 95% intervals over the mean ULP; the line is proportional, at the mean distance per ULP."""
     above = [point for point in each if point.distance.mean > LOWEST]
     slope = math.exp(fmean(math.log(point.distance.mean / point.ulp) for point in above))
     ends = [min(point.ulp for point in each) / 1.4, max(point.ulp for point in each) * 2.0]

@@ -11,7 +11,7 @@ PLAIN, ANNEALED = "stochastic", "stiffness-anneal"
 
 
 def stiffness_table(file: Exported) -> str:
-    """A line a format and text that has both, p-values adjusted over them; nothing for fewer than two."""
+    """A line per format and text that has both, p-values adjusted over all lines; "" for fewer than two lines."""
     plain = {(row.format, data_of(row)): row for row in file.rows if row.rule == PLAIN and row.runs}
     pairs = [
         (row, plain[place])

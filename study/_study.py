@@ -42,7 +42,7 @@ from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.plan import baseline_of
 
 FOLDER = Path(__file__).parent / "results"
-#: rows that those of a file are measured against, where it is not these
+#: the baselines of files whose rows are not measured against BASELINES
 AGAINST = {
     "study_q1_baselines": tuple(f"{rule} dir=data/stdlib weight_decay=0.1 beta2=0.99" for rule in BASELINES),
     "study_q2_muon": (
@@ -65,11 +65,11 @@ AGAINST = {
     "study_q13_peers": ("fp32", "muon", "E2M5 muon-stochastic"),
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
 }
-#: files that Q8 has asked, as its page says
+#: the files whose runs Q8 uses, as its page says
 MONITORED = ("study_q1", "study_q2", "study_q2_muon_spacing", "study_q2_muon_e2m5", "study_q9_length_cpu")
-#: nats; a smaller difference is not worth a sentence
+#: in nats: smaller differences count as none in a verdict
 WORTH = 0.005
-#: files that are drawn with another, whose rows theirs stand beside
+#: files whose rows are added to another file's in its tables and figures
 BESIDE = {
     "study_q1": ("study_q1_bf16",),
     "study_q2_noise": ("study_q2_twin",),
@@ -87,7 +87,7 @@ BESIDE = {
 
 
 def read(path: Path) -> Exported:
-    """A results file, with the searches and the other rows of those that stand beside it."""
+    """A results file with the rows and searches of the files that BESIDE adds to it."""
     beside = [path.with_stem(name) for name in BESIDE.get(path.stem, ())]
     files = [read_export(each) for each in (path, *beside) if each.is_file()]
     rows = {row.label: row for file in reversed(files) for row in file.rows}
@@ -97,7 +97,7 @@ def read(path: Path) -> Exported:
 
 
 def against_baseline(stems: str, baseline: str) -> Iterator[tuple[str, list[Result]]]:
-    """The rows of files, text by text, measured against a row of theirs, or, if they lack it, of Q1's on their text."""
+    """The rows of files, text by text, measured against their baseline, or Q1's on that text if they lack it."""
     for file in (read(FOLDER / f"{stem}.json") for stem in stems.split()):
         if not any(row_label(row.rule, row.format) == baseline for row in file.rows):
             texts = {text_of_row(row) for row in file.rows}
@@ -108,7 +108,7 @@ def against_baseline(stems: str, baseline: str) -> Iterator[tuple[str, list[Resu
 
 
 def decided(file: Exported, against: Sequence[str]) -> str:
-    """Verdict of the intervals of all texts together on every rule, as the study's page has laid it down."""
+    """A table of the verdict on every rule, from its intervals on all texts; the study's page defines the verdicts."""
     each = {name: measured_against(file, name) for name in against}
     labels = dict.fromkeys(short(result) for results in each.values() for result in results)
     rows = [
@@ -119,7 +119,7 @@ def decided(file: Exported, against: Sequence[str]) -> str:
 
 
 def _decision(results: Sequence[Result]) -> str:
-    """One rule on every text, against one baseline.
+    """The verdict on one rule, from its differences to one baseline on every text.
 
     >>> _decision([])
     'not decided'
@@ -138,7 +138,7 @@ def _decision(results: Sequence[Result]) -> str:
 
 
 def along(file: Exported, name: str) -> dict[str, dict[str, Course]]:
-    """By text and rule, how far from a baseline the runs are at each of their validations."""
+    """The distance of the runs from a baseline at each of their validations, by text and rule."""
     reference = find_reference(file.rows, baseline_of(name, file.rows))
     against = references_of(file.rows, reference)
     return {
@@ -169,7 +169,7 @@ def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> s
 
 
 def forest(file: Exported, name: str) -> Figure:
-    """Every row's paired difference to a baseline with its 95% interval, a panel a text."""
+    """Every row's paired difference to a baseline with its 95% interval, a panel per text."""
     panels = list(by_text(measured_against(file, name)))
     means = {short(r): r.difference.mean for _, results in reversed(panels) for r in results if r.difference}
     order = sorted((label for label in means if label != name), key=lambda label: -means[label])
@@ -200,7 +200,7 @@ def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> N
 
 
 def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
-    """The tables of a file, each with the end of its name."""
+    """The tables of a file, each with the suffix of its name."""
     against = baselines(file, AGAINST.get(stem, BASELINES))
     several = len({text_of(result) for result in measured_against(file, against[0])}) > 1
     decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""

@@ -1,4 +1,4 @@
-"""The tails of the weights that a study's rules train, from what its runs saw of them."""
+"""The tails of the weights' distribution by rule, from the monitors' records of the runs."""
 
 from collections.abc import Callable
 from statistics import fmean
@@ -10,20 +10,20 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run
 
 TENTH = 0.1
-"""Of a run's steps."""
+"""The share of a run's steps within which a measurement is early."""
 Look = Callable[[Run, str], float | None]
-"""Reads a figure of a run."""
+"""A function that reads a metric from a run's measurements."""
 KURTOSIS = "quant/kurtosis/weight"
 LOG2_STD, LOG2_SKEWNESS = "quant/log2_std/weight", "quant/log2_skewness/weight"
 
 
 def kurtosis_table(file: Exported) -> str:
-    """The kurtosis of the weights, where a normal distribution has 3."""
+    """A table of the weights' kurtosis, which is 3 for a normal distribution."""
     return _table(file, lambda row, look: written(_mean(row, look, KURTOSIS)))
 
 
 def logarithms_table(file: Exported) -> str | None:
-    """Standard deviation and skewness of the logarithms of the weights; None of a file whose runs did not look."""
+    """A table of standard deviation and skewness of the weights' logarithms; None if the file's runs lack them."""
     if all(at_end(row, LOG2_STD) is None for row in file.rows):
         return None
     return _table(file, _logarithms)
@@ -35,9 +35,9 @@ def _logarithms(row: Row | None, look: Look) -> str:
 
 
 def _table(file: Exported, cell: Callable[[Row | None, Look], str]) -> str:
-    """A line a rule, a column for a tenth of the training and for its end on each text; means over seeds.
+    """A line per rule; for each text a column after a tenth of the training and one at its end; means over seeds.
 
-    Of two texts' rows of one rule the labels differ in ``dir`` alone.
+    The labels of a rule's rows on two texts differ in ``dir`` only.
     """
     texts = dict.fromkeys(data_of(row) for row in file.rows if row.runs)
     rules: dict[str, dict[str, Row]] = {}
@@ -57,7 +57,7 @@ def data_of(row: Row) -> str:
 
 
 def at_end(row: Row, name: str) -> float | None:
-    """The mean of a figure over the runs of a row, at their last looks."""
+    """The mean of a metric over the runs of a row, at each run's last measurement."""
     return _mean(row, _of_the_end, name)
 
 
@@ -67,7 +67,7 @@ def _mean(row: Row | None, look: Look, name: str) -> float | None:
 
 
 def _of_a_tenth(run: Run, name: str) -> float | None:
-    """At the last look within a tenth of the steps; None where the first came later."""
+    """The metric at the last measurement within a tenth of the steps; None if the first came later."""
     within = [step for step in run.looks if step <= TENTH * (run.number("steps") or 0)]
     return run.looks[max(within)].get(name) if within else None
 
@@ -77,7 +77,7 @@ def _of_the_end(run: Run, name: str) -> float | None:
 
 
 def written(value: float | None) -> str:
-    """A figure, or a dash.
+    """A number as text, or a dash for None.
 
     >>> written(217.3), written(4.2), written(None)
     ('217', '4.2', '-')

@@ -1,7 +1,7 @@
-"""Three predictions about E7M0 with nearest rounding, answered by the records of runs: a table.
+"""Three predictions about E7M0 with nearest rounding, checked against the records of runs: a table.
 
-E7M0 has powers of two only. With neighbours at half and at twice its value, nearest rounding leaves a weight where it
-is until a step reaches a quarter of it inwards or half of it outwards. Three things were predicted of that.
+E7M0 has powers of two only. A weight's neighbours are half and twice its value, so nearest rounding leaves the weight
+where it is unless a step is a quarter of it towards 0 or half of it away from 0. Three predictions follow.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from _markdown import markdown  # noqa: E402
 from nanogpt_bench.runs.load import Run, load_run  # noqa: E402
 
 LOSS, LOST, ZONE = "train/loss", "stall/update_lost", "stall/zero_gradient_zone"
-#: the step from which on the loss does not fall, steps of a moving average, and the fewest that would tell
+#: the step after which the loss should not fall, the least width of the moving average, the fewest steps to judge by
 PLATEAU, WINDOW, SHORTEST = 10, 10, 20
-#: share of the loss's whole fall that counts as no fall any more
+#: a fall by less than this share of the loss's whole fall counts as none
 NO_FALL = 0.02
-#: shares of the weights, and what they do
+#: of each prediction: the metric, the share of the weights that it has to reach, and what these weights do
 SHARES = (
     (LOST, 0.9, "lose their update"),
     (ZONE, 0.5, "lie in a zone where half a ULP to either side changes nothing"),
@@ -32,7 +32,7 @@ ANSWERS = {True: "confirmed", False: "refuted", None: "not judged"}
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction, whether a run confirms it (None where it did not record the figure), and its figures."""
+    """A prediction, whether a run confirms it (None if the run lacks the metric), and the numbers that decide."""
 
     statement: str
     confirmed: bool | None
@@ -40,13 +40,13 @@ class Prediction:
 
 
 def predictions(run: Run) -> Iterator[Prediction]:
-    """Yield the three, answered by a run."""
+    """Yield the three predictions, each checked against a run."""
     yield _plateau(run)
     yield from (_share(run, name, limit, what) for name, limit, what in SHARES)
 
 
 def is_e7m0_nearest(run: Run) -> bool:
-    """Return whether a run's weights are E7M0 throughout and written back by nearest rounding."""
+    """Return whether all quantised weights of a run are E7M0 and written back by nearest rounding."""
     return run.format == "E7M0" and (run.config.get("optimizer") or {}).get("writeback") == "nearest"
 
 
@@ -81,7 +81,7 @@ def _centred(values: Sequence[float], width: int) -> list[float]:
 
 
 def _share(run: Run, name: str, limit: float, what: str) -> Prediction:
-    """A prediction that a share of the weights, in the mean over the run, reaches a limit."""
+    """The prediction that a share of the weights, averaged over the run, reaches a limit."""
     statement, series = f"at least {limit:.0%} of the weights {what}", _series(run, name)
     if not series:
         return Prediction(statement, None, f"the run did not record {name}")
@@ -92,7 +92,7 @@ def _share(run: Run, name: str, limit: float, what: str) -> Prediction:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A line for every prediction of every run of E7M0 with nearest rounding."""
+    """A table with a line for every prediction and every run of E7M0 with nearest rounding."""
     lines = [
         (f"`{run.name}`", each.statement, ANSWERS[each.confirmed], each.text)
         for run in filter(is_e7m0_nearest, runs)
@@ -102,7 +102,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    """Print the table of run folders."""
+    """Print the table of the runs in the given folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, such as runs/e7m0")
     print(table([load_run(path) for path in parser.parse_args().runs]), end="")

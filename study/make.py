@@ -1,7 +1,7 @@
-"""The tables and figures of the study's pages, made from the files in `results`: what is stale, or everything.
+"""Make the tables and figures of the study's pages from the files in `results`: those that are stale, or all.
 
-With --front instead the first tables of README and of the page on optimizers, printed, and README's pictures.
-What these share with the site's other pages is in `docs`.
+With --front it prints the first tables of README and of the page on optimizers, and draws README's pictures instead.
+Modules that the study shares with the site's other pages are in `docs`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ STUDY = Pages(
 
 
 def main() -> None:
-    """Make them and write them."""
+    """Make the tables and figures, or with --front README's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="make everything, minutes")
     parser.add_argument("--front", action="store_true", help="print the first tables and draw README's pictures")

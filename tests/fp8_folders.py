@@ -216,7 +216,7 @@ def compressed(
 
 
 def _compressed_tensors(folder: Path, model: Any, shards: str, config: Any, scheme: Any, wide: bool) -> None:
-    """The same by the compressor's function for one layer: transformers' fused experts are no ``Linear``."""
+    """Writes a folder by the compressor's function for single layers, because fused experts are no ``Linear``."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
 

@@ -25,7 +25,7 @@ def served(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def served_by_values(folder: Path, dtype: torch.dtype, place: Path) -> Any:
-    """The same from a float folder of what :func:`decoded` gives, for layouts that transformers does not read."""
+    """The served model from a float folder of :func:`decoded` values, for layouts that transformers does not read."""
     values = decoded(folder)
     shutil.copytree(folder, place)
 

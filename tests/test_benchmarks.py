@@ -110,7 +110,7 @@ WALKS = {"later": (17, 100, 60), "steady": (11, 60, 60)}
 
 @pytest.mark.parametrize("optimizer", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion", "Madam"])
 def test_the_way_of_a_step_is_short(optimizer: str, modules: dict[str, ModuleType]) -> None:
-    """And has no helper of a GPU's in it."""
+    """A step enters few files and functions, and none of Triton's."""
     walk = modules["walk_of_a_step"]
     for name, entered in walk.walks(optimizer, walk.STEPS):
         if name != "first":
@@ -563,7 +563,7 @@ def test_a_moment_is_right_on_average_by_independent_draws(
 
 
 def test_values_of_a_fitted_grid_stay(modules: dict[str, ModuleType]) -> None:
-    """And the scale is the smallest power of two, of blocks of zeros too."""
+    """Values on a block's grid are not changed, in blocks of zeros either; `power_above` rounds up to powers of two."""
     script = modules["moment_formats"]
     for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
         values = torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20

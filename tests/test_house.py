@@ -142,7 +142,7 @@ def is_private(name: str) -> bool:
 
 
 def test_private_names_of_torch_are_listed_with_their_reasons() -> None:
-    """And nothing looks at the stack of calls."""
+    """The library inspects no call stack either."""
     found = set()
     for name, path in modules().items():
         if name.startswith("fp8manifold"):
@@ -209,7 +209,7 @@ def test_the_check_sees_private_names_alone() -> None:
 
 
 def test_files_are_short_and_compile_nothing() -> None:
-    """And import nothing by a name that they read; what unpickles or evaluates ruff finds."""
+    """Files that ship call neither `compile` nor `__import__`; ruff finds what unpickles or evaluates."""
     for path in SHIPPED:
         assert path.read_text(encoding="utf-8").count("\n") <= 500, path
         assert path.stem != "utils", path

@@ -1,7 +1,7 @@
-"""Checkpoints to disk and back: written whole or not at all, every byte checked before any of it is used.
+"""Writing and reading checkpoints: written whole or not at all, every byte checked before any of it is used.
 
-A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all tensors, and in its header everything that
-is no tensor. Beside it `step-N.safetensors.sha256` has its SHA-256.
+A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all tensors; everything else is in its header.
+Its SHA-256 is in `step-N.safetensors.sha256` beside it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from nanogpt_bench.system.untrusted import open_file, read_text
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return a run's newest checkpoint that verifies, and one line for each newer one that does not, newest first."""
+    """Return a run's newest checkpoint that verifies, and a line for each newer one that does not, newest first."""
     skipped: list[str] = []
     for step in reversed(steps(run_dir)):
         path = step_file(run_dir, step)
@@ -47,7 +47,7 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def says_best(path: Path) -> bool:
-    """Read whether no validation loss had been lower at a checkpoint's step; its other bytes are not checked."""
+    """Return whether a checkpoint says that its validation loss was the lowest so far; only its header is read."""
     try:
         with _named(path), open_file(path, links=False) as file:
             return _head(file, path).facts.get("best") is True
@@ -56,12 +56,12 @@ def says_best(path: Path) -> bool:
 
 
 def verify(path: Path) -> None:
-    """Check that every byte of a checkpoint is the one that was written; takes little memory, whatever its size."""
+    """Check every byte of a checkpoint against its SHA-256; takes little memory, whatever the checkpoint's size."""
     read(path, only=())
 
 
 def read(path: Path, only: Collection[str] | None = None) -> Contents:
-    """Return what a checkpoint holds, once all of it is checked; `only` are the parts whose tensors are wanted."""
+    """Return the contents of a checkpoint, after checking all of it; `only` names the parts whose tensors are read."""
     with _named(path), open_file(path, links=False) as file:
         _check_digest(file, path)
         contents = _head(file, path)
@@ -74,7 +74,7 @@ def read(path: Path, only: Collection[str] | None = None) -> Contents:
 
 
 def read_sum(path: Path) -> str:
-    """Return the SHA-256 that is written beside a checkpoint."""
+    """Return the SHA-256 in the file beside a checkpoint."""
     with _named(path):
         return read_text(sum_file(path), 500, links=False).partition(" ")[0]
 
@@ -96,13 +96,13 @@ def _check_digest(file: BufferedReader, path: Path) -> None:
 
 
 def sum_line(digest: str, path: Path) -> str:
-    """Return the line of `sha256sum` that a checkpoint's digest is written as."""
+    """Return a checkpoint's digest as a line in the format of `sha256sum`."""
     return f"{digest}  {path.name}\n"
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn whatever is wrong with a checkpoint into one line that names it."""
+    """Turn any error of reading a checkpoint into one line that names the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -118,8 +118,8 @@ def _named(path: Path) -> Iterator[None]:
 def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
     """Write a checkpoint and return its file, `run_dir`/checkpoints/step-N.safetensors; then remove older ones.
 
-    It is written beside, and gets its name once it and its digest are on the disk: whatever happens on the way, the
-    checkpoints before are as they were. Kept are the `keep_last` newest, this one included, and the newest whose
+    It is written under another name, and renamed once it and its digest are on the disk: if anything fails before,
+    earlier checkpoints are unchanged. The `keep_last` newest stay, this one included, and the newest whose
     `facts["best"]` is true. A checkpoint of the same step is removed first; those of later steps are left alone.
 
     Example:
@@ -133,8 +133,8 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
         ([1, 3], 'step-3.safetensors')
 
     Raises:
-        CheckpointNotWritten: the disk is full, can't be written or fails otherwise; no litter is left if that can be.
-        ValueError: `keep_last` below 1, or contents that no file can hold.
+        CheckpointNotWritten: the disk is full, can't be written or fails; unfinished files are removed if possible.
+        ValueError: `keep_last` below 1, or contents that a file can't hold.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} is not allowed; give 1 or more")
@@ -150,10 +150,10 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
         try:
             _write(path, [header, *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors)])
         except BaseException:
-            with suppress(OSError):  # what failed may fail again; the next start removes what is left
+            with suppress(OSError):  # removing may fail, too; the next start removes what is left
                 clean(run_dir)
             raise
-        with suppress(OSError):  # this checkpoint is safe; the next commit tries again
+        with suppress(OSError):  # this checkpoint is on the disk, and the next commit tries again to prune
             _prune(run_dir, contents.step, keep_last)
     except (OSError, BenchError) as error:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
@@ -173,14 +173,14 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, its digest last: one without would look like a broken one."""
+    """Remove a checkpoint, its digest last: without its digest it would look broken."""
     for file in (path, sum_file(path)):
         if file.exists():
             os.unlink(file)
 
 
 def _prune(run_dir: Path, step: int, keep_last: int) -> None:
-    """Remove the checkpoints before the one of `step` but the last ones and the best."""
+    """Remove the checkpoints up to the one of `step`, except the last `keep_last` and the best."""
     paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
     old = paths[:-keep_last]
     best = next(filter(says_best, reversed(paths)), None) if old else None
@@ -189,12 +189,12 @@ def _prune(run_dir: Path, step: int, keep_last: int) -> None:
             _remove(path)
 
 
-#: bytes handed to the system at a time
+#: bytes written at a time
 CHUNK = 1 << 20
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write a new file, wait until it is on the disk, and return the SHA-256 of what it should hold."""
+    """Write a new file, wait until it is on the disk, and return the SHA-256 of its bytes."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     digest, size = hashlib.sha256(), 0
     try:
@@ -224,7 +224,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-#: for digests and the file system's own bookkeeping
+#: bytes for digests and the file system's bookkeeping
 OVERHEAD = 1 << 20
 
 
@@ -234,7 +234,7 @@ def bytes_of(contents: Contents) -> int:
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet."""
+    """Refuse `what` if its `needed` bytes do not fit on the disk of `folder`, which need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed + OVERHEAD:

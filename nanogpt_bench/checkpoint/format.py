@@ -1,4 +1,4 @@
-"""The parts of a checkpoint on disk: its names, its contents, and the header for everything but tensors.
+"""The format of checkpoints on disk: file names, contents, and the header with everything but tensors.
 
 The header of `step-N.safetensors` names every tensor as `part/name`, and has one text, a JSON document:
 
@@ -36,7 +36,7 @@ def sum_file(path: Path) -> Path:
 
 
 def part_file(path: Path) -> Path:
-    """Return where a checkpoint is while it is written."""
+    """Return the name of a checkpoint while it is written."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -51,12 +51,12 @@ def step_of(name: str) -> int | None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Return the steps that have a checkpoint by its name, whole or not, in increasing order."""
+    """Return the steps of a run's checkpoints by their names, whole or broken, in increasing order."""
     return sorted(step for name in _names(run_dir) if (step := step_of(name)) is not None)
 
 
 def stray(run_dir: Path) -> Iterator[Path]:
-    """Files that an interrupted save or removal left behind: a part of a checkpoint, a digest without one."""
+    """Files that an interrupted save or removal left behind: unfinished checkpoints, and digests without one."""
     names = set(_names(run_dir))
     for name in names:
         stem, dot, last = name.rpartition(".")
@@ -90,7 +90,7 @@ def _names(run_dir: Path) -> list[str]:
 
 @dataclass
 class Contents:
-    """Everything a checkpoint holds, free of any class that a reader would need to know.
+    """The contents of a checkpoint, as plain tensors and JSON values only.
 
     Example:
         >>> contents = Contents(10, {"model": {"w": torch.ones(2, 3)}}, facts={"best": True})
@@ -100,24 +100,24 @@ class Contents:
 
     #: optimizer steps completed
     step: int
-    #: part -> name -> plain, contiguous CPU tensor that shares its memory with no other
+    #: part -> name -> plain, contiguous CPU tensor that shares no memory with others
     tensors: dict[str, dict[str, Tensor]]
     #: part -> texts that belong to its tensors
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    #: everything else, without NaN and Inf; `best` is true if no validation loss had been lower at that step
+    #: everything else, without NaN and Inf; `best` is true if the validation loss at that step was the lowest so far
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 class BrokenCheckpoint(BenchError):
-    """A checkpoint is not what was committed; `str(error)` is one line that says what is wrong with it."""
+    """A checkpoint is not what was committed; `str(error)` says in one line what is wrong with it."""
 
 
 class CheckpointNotWritten(BenchError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 FORMAT = 2
-#: bytes of a header
+#: the most bytes of a header
 HEADER = 1 << 25
 _TEXT = "checkpoint"
 _DTYPES = dict(
@@ -139,7 +139,7 @@ _DTYPES = dict(
 def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
     """Return the header of a checkpoint's file and the tensors that follow it, the widest types first.
 
-    Raises ValueError for a tensor that no file can hold, NaN among the facts, or more than `read_head` reads.
+    Raises ValueError for a tensor that a file can't hold, NaN among the facts, or a header too long for `read_head`.
     """
     named = {f"{part}/{name}": value for part, tensors in contents.tensors.items() for name, value in tensors.items()}
     ordered = dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
@@ -159,7 +159,7 @@ def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
 
 
 def read_head(file: BinaryIO) -> Contents:
-    """Return what is no tensor out of the header of a file that is read from its beginning.
+    """Return a checkpoint's contents without the tensors, from the header of a file at its beginning.
 
     Raises ValueError for a header that is too long or cut off, no JSON, or not of a checkpoint.
     """
@@ -199,35 +199,35 @@ _BY_NAME = {
 def capture_tree(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of nested dicts, lists, tuples and scalars by name, and the rest as an outline for JSON.
 
-    The tensors are copies: plain, contiguous, on the CPU, with a memory of their own. A tensor subclass is taken apart
-    by its `__tensor_flatten__`. Numbers that JSON has no word for (NaN, Inf) and keys that are no strings survive.
+    The tensors are copies: plain, contiguous, on the CPU, sharing no memory. A tensor subclass is taken apart by its
+    `__tensor_flatten__`. Numbers that JSON can't write (NaN, Inf) and keys that are no strings survive.
 
     >>> tensors, outline = capture_tree({"state": {0: torch.ones(2), "loss": float("inf")}})
     >>> list(tensors), outline
     (['state/0'], {'dict': [['state', {'dict': [[0, {'tensor': 'state/0'}], ['loss', {'float': 'inf'}]]}]]})
 
     Raises:
-        TypeError: something else in the tree, named by its path.
+        TypeError: a value of another type in the tree, named by its path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _outline(tree, "", tensors)
 
 
 def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[type] = ()) -> Any:
-    """Return the tree that `capture_tree` took apart; its plain tensors are held, not copied.
+    """Return the tree that `capture_tree` took apart, with the tensors themselves, not copies.
 
-    `classes` are the tensor subclasses that an outline may name; it can't bring in any other.
+    `classes` are the tensor subclasses that an outline may name; any other is refused.
 
     >>> restore_tree(*capture_tree([1, (2.5, float("nan")), {7: torch.tensor([3])}]))
     [1, (2.5, nan), {7: tensor([3])}]
 
     Raises:
-        ValueError: an outline that `capture_tree` did not make, a tensor that is missing, or a class that is not one
-            of `classes`.
+        ValueError: an outline that `capture_tree` did not make, a missing tensor, or a class that is not in
+            `classes`.
     """
     try:
         return _restored(outline, tensors, {kind.__name__: kind for kind in classes})
-    except Exception as error:  # whatever comes of an outline that does not fit
+    except Exception as error:  # an outline that does not fit can raise anything
         why = f"{type(error).__name__}: {shortened(printable(one_line(error)), 200)}"
         raise ValueError(f"the outline does not fit its tensors: {why}") from None
 
@@ -261,14 +261,14 @@ def _outline_of_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> 
         parts = [[name, _outline_of_tensor(getattr(value, name), _below(path, name), tensors)] for name in names]
         return {"class": type(value).__name__, "parts": parts, "rest": _outline(rest, _below(path, "rest"), {})}
     name = path or "value"
-    while name in tensors:  # keys 1 and "1", or "a/b" beside b in a
+    while name in tensors:  # keys 1 and "1" have the same name, and so have "a/b" and b in a
         name += "'"
     tensors[name] = plain_copy(value)
     return {"tensor": name}
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor's values without its class: contiguous, on the CPU, with a memory of their own."""
+    """Return a copy of a tensor as a plain one: contiguous, on the CPU, sharing no memory."""
     plain = tensor.detach().as_subclass(Tensor)
     return torch.empty_like(plain, device="cpu", memory_format=torch.contiguous_format).copy_(plain)
 

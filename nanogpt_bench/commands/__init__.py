@@ -1,7 +1,7 @@
-"""The commands of `nanogpt-bench`, a module each: `TEXTS`, `add_options` and `main`; and the types of their arguments.
+"""The commands of `nanogpt-bench`, one module each with `TEXTS`, `add_options` and `main`; and argument types.
 
-`main` returns the exit code, or raises `BenchError`, one line. It imports all that brings torch itself: help and wrong
-options need not wait for that. A type makes a word a value, or raises one line that says what is allowed.
+`main` returns the exit code, or raises `BenchError`. Modules that import torch are imported inside it, so that help and
+errors of options come at once. An argument type turns a word into a value, or raises a line that says what is allowed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from nanogpt_bench.system.errors import not_known
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Return a type that reads one of some words.
+    """Return an argument type that takes one of some words.
 
     >>> one_of(["today"])("today")
     'today'
@@ -30,7 +30,7 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
 
 
 def braced(words: Iterable[str]) -> str:
-    """Return words as the usage of a command shows a choice.
+    """Return words as a choice in the usage of a command.
 
     >>> braced(["a", "b"])
     '{a,b}'
@@ -39,14 +39,14 @@ def braced(words: Iterable[str]) -> str:
 
 
 def tokenizer(word: str) -> str:
-    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model, for its own."""
+    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model, whose tokenizer it means."""
     if word.startswith("bpe-") or "/" in word or word.endswith(".gguf") or Path(word).is_dir():
         return word
     return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
 
 
 def names(text: str) -> list[str]:
-    """Return the names in a list with commas.
+    """Return the names in a text with commas between them.
 
     >>> names("E4M3, E7M0")
     ['E4M3', 'E7M0']
@@ -58,7 +58,7 @@ def names(text: str) -> list[str]:
 
 
 def number(kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    """Return a type that reads a number of a kind.
+    """Return an argument type that takes a number of a kind.
 
     >>> positive("3")
     3
@@ -80,7 +80,7 @@ above_0 = number(float, lambda value: 0.0 < value < math.inf, "a number > 0")
 
 
 def add_executor(parser: Any) -> None:
-    """Add where the runs of several are trained."""
+    """Add the options of a command that trains several runs: where it trains them."""
     parser.add_argument(
         "--executor",
         default="local",

@@ -1,4 +1,4 @@
-"""`nanogpt-bench compare`: the shipped sweep over rows, with what the command line asks for."""
+"""`nanogpt-bench compare`: the packaged sweep `compare.yaml`, changed by the command line."""
 
 import argparse
 import shlex
@@ -40,7 +40,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train every row at every seed, write the report and print the table; the last line is the report's path."""
+    """Train every row with every seed, write the report and print the table; the last line is the report's path."""
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
     from nanogpt_bench.sweep.session import sweep_grid

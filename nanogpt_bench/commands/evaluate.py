@@ -1,4 +1,4 @@
-"""`nanogpt-bench evaluate`: one set of weights in several formats, without training: losses, or a report of them."""
+"""`nanogpt-bench evaluate`: losses of one set of weights in several formats, without training, or a report on them."""
 
 import argparse
 from pathlib import Path
@@ -8,12 +8,12 @@ from nanogpt_bench.commands import above_0, names, one_of, positive
 from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
 
-#: options that go with a report
+#: options that ask for a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
-#: options that go with --model alone, and those that go without it
+#: options that need --model, and options that can't be used with it
 ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("run", "checkpoint")
 SCALES = ("tensor", "channel", "block", "square")
-#: columns of the table where no terminal says how wide it is
+#: width of the table in characters, without a terminal
 _WIDTH = 120
 
 TEXTS = {
@@ -65,7 +65,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure losses, or write a report where its options are given."""
+    """Measure losses, or write a report if one of its options is given."""
     _check(args)
     if args.model is not None:
         from nanogpt_bench.evaluation.report import report_model

@@ -1,4 +1,4 @@
-"""`nanogpt-bench finetune --model PATH`: all weights of a pretrained language model, trained further."""
+"""`nanogpt-bench finetune --model PATH`: training all weights of a pretrained language model further."""
 
 import argparse
 import copy
@@ -17,10 +17,10 @@ from nanogpt_bench.system.files import LOCK, is_unused, locked
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
 FLOAT: Final = "float"
-#: that of a published model trained as it is stored
+#: the layout of a published model that was trained in the codes of its files
 OWN: Final = "its own"
 LAYOUTS = (FLOAT, "compressed-tensors", "torchao", "fp8")
-#: of float32 AdamW: a weight, two averages and a gradient, four bytes each
+#: bytes per parameter of float32 AdamW: weight, two averages and gradient, four bytes each
 ADAMW_BYTES = 16
 _MIB = 2**20
 
@@ -62,7 +62,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train, print the memory taken, and write the model with `--save`."""
+    """Train, print the memory that it took, and with `--save` write the model."""
     overrides = [*args.overrides, "--model.pretrained", args.model]
     layout: Any = args.layout
     if args.layout is not None and args.save is None:
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     if args.save is not None:
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
-        from nanogpt_bench.setup.resolve import resolve  # here, as all that brings torch: the help need not wait for it
+        from nanogpt_bench.setup.resolve import resolve  # not at the top: it imports torch, which takes seconds
 
         layout = check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
     with nullcontext() if args.save is None else locked(args.save, "--save"):
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
-    """Return the layout to write in, before a training; no weight is read."""
+    """Return the layout that `--save` will write, or refuse it, before the training; no weight is read."""
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
     from nanogpt_bench.setup.pretrained import trains_stored
@@ -103,7 +103,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
 
 @contextmanager
 def _weights_named(run_dir: Path, out: Path) -> Iterator[None]:
-    """Remove the parts of a model that could not be written, and say where its weights are."""
+    """If the model can't be written, remove its parts, and raise an error that names the place of the weights."""
     try:
         yield
     except BenchError as error:
@@ -118,7 +118,7 @@ def _weights_named(run_dir: Path, out: Path) -> Iterator[None]:
 
 @contextmanager
 def _written(out: Path) -> Iterator[None]:
-    """Make one line of any error of transformers while it writes a model."""
+    """Turn any error of writing a model into one line."""
     try:
         yield
     except BenchError:
@@ -130,7 +130,7 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def memory_line(summary: dict[str, Any]) -> str:
-    """Return the memory of a run, measured, beside that of float32 AdamW, by arithmetic.
+    """Return a line with the measured memory of a run, and that of float32 AdamW by arithmetic.
 
     >>> memory_line({"parameters": 2**20, "held_bytes": 3 * 2**20, "gradient_peak_bytes": None})
     'memory: weights and state 3.0 MiB, gradients not measured; float32 AdamW by arithmetic: 16.0 MiB'
@@ -145,7 +145,7 @@ def memory_line(summary: dict[str, Any]) -> str:
 
 
 def check_layout(config: Resolved, layout: Layout) -> None:
-    """Refuse a layout that can't hold the model, before a training; no weight is read."""
+    """Refuse a layout that can't store the model, before the training; no weight is read."""
     import fp8manifold as fm
     from nanogpt_bench.model.causal import skeleton
 
@@ -161,10 +161,10 @@ def check_layout(config: Resolved, layout: Layout) -> None:
 
 
 def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its own"] = "float") -> None:
-    """Write the newest weights of a fine-tuning as transformers reads them, and the tokenizer.
+    """Write the newest weights of a fine-tuning, and the tokenizer, as transformers reads them.
 
-    `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales; of a published
-    model that was trained as it is stored its own, files beside the weights included.
+    `layout` is `float`, for their values, or one of `fm.export_model`, for codes and scales. `its own` is the layout of
+    a published model that was trained in the codes of its files; the other files of that model are written, too.
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus

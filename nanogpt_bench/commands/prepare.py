@@ -1,4 +1,4 @@
-"""The command `prepare`: which options go with which source, and what is printed at the end."""
+"""`nanogpt-bench prepare`: which options go with which source, and the closing line."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from nanogpt_bench.commands import braced, names, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.system.errors import BenchError, counted
 
-#: the sources an option means something to, by the option's name in the parsed arguments
+#: the sources that take an option, by the option's name in the parsed arguments
 GOES_WITH = {
     "task": ("eurlex",),
     "input": ("text", "nanogpt"),
@@ -50,7 +50,7 @@ def add_options(parser: Any) -> None:
         "comments in fixed versions of packages of PyPI and Debian; eurlex: English EU legislation; hub: any text data "
         "set of the Hugging Face hub; text: any UTF-8 file; nanogpt: its train.bin and val.bin",
     )
-    # which option goes with which source is checked when the command runs
+    # `main` checks which option goes with which source
     parser.add_argument(
         "--task",
         type=one_of(PREPARED),
@@ -85,7 +85,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prepare what the command line says and print what came of it."""
+    """Prepare a corpus and print a line about it."""
     _check_options(args)
     out = args.out or default_folder(args)
     meta = _prepare(args, out)
@@ -117,7 +117,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def default_folder(args: argparse.Namespace) -> Path:
-    """Return where a corpus goes when nobody says: a folder of data/ named for the text."""
+    """Return the default folder of a corpus, in data/ with the name of the text."""
     if args.source == "stdlib":
         return Path(DEFAULT_DATA_DIR)
     made = "" if args.task in (None, "text") else f"-{args.task}"

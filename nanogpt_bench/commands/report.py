@@ -1,4 +1,4 @@
-"""`nanogpt-bench report`: the page, figures and tables of runs on disk, made again."""
+"""`nanogpt-bench report`: making the page, figures and tables of runs on disk again."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`nanogpt-bench results`: a sweep as one small file, and tables of such files."""
+"""`nanogpt-bench results`: exporting a sweep's results as one small file, and showing such a file as tables."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from nanogpt_bench.system.files import holds, refuse_to_replace, write_text
 
 WORDS = ("export", "show")
 TABLES = ("markdown", "csv")
-#: options, and the word that they go with
+#: options, and the word with which they can be used
 GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 
 TEXTS = {
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _export(folder: Path, out: Path) -> int:
-    from nanogpt_bench.report.results_file import MISSING, RUN, export, is_of_kind, to_json  # which bring torch
+    from nanogpt_bench.report.results_file import MISSING, RUN, export, is_of_kind, to_json  # imports torch
 
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
@@ -64,7 +64,7 @@ def _export(folder: Path, out: Path) -> int:
 
 
 def _show(path: Path, reference: str | None, table: str | None) -> int:
-    """Print the table, measured against a row, else the file's; and the tuning unless one form is named."""
+    """Print the table, measured against `reference` or else the file's; without `table` also that of the tuning."""
     from nanogpt_bench.report.results import measure
     from nanogpt_bench.report.results_file import read_export
     from nanogpt_bench.report.rows import find_reference

@@ -56,7 +56,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train as a configuration file and overrides say, or print the file of all defaults."""
+    """Train by a configuration file and overrides, or print a file with all defaults."""
     if args.defaults:
         print(defaults_yaml())
         return 0
@@ -74,8 +74,8 @@ def trained(
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder."""
-    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    """Train by a configuration file and overrides, show the progress, and return the run's summary and folder."""
+    # not at the top, since they import torch, which takes seconds
     from nanogpt_bench.data import prepare_default
     from nanogpt_bench.loop.train import run
     from nanogpt_bench.setup.memory import check_fits
@@ -110,7 +110,7 @@ def trained(
 
 
 def _warmup(config: Config) -> list[str]:
-    """The warning of a warm-up that outlasts the run, if it does."""
+    """The warning about a warm-up that is longer than the run, if it is."""
     steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
     if steps < of_run:
         return []
@@ -132,7 +132,7 @@ def _check_torchrun(parallel: str | None) -> None:
 
 
 def exit_code(summary: dict[str, Any]) -> int:
-    """Return what `run` ends with after a training that left this summary."""
+    """Return the exit code of `run` after a training with this summary."""
     if (summary["stop"] or {}).get("kind") == "signal":
         return RESUMABLE
     return 1 if summary["status"] == "failed" or _of_disk(summary) else 0
@@ -153,7 +153,7 @@ def _folder(stem: str, given: Path | None, ranks: Ranks) -> Iterator[Path]:
 
 
 def latest_name(stem: str) -> Path:
-    """Return the last of runs/STEM, runs/STEM-2, … that exists, runs/STEM where none does."""
+    """Return the last of runs/STEM, runs/STEM-2, … that exists; runs/STEM if none does."""
     path, number = RUNS / stem, 2
     while (following := RUNS / f"{stem}-{number}").exists():
         path, number = following, number + 1
@@ -162,7 +162,7 @@ def latest_name(stem: str) -> Path:
 
 @contextmanager
 def _display(config: Config, first: list[str]) -> Iterator[Any]:
-    """A callback that moves a bar on a terminal, and prints `first` once, and a line at every validation."""
+    """Yield a callback that prints `first` once, moves a bar on a terminal, and prints a line at every validation."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:

@@ -1,4 +1,4 @@
-"""`nanogpt-bench sample`: text that a run's weights write, as they are and rounded to formats."""
+"""`nanogpt-bench sample`: text written by a run's weights, as they are and rounded to formats."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from nanogpt_bench.data.tokenizers import Tokenizer
     from nanogpt_bench.loop.trainer import Trainer
 
-#: columns that a text needs to stand beside another one
+#: characters that a text needs to be printed beside another one
 _COLUMN = 36
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The choice of the next token: of the `top_k` likeliest, by softmax(logits / temperature)."""
+    """Choice of the next tokens: from the `top_k` likeliest, by softmax(logits / temperature)."""
 
     prompt: str = ""
     tokens: int = 200
@@ -42,7 +42,7 @@ class Sample:
 
     format: str
     text: str
-    #: number of tokens; fewer than asked for after an end of text
+    #: number of tokens; fewer than `Draw.tokens` after an end-of-text token
     tokens: int
     checkpoint: str
 
@@ -76,11 +76,11 @@ def add_options(parser: Any) -> None:
 def sample_run(
     run_dir: Path, draw: Draw, checkpoint: str = "last", formats: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> list[Sample]:
-    """Return the texts of a run's weights: as trained, then rounded to each format, all of the same draws.
+    """Return the texts of a run's weights: as trained, then rounded to each format, all with the same draws.
 
-    A prompt of "" stands for an end of text, where the tokenizer has one, else for the validation text's first token.
-    Each format is that of every weight, in place of the run's; `none` stands for float weights. `overrides` are
-    settings of the rows in a format, and `data.dir`.
+    A prompt of "" stands for the end-of-text token, or without one for the validation text's first token. Each format
+    is used for all weights, in place of the run's; `none` stands for float weights. `overrides` are settings of the
+    rows in a format, and `data.dir`.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -130,7 +130,7 @@ def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
 
 
 def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> Iterator[int]:
-    """The tokens one after another; the same seed for every row, so that what differs comes from the weights."""
+    """The tokens one by one; every row has the same seed, so that differences come from the weights."""
     import torch
 
     generator = torch.Generator().manual_seed(draw.seed)
@@ -138,7 +138,7 @@ def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> I
     found = trainer.model.generate(prompt, draw.tokens, **options)
     try:
         while True:
-            with trainer.precision():  # not held open while somebody else computes
+            with trainer.precision():  # left before the caller goes on
                 token = next(found, None)
             if token is None:
                 return
@@ -148,7 +148,7 @@ def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> I
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what `sample_run` returns, and write it to `--out` as JSON where one is given."""
+    """Print the texts of `sample_run`, and with `--out` write them as JSON."""
     from nanogpt_bench.runs.trained import run_folder
 
     draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
@@ -183,5 +183,5 @@ def _show(rows: Sequence[Sample], prompt: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """The text with what a terminal would take for orders shown by its number; lines stay."""
+    """The text with control characters of terminals replaced by their escapes; line breaks stay."""
     return "\n".join(printable(line) for line in text.split("\n"))

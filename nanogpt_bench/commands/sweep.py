@@ -1,4 +1,4 @@
-"""`nanogpt-bench sweep`: read the file, train what is left of it, report."""
+"""`nanogpt-bench sweep`: training the runs of a sweep file that are left, and reporting."""
 
 import argparse
 from dataclasses import replace
@@ -31,7 +31,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the sweep in its mode: see `nanogpt_bench.sweep.session`."""
+    """Run the sweep in its mode, see `nanogpt_bench.sweep.session`."""
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     from nanogpt_bench.sweep.file import find_sweep, read_sweep

@@ -1,4 +1,4 @@
-"""`nanogpt-bench verify`: is a run folder what was written? All files byte by byte, records without a gap."""
+"""`nanogpt-bench verify`: checking that a run folder is as it was written, byte by byte, its records without a gap."""
 
 import argparse
 import os
@@ -19,11 +19,11 @@ METRICS, ALERTS = "metrics.jsonl", "alerts.jsonl"
 class Report:
     """The findings on a run folder, one line each."""
 
-    #: wrong in any run folder
+    #: errors that no interruption explains
     problems: list[str] = field(default_factory=list)
-    #: left by an interruption, or missing
+    #: traces of an interruption, missing files, changed settings
     notes: list[str] = field(default_factory=list)
-    #: steps recorded, and checkpoints that verify
+    #: the last recorded step, and the steps of checkpoints that verify
     last_step: int | None = None
     whole: list[int] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ def add_options(parser: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
-    from nanogpt_bench.runs.load import find_runs  # which brings torch, as those below
+    from nanogpt_bench.runs.load import find_runs  # not at the top: it imports torch, as the modules below
 
     failed = False
     for path in find_runs(args.runs, say):
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_run(path: Path) -> Report:
-    """Check a run folder: it can be read, its records have no gap, its files are as they were written."""
+    """Check that a run folder can be read, that its records have no gap, and that its files are as written."""
     from nanogpt_bench.runs.environment import history_lines
 
     found = Report()
@@ -96,7 +96,7 @@ def _mapping(path: Path, found: Report, optional: str | None = None) -> dict[str
 
 
 def _check_metrics(path: Path, ended: bool, found: Report) -> None:
-    """Every step has one record, from 0 on."""
+    """Check that every step from 0 on has one record."""
     expected = 0
     for number, step in _records(path, ended, found):
         if step != expected:
@@ -105,7 +105,7 @@ def _check_metrics(path: Path, ended: bool, found: Report) -> None:
 
 
 def _check_alerts(path: Path, ended: bool, found: Report) -> None:
-    """Records come in the order of their steps, none after the last step of the metrics, or the one interrupted."""
+    """Check that alerts are in the order of steps, none after the last step of the metrics or an interrupted one."""
     if not path.exists():
         return
     before = 0
@@ -120,11 +120,11 @@ def _check_alerts(path: Path, ended: bool, found: Report) -> None:
 
 
 def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]]:
-    """Yield number and step of every record, and add the lines that are none to the report."""
+    """Yield line number and step of every record; add lines that are no records to the report."""
     others: list[str] = []
     yield from ((number, record["step"]) for number, record in records(path, others))
     for line in others:
-        # Only an interruption leaves a line without its end, and a run goes on behind the last whole one.
+        # An interruption may cut off the last line; a resumed run goes on behind the last whole one.
         (found.notes if CUT_OFF in line and not ended else found.problems).append(line)
 
 

@@ -1,6 +1,6 @@
 """Settings that exclude each other, as tables: a setting, whether it can't be used beside the others, and why.
 
-Nothing gives way: what is refused says the flag that makes the settings agree.
+No setting is dropped silently: the error names the flag that makes the settings agree.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ from nanogpt_bench.config.schema import (
 )
 from nanogpt_bench.system.errors import BenchError
 
-#: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error; the flag
-#: that takes the setting away follows where the text has no semicolon, after which it says what to do
+#: a setting, whether it is refused if it is given, and the error's text after `KEY: VALUE`. After a semicolon the text
+#: says what to do; to a text without a semicolon the flag is added that takes the setting away
 Conflict = tuple[str, bool, str]
 
-#: the weights, in words, under a storage without a format of the library's
+#: the weights, in words, under a storage that takes no format of the library
 _STORED = {"float32": "floats", "peer": "another package's"}
-#: under `task: classify`, what can't be used and why
+#: settings that can't be used under `task: classify`, and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
     "model.tie_weights": "whose lm_head has another size than the embedding",
@@ -40,9 +40,9 @@ _NOT_CLASSIFY = {
 
 
 def refuse_new_meanings(file: Mapping[str, Any], merged: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Refuse settings of a file that mean something else beside what is said on top of it.
+    """Refuse settings of a file whose meaning the command line's settings change.
 
-    A rate is in the unit of its optimizer, and formats of single layers stay beside one for all.
+    A learning rate is in the unit of its optimizer, and formats of single layers win over one for all layers.
     """
     before, now = optimizer_of(file), optimizer_of(merged)
     for key in keys_where("is_rate"):
@@ -60,7 +60,7 @@ def refuse_new_meanings(file: Mapping[str, Any], merged: Mapping[str, Any], said
 
 
 def refuse_disagreement(config: Config, rule: Rule) -> None:
-    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
+    """Refuse a setting that contradicts the rule: the run would have the wrong name."""
     means = meaning(rule)
     for key, given in contradicting(lambda key: get(config, key), means).items():
         asked = means | {key: given}
@@ -74,13 +74,13 @@ def refuse_disagreement(config: Config, rule: Rule) -> None:
 
 
 def refuse_as_given(config: Config) -> None:
-    """Refuse settings that mean nothing under the task, before anything is filled in."""
+    """Refuse settings that mean nothing under the task, before null settings are filled in."""
     classify = config.task == "classify"
     _refuse(config, ((k, classify, f"can't be used with task 'classify', {why}") for k, why in _NOT_CLASSIFY.items()))
 
 
 def refuse_conflicts(config: Config) -> None:
-    """Refuse a setting of a configuration, filled in, that can't be used beside the others or would be ignored."""
+    """Refuse a setting of a filled-in configuration that can't be used beside the others or would be ignored."""
     for table in TABLES:
         _refuse(config, table(config))
 
@@ -192,7 +192,7 @@ def _watching(config: Config) -> Iterator[Conflict]:
 
 
 def _pretrained(config: Config) -> Iterator[Conflict]:
-    """Settings of the GPT's own modules, and of models of transformers alone."""
+    """Settings that need the GPT's own modules, or a model of transformers."""
     given = config.model.pretrained is not None
     for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
         yield key, given and get(config, key) != 0, "can't be used with model.pretrained"
@@ -221,7 +221,7 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
 
 
 def _parallel(config: Config) -> Iterator[Conflict]:
-    """Settings that need one process: passes that compare or measure gradients, manifolds of whole matrices."""
+    """Settings that need one process: they compare or measure gradients, or take whole matrices."""
     for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
         yield "train.parallel", bool(get(config, key)), f"can't be used with {key}; add {without(key)}"
     fisher = config.optimizer.name == "fisher"
@@ -229,7 +229,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
 
 
 def _constraint(config: Config) -> Iterator[Conflict]:
-    """Weights that geoopt's manifolds exclude, and two rates or decay where no weight is stepped by ULPs."""
+    """Settings that geoopt's manifolds exclude; and two rates, or decay, where no weight is stepped by ULPs."""
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
     yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"
     called, name = f"model.constraint {model.constraint!r}", optimizer.name

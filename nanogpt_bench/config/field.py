@@ -1,4 +1,4 @@
-"""Declaring a configuration field: its default, its help, the values it takes and the facts that others ask it for."""
+"""Declaring a configuration field: its default, its help, the values it takes, and the facts that other modules use."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,11 +10,11 @@ from pydantic.fields import FieldInfo
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, not_known
 
-#: facts of a field that neither it nor its section gives
+#: the facts of a field, with their values where neither the field nor its section gives one
 FACTS: dict[str, Any] = {
-    #: a run that goes on with another value goes on to other numbers
+    #: a run resumed with another value gets other numbers
     "changes_numbers": True,
-    #: part of what a rule means; a reference of another rule leaves it behind
+    #: part of what a rule means: a reference under another rule does not take it over
     "of_rule": False,
     #: means nothing where all weights are floats
     "of_formats": False,
@@ -22,27 +22,27 @@ FACTS: dict[str, Any] = {
     "storages": None,
     #: optimizers under which it means something; None: all
     "optimizers": None,
-    #: losses are set against each other only where it is the same
+    #: losses are compared only between runs with the same value
     "of_task": False,
-    #: a learning rate, in the optimizer's own unit, of which every rule has one of its own
+    #: a learning rate, in the optimizer's own unit; every rule has its own
     "is_rate": False,
-    #: the option of compare that gives it, where its rows differ in it
+    #: the option of compare that sets it differently in each row
     "rows_by": None,
-    #: a mapping whose entries are words, whatever they look like
+    #: a mapping whose entries are words, even those that look like numbers
     "words": False,
-    #: a mapping in words, where the help does not begin with that
+    #: what a mapping maps, for error messages; None: the help begins with it
     "maps": None,
 }
-#: the largest whole number of a field without a bound
+#: the largest whole number that a field without a bound takes
 MOST = 2**64 - 1
 #: words of YAML that mean null even in quotes, for a setting that may be null
 NULLS = ("null", "Null", "NULL", "~")
 
 
 class Section(BaseModel):
-    """Settings with their types and bounds, which are checked where one is made of what somebody gives.
+    """Settings with their types and bounds, checked when a section is made.
 
-    A text is read as YAML where no text is meant, so that 1e-3 is a number, and a choice may be spelt in any case.
+    A string for a field of another type is read as YAML, so that 1e-3 is a number; a choice may be spelt in any case.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -50,7 +50,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the value that is meant; refuse what pydantic would let pass, or would not name."""
+        """Return the value that is meant; refuse what pydantic would accept, or refuse without naming it."""
         field = cls.model_fields[str(info.field_name)]
         kind, facts = kind_of(field), facts_of(field)
         if issubclass(kind, Section):
@@ -82,13 +82,13 @@ def is_optional(field: FieldInfo) -> bool:
 
 
 def facts_of(field: FieldInfo) -> dict[str, Any]:
-    """Return what `setting` or `section` was told of a field."""
+    """Return the facts that `setting` or `section` gave a field."""
     assert isinstance(field.json_schema_extra, dict)
     return field.json_schema_extra
 
 
 def check_names(value: Any) -> None:
-    """Refuse a mapping, anywhere in a value, that names an entry by something else than a word."""
+    """Refuse a mapping, anywhere in a value, with a key that is not a string."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
@@ -99,7 +99,7 @@ def check_names(value: Any) -> None:
 
 
 def _said(kind: type, value: Any) -> Any:
-    """Read a text as YAML where the field takes something else."""
+    """Read a string as YAML where the field takes another type."""
     if kind is str or not isinstance(value, str):
         return value
     if kind in (int, float) and not untrusted.is_ambiguous(value):
@@ -110,7 +110,7 @@ def _said(kind: type, value: Any) -> Any:
 
 
 def parse_text(text: str) -> Any:
-    """Return what a text says as YAML, the text itself where it says nothing."""
+    """Return the value of a text read as YAML, or the text itself where it is no YAML."""
     try:
         return untrusted.parse_yaml(text)
     except untrusted.GivenTwice as error:
@@ -120,7 +120,7 @@ def parse_text(text: str) -> Any:
 
 
 def _chosen(value: Any, choices: Sequence[str]) -> Any:
-    """The choice that a word means, in whatever case and without its underscores; YAML reads a bare off as false."""
+    """The choice that a word means: case, underscores and hyphens don't count; YAML reads a bare off as false."""
     if value is False and "off" in choices:
         return "off"
     if not isinstance(value, str):
@@ -151,8 +151,8 @@ def setting(
 ) -> Any:
     """Declare a configuration field: its default, one line of help, what it allows and its `FACTS`.
 
-    `above` and `below` are exclusive; `instead` says what does what a value out of bounds asks for. A list or a mapping
-    by default is what makes it.
+    `above` and `below` are exclusive bounds; `instead` names another way to get what a value out of bounds asks for.
+    A default that is a list or a mapping is given as the function that makes it.
     """
     limits: dict[str, Any] = {"ge": minimum, "le": maximum, "gt": above, "lt": below}
     more: dict[str, Any] = {"choices": choices, "instead": instead, **facts}
@@ -161,5 +161,5 @@ def setting(
 
 
 def section(kind: type[Section], **facts: Any) -> Any:
-    """Declare a section, and the `FACTS` of the fields in it that do not say otherwise."""
+    """Declare a section, and `FACTS` for those of its fields that give no others."""
     return Field(default_factory=kind, json_schema_extra=facts)

@@ -1,7 +1,7 @@
-"""Keys of the configuration: every setting by its dotted name, with its type, default and facts; what is refused of it.
+"""Keys of the configuration: every setting by its dotted name, with its type, default and facts; refusals of values.
 
-pydantic checks types and bounds, as `config.schema` declares them. Its findings become errors in the bench's words: the
-key, the value, what is allowed, the nearest spelling.
+pydantic checks types and bounds, as `config.schema` declares them. Its errors are put into the bench's words: the key,
+the value and what is allowed.
 """
 
 import functools
@@ -25,7 +25,7 @@ class Setting:
     kind: type
     #: may be null
     optional: bool
-    #: the value that it has when nobody gives one
+    #: its value where none is given
     default: Any
     #: one line
     help: str
@@ -67,7 +67,7 @@ SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 
 @functools.cache
 def keys_where(fact: str) -> tuple[str, ...]:
-    """Return the keys of which a fact is true, in the order of their declaration.
+    """Return the keys of the settings that have a fact, in the order of their declaration.
 
     >>> keys_where("is_rate")
     ('optimizer.lr', 'optimizer.float_lr')
@@ -95,13 +95,13 @@ _OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_
 
 
 def bounds_in_words(bounds: tuple[Any, ...]) -> str:
-    """Return bounds in words, with a blank before each."""
+    """Return bounds in words, with a space before each."""
     limits = [(sign, getattr(bound, name)) for name, sign in _SIGNS.items() for bound in bounds if hasattr(bound, name)]
     return " and".join(f" {sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in limits)
 
 
 def refusal(error: ValidationError, fields: Mapping[str, Setting] = FIELDS, prefix: str = "") -> BenchError:
-    """Return pydantic's first finding in one line: the setting, behind `prefix`, its value and what it takes."""
+    """Return pydantic's first error in one line: the setting, its value and what it takes; `prefix` is its section."""
     found = error.errors(include_url=False)[0]
     place = [str(part) for part in found["loc"]]
     key = next((key for end in range(1, 4) if (key := prefix + ".".join(place[:end])) in fields), "")

@@ -1,8 +1,8 @@
-"""A metric: its name on disk, title, unit, meaning, how layers make one, what is bad; those that every run records.
+"""The definition of a metric: name, title, unit, meaning, reduction over layers, bad side; the metrics of every run.
 
-Whoever records, judges, draws or documents a figure asks here, or in the module of `nanogpt_bench.monitors` that finds
-it. A name is a key of metrics.jsonl, beside `step`: `NAMESPACE/FIGURE`, then `/OPERAND` where
-several are measured, then `/LAYER`.
+The metrics that a monitor records are in its module of `nanogpt_bench.monitors`. Recording, judging, drawing and
+documenting a metric all use its one definition. Its name is a key of metrics.jsonl, beside `step`: `NAMESPACE/FIGURE`,
+then `/OPERAND` where several are measured, then `/LAYER`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 
 from nanogpt_bench.config.field import Section, setting
 
-#: operands of a layer, forward and backward, and the sums of the blocks, which are measured for blocks
+#: what is measured: a layer's operands, forward and backward, and the residual stream behind each block
 OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
-#: the side on which a figure is bad
+#: the side on which a value is bad
 ABOVE, BELOW = "above", "below"
-#: reductions over layers; TOGETHER: all as one layer, which the observer sees to
+#: reductions over layers; TOGETHER: the observer measures all layers as one
 MEAN, LARGEST, TOGETHER = "mean", "largest", "together"
 #: scale of a chart
 LINEAR, LOG = "linear", "log"
@@ -26,7 +26,7 @@ SHARE, NATS, ULPS, RATIO = "share", "nats", "ULPs", "ratio"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run's records.
+    """A quantity that a run records.
 
     >>> overflow = Metric("quant/overflow", "Overflow", SHARE, "Values beyond the largest.", operands=OPERANDS)
     >>> overflow.by("weight").of("lm_head"), VAL_LOSS.figure
@@ -38,18 +38,18 @@ class Metric:
     unit: str
     #: one sentence; with the title it is the caption of its chart and its row in the documentation
     meaning: str
-    #: the monitor that has to be on; none where it is always recorded
+    #: the monitor that records it; empty where it is always recorded
     monitor: str = ""
-    #: reduction over layers; none where there is no figure of a layer
+    #: reduction over layers; empty where it is not measured by layer
     over: str = ""
     operands: tuple[str, ...] = ()
-    #: ABOVE or BELOW; neither where no side is
+    #: ABOVE or BELOW; empty where neither side is bad
     bad: str = ""
-    #: LINEAR or LOG where the report has a chart of it; none where it has not, or where it stands in another one
+    #: LINEAR or LOG where the report has a chart of it; empty where it has none, or another metric's chart shows it
     chart: str = ""
 
     def of(self, layer: str) -> str:
-        """Return the key of one layer's figure."""
+        """Return the key of one layer's value."""
         return f"{self.name}/{layer}"
 
     def by(self, operand: str) -> Metric:
@@ -69,19 +69,19 @@ class Metric:
 
     @property
     def each(self) -> tuple[Metric, ...]:
-        """The metric by operand, or itself where there is one only."""
+        """The metric of each operand, or itself where it has no operands."""
         return tuple(map(self.by, self.operands)) or (self,)
 
 
 #: monitors, each a module of `nanogpt_bench.monitors`, in the order of the report
 MONITORS = ("resources", "gradients", "stall", "zones", "ranges", "bits", "attention", "geometry")
-#: where the losses are heading
+#: the monitor of where the losses are heading
 TREND = "trend"
 WATCHED = (*MONITORS, TREND)
 
 
 class MonitorConfig(Section):
-    """Monitors beside the loss, each figure by layer and over all of them."""
+    """Monitors beside the loss; they record by layer and over all layers."""
 
     watch: list[str] = setting(
         lambda: list(WATCHED),
@@ -93,18 +93,18 @@ class MonitorConfig(Section):
     interval: int = setting(100, "steps between two measurements", minimum=1)
     turns: int = setting(
         1,
-        "measurements that share the layers: each measures one layer in this many, in turn, and the first all; figures "
-        "over all layers take the latest of each; attention is measured on one sequence in this many",
+        "measurements that share the layers: with 4 each takes a quarter of them, in turn, and the first takes all; "
+        "values over all layers use the latest of each; attention is measured on a quarter of the sequences",
         minimum=1,
     )
     activation_format: str | None = setting(
-        None, "format that activations are measured against where they have none; null: figures that need none only"
+        None, "format against which unquantised activations are measured; null: measure only what needs no format"
     )
     gradient_format: str | None = setting(
-        None, "format that gradients are measured against where they have none; null: figures that need none only"
+        None, "format against which unquantised gradients are measured; null: measure only what needs no format"
     )
     dead_interval: int = setting(
-        1, "steps between two checks for dead gradients; each counts for all of these steps", minimum=1, maximum=1000
+        1, "steps between two checks for dead gradients; a check counts for all these steps", minimum=1, maximum=1000
     )
 
 
@@ -131,10 +131,10 @@ VAL_BITS_PER_BYTE = Metric("val/bits_per_byte", "Bits per byte", "bits", "Valida
 _labels = partial(Metric, bad=BELOW, chart=LINEAR)
 MICRO_F1 = _labels("val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together.")
 MACRO_F1 = _labels("val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given.")
-R_PRECISION = _labels("val/r_precision", "R-precision", SHARE, "Of a document's R labels, those scored highest.")
-#: figures of the task classify, at validations
+R_PRECISION = _labels("val/r_precision", "R-precision", SHARE, "Share of a document's R labels in its R best scores.")
+#: metrics of the task classify, at validations
 OF_LABELS = (MICRO_F1, MACRO_F1, R_PRECISION)
-#: figures of a validation beside its loss
+#: metrics of a validation beside its loss
 BESIDE_LOSS = (*OF_LABELS, VAL_ALSO_LOSS)
 
 _trend = partial(Metric, monitor=TREND)
@@ -143,9 +143,9 @@ EXCESS = _trend(
     "train/excess",
     "Excess of the training loss",
     SHARE,
-    "Of the smoothed loss over the baseline's or its own best, at validations.",
+    "Smoothed loss over the baseline's, or over its own lowest, minus 1; at validations.",
     bad=ABOVE,
 )
-# no side of the norm is bad by itself: a failure to vanish, and another to explode
+# neither side of the norm is bad by itself: it may vanish, and it may explode
 GRAD_NORM = Metric("grad/norm", "Gradient norm", "L2 norm", "Before clipping.", chart=LOG)
 GRAD_CLIPPED = Metric("grad/clipped", "Gradient clipped", "0 or 1", "Whether any micro-step's gradient was.")

@@ -1,4 +1,4 @@
-"""The update rules: how weights are stored and how a step changes them. Data: one entry a rule."""
+"""The update rules: how weights are stored and how a step changes them. Data: one entry per rule."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from nanogpt_bench.system.errors import BenchError, unknown
 
 @dataclass(frozen=True)
 class Rule:
-    """The meaning of a rule's name; each field is the default of the configuration key of the same meaning."""
+    """The settings behind a rule's name; each field is the default of a configuration key."""
 
     #: where weights live: float32, master, grid, fp8, continuous or peer (see `model.storage`)
     storage: str
@@ -30,13 +30,13 @@ class Rule:
     stiffness: float | None = None
     #: k at the last step, reached linearly (None: k stays)
     stiffness_end: float | None = None
-    #: torchao's recipe of scales, where the linear layers are its own (see `model.torchao_float8`)
+    #: torchao's recipe of scales, where the linear layers are torchao's (see `model.torchao_float8`)
     torchao_float8: str | None = None
-    #: units that multiply codes as they are (see `model.products`; None: they are decoded)
+    #: what multiplies the weights' codes (see `model.products`; None: they are decoded)
     products: str | None = None
-    #: the package whose weights they are, and their format (see `model.peer`)
+    #: the package whose weights are trained, and their format (see `model.peer`)
     peer: str | None = None
-    #: learning rate of the parameters that stay float, where it differs in unit from lr
+    #: learning rate of the parameters that stay float, where its unit is not that of lr
     float_lr: float | None = None
     #: a package beyond the bench's own that the rule needs, and the extra that brings it
     needs: tuple[str, str] | None = None
@@ -45,7 +45,7 @@ class Rule:
 
 
 def _on_floats(text: str, optimizer: str = "adamw", precision: str = "bf16-mixed", **more: Any) -> Rule:
-    """Return a rule of float weights, with AdamW's rate where it says none."""
+    """Return a rule of float weights; its learning rate is AdamW's where `more` has none."""
     own: dict[str, Any] = {"storage": "float32", "optimizer": optimizer, "lr": 2e-3, "precision": precision}
     return Rule(**own | more, help=text)
 
@@ -182,7 +182,7 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-#: rules in a format's geometry; each has a rule of the same step on float weights, which are never rounded
+#: rules that step in a format's geometry; each has a float control, the same step on float weights never rounded
 WITH_TWIN = (
     "stiffness-k0.5",
     "stiffness-anneal",
@@ -212,7 +212,7 @@ def rule(name: str) -> Rule:
 
 
 def meaning(entry: Rule) -> dict[str, Any]:
-    """Return the settings that a rule can't be without: with another value the run would bear the wrong name.
+    """Return the settings that define a rule: with another value the run would have the wrong name.
 
     >>> meaning(rule("fp32"))["train.precision"]
     'float32'
@@ -230,9 +230,9 @@ def meaning(entry: Rule) -> dict[str, Any]:
 
 
 def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings, None where they were not given, that have another value than is meant.
+    """Return the given settings with another value than `means` has; `given` is None for those not given.
 
-    fp8 and grid hold the same values.
+    fp8 and grid hold the same values, so neither contradicts the other.
 
     >>> contradicting({"model.storage": "grid", "train.precision": "float32"}.get, {"model.storage": "fp8"})
     {}
@@ -246,7 +246,7 @@ def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str:
-    """Return the optimizer that settings call for, by its name or by that of a rule, or by a constraint.
+    """Return the optimizer that settings call for: by its name, by a rule, or by a constraint.
 
     >>> optimizer_of({"rule": "madam"}), optimizer_of({})
     ('madam', 'adamw')
@@ -282,9 +282,9 @@ def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
 
 
 def stall_counts(storage: str | None, writeback: str | None) -> bool:
-    """Return whether the stall counts: under an unbiased write-back standing still and arriving go together.
+    """Return whether a stall is a failure: under an unbiased write-back weights that stall still move on average.
 
-    Of a master copy it says how many codes stayed, and it counts where it is not known how steps are written back.
+    With a master copy it is the share of codes that stayed, and counts; so it does where the write-back is not known.
 
     >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic"), stall_counts("master", None)
     (True, False, True)
@@ -293,7 +293,7 @@ def stall_counts(storage: str | None, writeback: str | None) -> bool:
 
 
 def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reference: those of all runs without what belongs to their rule, and its own.
+    """Return the settings of a reference: those of all runs, except what belongs to their rule, and its own.
 
     >>> reference_settings({"rule": "nearest", "model.format": "E4M3", "seed": 1}, {"rule": "fp32"})
     {'seed': 1, 'rule': 'fp32'}
@@ -303,7 +303,7 @@ def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) ->
 
 
 def has_moments(storage: str | None, optimizer: str | None) -> bool:
-    """Return whether running averages are kept as `optimizer.moments` says: by the library's own optimizers.
+    """Return whether `optimizer.moments` means something: it does for the library's own optimizers.
 
     >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
     (True, True, False)
@@ -323,7 +323,7 @@ _UNITS = {
 
 
 def unit(optimizer: str) -> str:
-    """Return what one of an optimizer's learning rate stands for; that of one unit suits the others of it.
+    """Return the unit of an optimizer's learning rate; optimizers with the same unit can share a rate.
 
     >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
     (True, 'ULPs per step')

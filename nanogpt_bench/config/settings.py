@@ -1,6 +1,6 @@
-"""From YAML files and `--section.key value` overrides to a checked `Config`, and back to YAML.
+"""Reading YAML files and `--section.key value` overrides into a checked `Config`, and writing one as YAML.
 
-A key that does not exist is refused here with its nearest valid spelling; `config.keys` checks values.
+A key that does not exist is refused here with its nearest valid spelling; `config.field` checks values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def content_of(path: Path, kind: str) -> Any:
-    """Return what a YAML file says; `kind` is what a refusal calls it."""
+    """Return the content of a YAML file; `kind` is what an error calls the file."""
     with refusals(f"{kind} {str(path)!r} is not YAML", ValueError):
         try:
             return untrusted.read_yaml(path)
@@ -60,20 +60,20 @@ def content_of(path: Path, kind: str) -> Any:
 
 
 class GivenTwice(BenchError):
-    """A setting that was given twice, dotted and nested say, so that one of its values would be dropped."""
+    """The error of a setting given twice, for example dotted and nested: one of its values would be dropped."""
 
     def __init__(self, key: str) -> None:
-        """Take the dotted key, with the section it is in where a file has several."""
+        """Take the dotted key, which in a sweep file has the name of its section before it."""
         super().__init__(f"{key} is given twice; keep one")
         self.key = key
 
     def in_file(self, path: Path) -> BenchError:
-        """The error with the file's name."""
+        """The same error with the file's name."""
         return BenchError(f"{self.key} is given twice in {path.name!r}; keep one")
 
 
 def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return pairs as a mapping.
+    """Return pairs as a mapping, and refuse a key that comes twice.
 
     >>> once([("seed", 1), ("rule", "fp32")])
     {'seed': 1, 'rule': 'fp32'}
@@ -86,7 +86,7 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-#: settings that earlier files have, each with the value that it had where nobody asked for another
+#: settings that only earlier versions had, with their defaults: a file may still give them with these values
 _GONE = """
 alerts: {at_least: {}, at_most: {}, attention_entropy: 0.1, cooldown_s: 300.0, divergence: 0.1, divergence_evals: 3,
   kurtosis: 10.0, levels: {}, nan_cooldown_s: 60.0, nan_patience: 3, overflow: 0.01, plateau: 0.001, plateau_evals: 5,
@@ -110,7 +110,7 @@ GONE: dict[str, Any] = {
     f"{section}.{key}": value for section, those in yaml.safe_load(_GONE).items() for key, value in those.items()
 }
 GONE |= dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True)
-#: values that a run filled in for those that were null, where they mean the same here
+#: other values that those versions filled in for null, and that mean what is done today
 FILLED: dict[str, tuple[Any, ...]] = {
     "model.constrained": (["attn.qkv", "attn.proj"],),
     "model.pooling": ("mean",),
@@ -121,12 +121,12 @@ FILLED: dict[str, tuple[Any, ...]] = {
     "optimizer.representation": ("kfac",),
     "train.accumulate_in": ("bfloat16",),
 }
-#: seeds of their own, which the setting `seed` filled in
+#: settings of `GONE` that were filled in with the value of `seed`
 SEEDS = ("data.seed", "model.seed")
 
 
 def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked; settings that are gone are left out."""
+    """Yield (dotted key, value) of nested sections, the keys checked; settings of `GONE` are left out."""
     found = list(_flat(tree, ""))
     settings = dict(found)
     for key, value in found:
@@ -137,7 +137,7 @@ def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values with which a setting that is gone means what it means here."""
+    """The values of a setting of `GONE`, beside its default, that mean what is done today."""
     if key in SEEDS:
         return (settings.get("seed", Config().seed),)
     if key == "optimizer.damping" and optimizer_of(settings) == "fisher":
@@ -180,9 +180,9 @@ def unknown_key(key: str) -> BenchError:
 
 
 def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `base` with `--a.b value` and `--a.b=value` arguments applied, values read as YAML scalars.
+    """Return `base` with `--a.b value` and `--a.b=value` arguments applied, values read as YAML.
 
-    An entry of a mapping can be given alone: `--model.formats.attn E4M3` leaves its other entries as they are.
+    One entry of a mapping can be given: `--model.formats.attn E4M3` leaves the other entries as they are.
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
@@ -261,7 +261,7 @@ def to_yaml(config: Config) -> str:
 
 
 def defaults_yaml() -> str:
-    """Return every setting at its default as YAML, each below what it means and takes.
+    """Return every setting at its default as YAML, each below a comment with its meaning and the values it takes.
 
     >>> print(defaults_yaml().partition("task:")[2][:9])
      language
@@ -326,12 +326,12 @@ def find_shipped(name: str, folder: Path, kind: str) -> Path:
 
 
 class Resolved(Config):
-    """A configuration with every value filled in; `setup.resolve.resolve` alone makes it, once a run.
+    """A configuration with every value filled in; only `setup.resolve.resolve` makes it, once per run.
 
-    Its keys are those of `Config`: written down, they are a configuration that resolves to the same.
+    Its keys are those of `Config`: written to a file and read, they resolve to the same configuration.
     """
 
-    #: linear layer -> what is quantised in it, a `LayerSpec`; `model.formats` is how that is written down
+    #: linear layer -> what is quantised in it, a `LayerSpec`; in files `model.formats` says it
     layers: dict[str, Any] = Field(default_factory=dict, exclude=True)
-    #: shape of the model that a run began with whose `model.init_from` is gone since
+    #: shape of the model that the run began with, where the checkpoint `model.init_from` is gone since; otherwise None
     begun: Any = Field(None, exclude=True)

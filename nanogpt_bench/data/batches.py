@@ -1,4 +1,4 @@
-"""Prepared corpora and batches from them; a batch, of documents too, is a pure function of (seed, step, micro-step)."""
+"""Prepared corpora, and batches of windows or documents, each a pure function of (seed, step, micro-step)."""
 
 import shlex
 from dataclasses import dataclass, replace
@@ -17,17 +17,17 @@ from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
 
-#: beside NAME.bin of each split: where its documents end, and their labels
+#: files beside SPLIT.bin: the ends of its documents, and their labels
 ENDS, LABELS = "{}.ends.bin", "{}.labels.bin"
 ENDS_TYPE = np.dtype("<u8")
 SPLITS = ("train", "val")
-#: of a split of labelled documents in meta.json, beside that of its tokens
+#: further digests in meta.json, of a split of labelled documents
 _OF_LABELS = ("ends_sha256", "labels_sha256")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: uint16 token arrays (uint32 of a large vocabulary) mapped from disk, and meta.json."""
+    """A prepared corpus: token arrays, uint16 or for a large vocabulary uint32, mapped from disk; and meta.json."""
 
     folder: Path
     train: NDArray[Any]
@@ -40,13 +40,13 @@ class Corpus:
 
     @property
     def val_tokens_per_byte(self) -> float:
-        """Tokens a UTF-8 byte of the validation text; turns nats a token into bits a byte."""
+        """Tokens per UTF-8 byte of the validation text; turns nats per token into bits per byte."""
         counts = self.meta["splits"]["val"]
         return float(counts["tokens"]) / float(counts["bytes"])
 
 
 def digests_of(splits: Any) -> dict[str, Any]:
-    """Return the digests of a corpus's tokens, and labels, out of `splits` of its meta.json.
+    """Return the digests of a corpus's tokens and labels, from `splits` in its meta.json.
 
     >>> digests_of({"train": {"sha256": "ab", "labels_sha256": "cd"}})
     {'train': 'ab', 'val': None, 'train.labels_sha256': 'cd'}
@@ -58,15 +58,15 @@ def digests_of(splits: Any) -> dict[str, Any]:
 
 
 def load_corpus(folder: Path, block_size: int) -> Corpus:
-    """Open a prepared corpus; its files, meta.json and tokens have to agree, and fill blocks of `block_size` tokens."""
+    """Open a prepared corpus; refuse files that disagree with meta.json or are shorter than a block."""
     meta = _read_meta(folder)
     arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
     return Corpus(folder, arrays["train"], arrays["val"], meta)
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says."""
-    classify = config.task == "classify"  # whose documents may be shorter than a row of a batch
+    """Open the corpus of a resolved configuration, with the first `data.train_tokens` of its training tokens."""
+    classify = config.task == "classify"  # documents may be shorter than a block
     corpus = load_corpus(Path(config.data.dir), 0 if classify else config.model.block_size or 0)
     if classify:
         label_names(corpus)
@@ -82,7 +82,7 @@ def open_corpus(config: Config) -> Corpus:
 
 
 def label_names(corpus: Corpus) -> list[str]:
-    """Return the names of a corpus's labels; refuses one without."""
+    """Return the names of a corpus's labels; refuse a corpus without labels."""
     names = corpus.meta.get("labels")
     if names is None:
         raise BenchError(
@@ -95,7 +95,7 @@ def label_names(corpus: Corpus) -> list[str]:
 
 
 def open_also(config: Config, corpus: Corpus) -> Corpus | None:
-    """Open the other text that a resolved configuration validates on, of the same tokens; None where there is none."""
+    """Open the text of `eval.also`, refusing one of another tokenizer; None without the setting."""
     if config.eval.also is None:
         return None
     also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
@@ -132,7 +132,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _no_meta(folder: Path) -> BenchError:
-    """Return the error of a folder without meta.json; what is in one that is there is somebody's, and stays."""
+    """Return the error of a folder without meta.json; its advice never overwrites files that are in it."""
     said = f"data.dir {str(folder)!r} has no meta.json"
     if folder.exists() and not folder.is_dir():
         return BenchError(f"{said}: it is a file; give a folder that prepare wrote")
@@ -183,10 +183,10 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
 def batch(
     tokens: NDArray[Any], size: int, block_size: int, *, seed: int, step: int, micro_step: int = 0, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 (size, block_size), targets being the inputs shifted by one.
+    """Return inputs and targets, int64 (size, block_size); the targets are the inputs shifted by one.
 
     Positions are drawn uniformly with replacement from a counter-based generator keyed by `seed` at the counter
-    (step, micro_step, rank): nothing has to be saved to resume, and no order depends on another.
+    (step, micro_step, rank): resuming needs no saved state, and no batch depends on another.
 
     >>> x, y = batch(np.arange(100, dtype=np.uint16), 2, 4, seed=0, step=0)
     >>> bool((x[:, 1:] == y[:, :-1]).all())
@@ -208,7 +208,7 @@ def eval_batches(
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one split: tokens, where each begins and ends, its labels, 0 or 1: uint8 (documents, labels)."""
+    """The documents of one split: tokens, start and end of each, and labels, 0 or 1, uint8 (documents, labels)."""
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
@@ -219,11 +219,11 @@ class Documents:
         return len(self.ends)
 
     def lengths(self, which: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-        """Return how many tokens of these documents a batch has: the first ones, at most `block_size`."""
+        """Return how many tokens of each of these documents a batch takes: at most `block_size`."""
         return np.minimum(self.ends[which] - self.starts[which], block_size)
 
     def rows(self, which: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the first tokens, int64 (B, block_size), `PADDING` behind; and labels, float32 (B, L)."""
+        """Return the first tokens, int64 (B, block_size), padded by `PADDING`; and the labels, float32 (B, L)."""
         tokens = np.full((len(which), block_size), PADDING, dtype=np.int64)
         for row, start, length in zip(tokens, self.starts[which], self.lengths(which, block_size), strict=True):
             row[:length] = self.tokens[start : start + length]
@@ -231,7 +231,7 @@ class Documents:
 
 
 def documents_of(corpus: Corpus, split: str) -> Documents:
-    """Return the labelled documents of one split of a corpus; refuses files that disagree with each other."""
+    """Return the labelled documents of one split of a corpus; refuse files that disagree with each other."""
     names, facts = label_names(corpus), corpus.meta["splits"][split]
     ends = _read(corpus.folder / ENDS.format(split), ENDS_TYPE, facts.get("ends_sha256")).astype(np.int64)
     labels = _read(corpus.folder / LABELS.format(split), np.dtype(np.uint8), facts.get("labels_sha256"))
@@ -257,13 +257,13 @@ def _read(path: Path, kind: np.dtype[Any], digest: Any) -> NDArray[Any]:
 
 
 def drawn(documents: Documents, size: int, *, seed: int, step: int, micro_step: int = 0) -> NDArray[np.int64]:
-    """Return the numbers of `size` documents, drawn uniformly with replacement as `batches.batch` draws positions."""
+    """Return the indices of `size` documents, drawn uniformly with replacement as `batch` draws positions."""
     generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, micro_step, step]))
     return generator.integers(0, len(documents), size=size)
 
 
 def held_out(documents: Documents, count: int, size: int, *, seed: int) -> list[NDArray[np.int64]]:
-    """Return the numbers of `count` batches of different documents that depend on `seed` only; fewer where they end."""
+    """Return document indices of `count` batches without repetition, by `seed` only; fewer if the documents run out."""
     generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 1, 0, 0]))
     order = generator.permutation(len(documents))[: count * size]
     return [order[begin : begin + size] for begin in range(0, len(order), size)]

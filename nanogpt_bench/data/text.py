@@ -1,8 +1,8 @@
-"""A text of this machine as a corpus: any UTF-8 file, or the English prose that every Python carries.
+"""Text on this machine as a corpus: any UTF-8 file, tokens of nanoGPT, or the English prose in the standard library.
 
-That is the help topics and the docstrings of the standard library, whose sources are read and parsed, never imported.
-Documents come in a fixed order: the help topics by name, then one document a module by path, with the docstrings of the
-module, its classes and functions in source order.
+That prose is Python's help topics, and docstrings of the library's sources, which are parsed and never imported. Its
+documents have a fixed order: the help topics by name, then one document per module by path, with the docstrings of
+the module, its classes and functions in source order.
 """
 
 import ast
@@ -24,7 +24,7 @@ from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import write_corpus, write_tokens
 from nanogpt_bench.system.errors import BenchError, counted, unknown
 
-#: share of the characters that train, as nanoGPT's shakespeare_char splits them
+#: share of the characters for training, as in nanoGPT's shakespeare_char
 TRAIN_SHARE = 0.9
 
 
@@ -44,17 +44,17 @@ def prepare_text(
     return write_corpus(out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit)
 
 
-#: whose tokens a folder of nanoGPT's may hold
+#: tokenizers whose tokens a data folder of nanoGPT may have
 OF_NANOGPT = ("byte", "char", "gpt2")
 
 
 def prepare_nanogpt(
     folder: Path, out: Path, tokenizer: str, *, limit: int | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """Prepare nanoGPT's own data in folder `out`: the tokens of train.bin and val.bin as they are, uint16.
+    """Prepare nanoGPT's data in folder `out`: the tokens of its train.bin and val.bin, uint16.
 
-    `tokenizer` says which they are, for a meta.pkl would run what is in it: it is never read. The characters of `char`
-    are those of input.txt beside it, whose tokens have to be these.
+    `tokenizer` names their tokenizer, since reading a meta.pkl would run code in it. For `char` the vocabulary comes
+    from input.txt in `folder`, whose tokens have to be those of the two files.
     """
     if tokenizer not in OF_NANOGPT:
         raise unknown("tokenizer", tokenizer, OF_NANOGPT)
@@ -89,7 +89,7 @@ def _tokens_in(path: Path) -> NDArray[np.uint16]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file, line ends as they are, without a byte order mark; refuses an empty one."""
+    """Return the content of a UTF-8 file with its line ends, without a byte order mark; refuse an empty file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def read_text(path: Path) -> str:
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise BenchError(f"--input {str(path)!r} is empty; give a UTF-8 text file")
     try:
-        return data.decode("utf-8-sig")  # without the mark that some editors begin a file with
+        return data.decode("utf-8-sig")  # drops the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise BenchError(
             f"--input {str(path)!r} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}; "
@@ -107,7 +107,7 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-#: folders without prose of their own, or absent from some installations
+#: folders without prose, or missing in some installations
 EXCLUDED = {"test", "tests", "idlelib", "idle_test", "turtledemo", "site-packages", "dist-packages", "lib2to3"}
 #: every tenth document is for validation: whole modules, so that no docstring is split
 VAL_EVERY = 10
@@ -166,7 +166,7 @@ def _modules(root: Path) -> Iterator[str]:
 
 
 def docstrings(source: bytes) -> list[str]:
-    """Return the docstrings of a module, its classes and functions in source order; none of what is no Python."""
+    """Return the docstrings of a module, its classes and functions in source order; empty if it is no valid Python."""
     nodes = _in_source_order(tree) if (tree := _parse(source)) else ()
     return list(filter(None, map(ast.get_docstring, nodes)))
 

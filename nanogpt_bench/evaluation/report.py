@@ -1,4 +1,4 @@
-"""The report of a model's weights in several formats: evaluations, the map of gaps by layer, and a mixture."""
+"""The report on a model's weights in several formats: evaluations, a table of gaps by layer, and a mixture."""
 
 import argparse
 import re
@@ -44,26 +44,26 @@ from nanogpt_bench.system.errors import BenchError, counted, printable, refusals
 from nanogpt_bench.system.files import holds, is_unused, locked, mapping_with, write_json
 
 ROWS = "evaluation.json"
-#: of a layer pattern alone in a format
+#: the evaluation of each layer pattern quantised alone, by pattern and format
 Cells = Mapping[tuple[str, str], Evaluation]
-#: what it has of a row
+#: the fields of an evaluation that the file has
 WRITTEN = (
     *("format", "scale", "formats", "val_loss", "val_loss_se", "gap", "gap_se", "perplexity", "bits_per_byte"),
     *("bytes_per_parameter", "quantized_parameters", "seconds"),
 )
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
-#: `--formats all`
+#: the formats of `--formats all`
 ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
-#: settings of `run` that mean something to a pretrained model
+#: settings of `run` that a report on a pretrained model takes
 SETTINGS = (
     *("data.dir", "model.block_size", "model.formats", "model.tied", "model.headroom"),
     *("train.batch_size", "runtime.threads", "runtime.device"),
 )
-#: of a pretrained model: tokens of a window, windows, and windows at a time, where nobody gives them
+#: defaults for a pretrained model: tokens per window, windows, and windows at a time
 BLOCK, WINDOWS, BATCH = 256, 24, 4
-#: settings that mean nothing in a report of a run, and why
+#: settings that a report on a run does not take, and why
 _SET_OTHERWISE = {"model.granularity": "give --scales", "model.storage": "every row has one byte per weight"}
-#: a layer's block and its name there
+#: a layer's block, and its name inside the block
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
 #: seconds between two lines of progress
 _EVERY = 15.0
@@ -71,7 +71,7 @@ _WIDTH = 130
 
 
 def report_model(args: argparse.Namespace) -> int:
-    """Measure a causal language model of transformers, print the tables, write the folder and print its page's path."""
+    """Measure a causal language model of transformers; print tables, write a folder, and print the page's path."""
     given = parse_overrides(args.overrides)
     for key in given:
         if key not in SETTINGS:
@@ -86,8 +86,8 @@ def report_model(args: argparse.Namespace) -> int:
         own = dict(given.get("model.formats") or {})
         floats = (args.sensitivity, args.budget, args.embeddings)
         more = (args.formats, args.scales, own, given.get("model.tied"), given.get("model.headroom"))
-        # A published model is measured as it is stored unless an option takes its floats. One of floats is read into
-        # codes for each row, never both at once, unless rows share the floats. A .gguf file is read as floats alone.
+        # A model published in codes is measured in these, unless an option needs its floats. A float model is read
+        # again for each row, into codes, unless rows need the floats. A .gguf file can be read as floats only.
         stored = _as_stored(found) if found.stored and not any((*floats, *more)) else None
         shared = any(floats) or EMBEDDINGS in own
         rereads = not found.stored and not shared and "gguf_file" not in find_model(args.model)
@@ -109,21 +109,21 @@ def report_model(args: argparse.Namespace) -> int:
 
 
 def _as_stored(found: Outline) -> tuple[str, str]:
-    """The formats of a published model's weights, and what shares a scale."""
+    """The formats of a published model's weights, and the granularities of their scales."""
     formats = sorted({each.format.name for each in found.stored.values()})
     return ",".join(formats), ",".join(sorted({each.granularity for each in found.stored.values()}))
 
 
 def _read(name: str, device: torch.device, formats: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
-    """The model with the weights of some layers in codes; wrong formats are refused before a weight is read."""
+    """The model with the weights of `formats` in codes."""
     asked = {"formats": dict(formats), **options}
-    quantized(skeleton(name).float(), asked["formats"], **options)  # before a weight is read
+    quantized(skeleton(name).float(), asked["formats"], **options)  # refuses wrong formats before weights are read
     read: nn.Module = load_causal(name, bytes_each=1.25, quantization=asked).to(device)
     return read
 
 
 def report_run(run_dir: Path, args: argparse.Namespace) -> int:
-    """Measure a run's weights in float32, then rounded, on its validation batches; print and write likewise."""
+    """Measure a run's weights in float32 and rounded on its validation batches; print and write as `report_model`."""
     given = checked_overrides(args.overrides)
     for key, instead in _SET_OTHERWISE.items():
         if key in given:
@@ -153,7 +153,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: int | None) -> Corpus:
-    """The text to measure a pretrained model on, as tokens of its own."""
+    """The text on which a pretrained model is measured, in the model's tokens."""
     if (args.input is None) == (folder is None):
         raise BenchError(
             "--model needs a text: --input FILE, or --data.dir DIR, prepared with --tokenizer and the model"
@@ -178,7 +178,7 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
 
 
 def spread(tokens: Any, count: int, block: int) -> Tensor:
-    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short."""
+    """Return windows (N, T + 1) spread evenly over a text; fewer than `count` where the text is too short for them."""
     if len(tokens) <= block:
         raise BenchError(f"the text has {counted(len(tokens), 'token')}, a window of {block} needs {block + 1}")
     count = max(1, min(count, (len(tokens) - 1) // block))
@@ -232,7 +232,7 @@ def _measure(
                 say(f"not quantised: {'; '.join(at.left) or 'nothing'}")
         if not parts:
             return rows, None
-        # The formats given hold in every cell.
+        # The given formats hold in every cell, so its gap is to a row with these alone.
         base, losses = rows[0], at.floats
         if any(value != "none" for value in own.values()):
             base = at.row("given", own, scales[0], saves=False)
@@ -267,7 +267,7 @@ def _measure(
 
 
 def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Patterns and their keys in formats: all linear layers and embeddings, each once, without those of `own`."""
+    """Patterns and their keys in `formats`: linear layers and embeddings, each once, without those that `own` names."""
     group = {"blocks": 1, "kinds": 2, "layers": 0}[by]
     layers: dict[str, list[str]] = {}
     for name in at.layers:
@@ -286,7 +286,7 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
 
 
 def _mixture(at: Measurement, base: Evaluation, found: Cells, budget: float) -> dict[str, str] | None:
-    """The formats of the best mixture of `budget` bytes a parameter, None where none is so small."""
+    """The formats of the best mixture of at most `budget` bytes per parameter; None if no mixture is so small."""
     whole = base.bytes_per_parameter or 0.0
     choices: dict[str, list[tuple[str, float, float]]] = {}
     for (pattern, name), row in found.items():
@@ -300,7 +300,7 @@ def _mixture(at: Measurement, base: Evaluation, found: Cells, budget: float) -> 
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call after every measurement: a bar on a terminal, else a line every 15 seconds."""
+    """Yield a function to call after every measurement; it moves a bar on a terminal, or prints a line every 15 s."""
     console, begun, done = Console(stderr=True), time.monotonic(), 0
     last = begun
     with Bar(transient=True, console=console, disable=not console.is_terminal) as bar:
@@ -329,7 +329,7 @@ def _write(out: Path, model: str, rows: Sequence[Evaluation], table: Any, facts:
 
 
 def _as_run(row: Evaluation, model: str, facts: Mapping[str, Any], block: int) -> Run:
-    """Return a row as the report reads it: a run of no step."""
+    """Return a row as a run without steps, which the report can read."""
     rule = f"rounded ({row.scale})" if row.formats else "float32" if row.format == "none" else "as stored"
     settings = {"pretrained": model, "block_size": block, "formats": row.formats, "granularity": row.scale or None}
     summary: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The weights of a run's checkpoint, as they were trained and rounded to formats, and their validation losses."""
+"""The weights of a run's checkpoint, as trained and rounded to formats, and their validation losses."""
 
 import copy
 import os
@@ -28,12 +28,12 @@ from nanogpt_bench.setup.start import check_text, same_text
 from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.system.errors import BenchError, say
 
-#: settings that may differ from the run's: of the measurement, and of the rows in a format
+#: settings that may differ from the run's: those of the measurement, and those of the rows in a format
 OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")
 OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tied", "model.formats")
-#: of the environment, what changes the last bits of a loss
+#: entries of the environment that can change the last bits of a loss
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
-#: what a file has of a row
+#: the fields of an evaluation that a file has
 WRITTEN = (
     *("format", "storage", "val_loss", "gap", "perplexity", "bits_per_byte", "quantized_parameters", "checkpoint"),
     "of_labels",
@@ -43,7 +43,7 @@ _CALLED = "the checkpoint"
 
 
 def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key."""
+    """Return the settings of a command line by dotted key; refuse those that an evaluation does not take."""
     given = parse_overrides(overrides)
     for key in given:
         if key == "model.format":
@@ -64,7 +64,7 @@ class RunWeights:
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
         self._shape = trained_shape(trained.path)
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
-        # As many as the run had: sums in another order have other last bits.
+        # As many threads as the run had: sums in another order have other last bits.
         measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
         self._given = build_config({**trained.settings, "model.init_from": None, **measure})
         #: the run's own settings, and those of the measurement
@@ -72,7 +72,7 @@ class RunWeights:
         self._start: GPT | None = None
 
     def open_text(self) -> Corpus:
-        """Return the run's text, or the one given; prepare the default one, and refuse a text that is not the run's."""
+        """Return the given text, or the run's, which has to be unchanged; the default text is prepared if need be."""
         prepare_default(self.own.data.dir)
         corpus, called = open_corpus(self.own), str(self.trained.path)
         if "data.dir" not in self.given and not same_text(self.trained, corpus):
@@ -84,19 +84,19 @@ class RunWeights:
         return corpus
 
     def as_trained(self, corpus: Corpus, device: torch.device) -> Trainer:
-        """Return the run's own model with its weights as they were stored."""
+        """Return the run's model with its weights as they were stored."""
         trainer = Trainer(self.own, corpus, device, start=build_model(model_shape(self.own, corpus), 0))
         fill(trainer.model, self.trained.tensors, self.trained.metadata, _CALLED)
         return trainer
 
     @property
     def is_plain(self) -> bool:
-        """True if the run computed with float weights: as floats these have the same loss."""
+        """True if the run computed with float32 weights, which then have the same loss as floats."""
         own = self.own
         return own.model.storage == "float32" and own.train.precision != "bf16-pure" and not own.model.torchao_float8
 
     def rounded(self, formats: Mapping[str, Any], corpus: Corpus, device: torch.device) -> Trainer:
-        """Return a model of the weights rounded to the formats of layer patterns; of the floats without any."""
+        """Return a trainer of the weights rounded to `formats` of layer patterns; of float weights if it is empty."""
         config = resolve(self._row(formats))
         if self._start is None:
             self._start = build_model(model_shape(self._row({}), corpus), 0)
@@ -108,8 +108,8 @@ class RunWeights:
     ) -> Iterator[tuple[str, Trainer]]:
         """Yield the weights as trained, and rounded to each format; `none` stands for floats.
 
-        With `floats` these come before the others where they differ from the weights as trained, and last, without
-        names, the formats given.
+        With `floats`, floats come second if they differ from the weights as trained; and if there are no `names`, the
+        formats that were given as settings come last.
         """
         yield f"{format_summary(self.own)} (as trained)", self.as_trained(corpus, device)
         first = ["none"] if floats and (not self.is_plain or "none" in names) else []
@@ -119,9 +119,9 @@ class RunWeights:
             yield "given", self.rounded({**self.own.model.formats, **self.formats}, corpus, device)
 
     def requantised(self, fmt: str) -> dict[str, Any]:
-        """Return `model.formats` that round every weight to `fmt`, but of layers that the run, or the user, left out.
+        """Return `model.formats` that round every weight to `fmt`, except in layers that the run or the user left out.
 
-        Formats of activations stay the run's.
+        Formats of activations stay those of the run.
         """
         own = {pattern: _with_weight(value, fmt) for pattern, value in self.own.model.formats.items()}
         return {"*": fmt, **own, **self.formats}
@@ -139,7 +139,7 @@ class RunWeights:
             row.model.storage = row.model.granularity = row.model.headroom = row.model.tied = None
             row.model.embeddings = None
             return row
-        # rounded weights live as in the run, if that rounds; else under a master copy
+        # rounded weights are stored as in the run if that has a grid, otherwise under a master copy
         storage, own = self.given.get("model.storage"), self.own.model.storage
         if storage is not None and storage not in ("master", *ROUNDED):
             raise BenchError(f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, fp8")
@@ -153,7 +153,7 @@ class RunWeights:
 
 
 def _threads(trained: Trained) -> int | None:
-    """The run's threads, None where this machine has fewer cores or nobody knows."""
+    """The run's threads; None where they are not known or this machine has fewer cores."""
     threads = trained.settings.get("runtime.threads") or trained.environment.get("threads")
     return threads if isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1) else None
 
@@ -178,7 +178,7 @@ def named_formats(names: Sequence[str]) -> list[str]:
 
 
 def folder_of(path: Path) -> str:
-    """Return the place of a checkpoint in words: the folder of its run, and the step.
+    """Return the place of a checkpoint in words: its run's folder, and its name.
 
     >>> folder_of(Path("runs/e4m3/checkpoints/step-500.safetensors"))
     'runs/e4m3, checkpoints/step-500'
@@ -194,11 +194,11 @@ def evaluate_run(
     *,
     save: Path | None = None,
 ) -> list[Evaluation]:
-    """Return the validation losses of a run's weights: as trained, as floats where that differs, and in each format.
+    """Return the validation losses of a run's weights: as trained, as floats if that differs, and in each format.
 
-    Standard error gets the text that they are measured on, and whether the first row is the loss that the run recorded.
-    Each format is that of every weight, in place of the run's. `overrides` are settings of the measurement, and of the
-    rows in a format; `save` is a folder for the weights of every row.
+    Lines on standard error name the text, and say whether the first row has the loss that the run recorded. Each format
+    is used for all weights, in place of the run's. `overrides` are settings of the measurement and of the rows in a
+    format; `save` is a folder for the weights of every row.
     """
     names, given = named_formats(formats), checked_overrides(overrides)
     trained = load(choose(run_dir, checkpoint))

@@ -1,4 +1,4 @@
-"""The judge of a run: its records as series, which rows of one table of criteria hold in them and since when."""
+"""The judge of a run: its records as series, and which criteria of the table `CLASSES` hold in them, and since when."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run, load_run, smooth
 
 LOSS: Final = metrics.TRAIN_LOSS.name
-#: looks of which one is smoothed, steps below which a curve can't come to rest, and the share of its fall that is rest
+#: steps over which a loss is smoothed; steps below which no plateau is judged; its band, as a share of the loss's fall
 SMOOTHING, SHORTEST, FLAT = 10, 20, 0.02
 
 
 @dataclass(frozen=True)
 class Series:
-    """One figure over the steps at which it was recorded with a finite value."""
+    """The values of one metric, and the steps at which they were recorded."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
@@ -53,7 +53,7 @@ class Evidence:
         self.run = run
 
     def of(self, row: Limit) -> Series:
-        """The series that a row of the table judges; empty where it was not recorded, or too little of it to tell."""
+        """The series that a criterion judges; empty where too little of it was recorded."""
         if row.figure in DERIVED:
             return DERIVED[row.figure](self)
         series = worst(self, row.figure) if row.layers else self.series(row.figure)
@@ -78,16 +78,16 @@ class Evidence:
         return layer, known[layer]
 
     def setting(self, key: str) -> Any:
-        """The run's setting at a dotted key, None when its config has none."""
+        """The run's setting at a dotted key; None where its config has none."""
         return at(self.run.config, key)
 
     @property
     def died(self) -> bool:
-        """The loop gave the run up, so that a series may break off in the middle of a failure."""
+        """True if the run failed, so that a series may end in the middle of a failure."""
         return self.run.status == "failed"
 
     def excuse(self, kind: str) -> str | None:
-        """Why a class can't befall this run; None where it can, or the config does not say."""
+        """The reason why this run can't have a class of failure; None where it can, or the config does not say."""
         if kind == "stall":
             storage, writeback = self.setting("model.storage"), self.setting("optimizer.writeback")
             if storage is not None and storage not in ROUNDED:
@@ -109,7 +109,7 @@ def read(run: Run | Path) -> Evidence:
 
 
 def worst(evidence: Evidence, metric: str) -> Series:
-    """The largest value at every look over the whole and all layers, of layers in turn the latest within a turn."""
+    """The largest value of a metric, over the layers, at every measurement; with turns, each layer's latest counts."""
     names = (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric)))
     found = [dict(zip(series.steps, series.values, strict=True)) for series in map(evidence.series, names)]
     steps = sorted(set().union(*found))
@@ -124,12 +124,12 @@ def worst(evidence: Evidence, metric: str) -> Series:
 
 
 def _over_median(evidence: Evidence) -> Series:
-    """Every gradient norm but the first over the median of all before it; where that is 0 there is none."""
+    """Every gradient norm but the first, over the median of all before it; left out where the median is 0."""
     norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
     ratios: list[tuple[int, float]] = []
     for step, value in zip(norms.steps, norms.values, strict=True):
         half = len(seen) // 2
-        median = (seen[half] + seen[~half]) / 2 if seen else 0.0  # as they are sorted
+        median = (seen[half] + seen[~half]) / 2 if seen else 0.0  # `seen` is sorted
         if median > 0:
             ratios.append((step, value / median))
         insort(seen, value)
@@ -137,7 +137,7 @@ def _over_median(evidence: Evidence) -> Series:
 
 
 def _of_uniform(evidence: Evidence) -> Series:
-    """Attention's entropy, meant over the heads, over that of attention that looks at all tokens alike."""
+    """Attention's entropy, the mean over the heads, over the entropy of uniform attention."""
     series, block = evidence.series(ENTROPY.name), evidence.setting("model.block_size")
     if not isinstance(block, int) or block < 2:
         return Series()
@@ -146,7 +146,7 @@ def _of_uniform(evidence: Evidence) -> Series:
 
 
 def uniform_entropy(block: int) -> float:
-    """Mean entropy (nats) of causal attention that looks at all tokens alike: the mean of ln i for i up to `block`.
+    """Return the mean entropy (nats) of uniform causal attention: the mean of ln i for i up to `block`.
 
     >>> round(uniform_entropy(2), 4)
     0.3466
@@ -155,7 +155,7 @@ def uniform_entropy(block: int) -> float:
 
 
 def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
-    """A series that is 1 where a flag is set, or a figure is null as it was not finite when written; 0 elsewhere."""
+    """A series: 1 where a flag is set, or one of `figures` is null because it was not finite; 0 elsewhere."""
 
     def flags(evidence: Evidence) -> Series:
         records = evidence.run.metrics
@@ -167,7 +167,7 @@ def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
 
 
 def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable[[Evidence], Series]:
-    """By how much the smoothed training loss lies above what `over` makes of it and of the first loss."""
+    """The smoothed training loss minus a base that `over` returns for it and the first loss."""
 
     def rises(evidence: Evidence) -> Series:
         series = evidence.series(LOSS)
@@ -181,7 +181,7 @@ def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable
 
 
 def _excess(evidence: Evidence) -> Series:
-    """The excess over the reference at validations; null is one over a loss of 0, of which there is no share."""
+    """The excess of the training loss at validations; null means infinite, as over a reference of 0."""
     known = [
         (int(at), math.inf if value is None else value) for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
     ]
@@ -192,10 +192,10 @@ _EXCESS = metrics.EXCESS.name
 
 
 def _rest(evidence: Evidence) -> Series:
-    """One look, where the training loss came to rest: the share of the run until then, 1 where it rose again.
+    """One value, at the step where the training loss came to rest: the share of the run until then, 1 if it rose again.
 
-    It is at rest from where its windowed mean lies within a band of the lowest: a share of its whole fall, or two
-    standard errors of such a mean where those are more.
+    It is at rest once its windowed mean is within a band above the lowest such mean. The band is a share (`FLAT`) of
+    the loss's whole fall, or two standard errors of a windowed mean if that is more.
     """
     losses, steps = evidence.series(LOSS).values, evidence.series(LOSS).steps
     if len(losses) < SHORTEST:
@@ -206,21 +206,21 @@ def _rest(evidence: Evidence) -> Series:
     scatter = statistics.pstdev([v - m for v, m in zip(losses[width:], means[width:], strict=True)] or [0.0])
     band = max(FLAT * max(losses[0] - level, 0.0), 2 * scatter / width**0.5)
     first = next(index for index, mean in enumerate(means) if mean <= level + band)
-    # The lowest of many means lies a band below their mean by chance.
+    # By chance alone the lowest of many means is about a band below their mean: so two bands are allowed.
     stayed = statistics.fmean(losses[-max(len(losses) // 4, 1) :]) <= level + 2 * band
-    # A run that the loop ended on its plateau would have stayed there: however late, it is one.
+    # A run that `train.stop_on` ended on a plateau would have stayed there: it counts, however late it came.
     share = 0.0 if at(evidence.run.summary, "stop.kind") == "plateau" else steps[first] / max(steps[-1], 1)
     return Series((steps[first],), (share if stayed else 1.0,))
 
 
 def _centred(values: Sequence[float], width: int) -> list[float]:
-    """Means over `width` steps around each; fewer at the ends."""
+    """Means over `width` values around each; fewer at the ends."""
     half, sums = width // 2, [0.0, *accumulate(values)]
     bounds = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
     return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
 
 
-#: figures that are made of others, by the name that the table has for them
+#: series that are computed from others, by the name that the table has for them
 DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
     OVER_MEDIAN: _over_median,
     ATTENTION: _of_uniform,
@@ -231,25 +231,25 @@ DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
     metrics.LOSS_IS_NAN.name: _not_finite(metrics.LOSS_IS_NAN.name, LOSS, metrics.VAL_LOSS.name),
     metrics.GRAD_HAS_NAN.name: _not_finite(metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name),
 }
-#: metrics that the table's figures are made of, beside those that are its rows' own
+#: metrics that those are computed from, beside the metrics that the table names
 SOURCES: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, ENTROPY.name)
 
 
 FOUND, CLEAR, NOT_JUDGED = "found", "clear", "not judged"
-#: figures by name, ready for JSON
+#: values by name, ready for JSON
 Facts = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A row of the table, and what a series says of it."""
+    """A criterion of the table, judged on a series."""
 
     row: Limit
-    #: the row's, or more where it grows with the first look
+    #: the criterion's bound, or more where it grows with the first value
     bound: float
-    #: first step from which on it held; None: it never did
+    #: step at which it began to hold; None: it never did
     step: int | None
-    #: the look at that step, the first look, the one furthest towards the failure and its step, and their mean
+    #: the value at that step, the first value, the one furthest towards the failure and its step, and the mean
     value: float | None
     first: float
     extreme: float
@@ -258,7 +258,7 @@ class Criterion:
     looks: int
 
     def describe(self) -> str:
-        """Return the look at which it began to hold, and the bound."""
+        """Return in words the value at which it began to hold, and the bound."""
         return f"{self.row.figure} {self.value:.4g} {'>=' if self.row.side == ABOVE else '<='} {self.bound:.4g}"
 
 
@@ -269,13 +269,13 @@ class Finding:
     kind: str
     #: "found", "clear", or "not judged" where too little was recorded
     state: str
-    #: first step at which one of its criteria held
+    #: first step at which one of the class's criteria held
     step: int | None
     #: one sentence of facts
     message: str
     evidence: Facts = field(default_factory=dict)
     criteria: tuple[Criterion, ...] = ()
-    #: figures that were not recorded and would have been needed
+    #: metrics that would have been needed and were not recorded
     missing: tuple[str, ...] = ()
 
     @property
@@ -285,7 +285,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of a run's timeline: a criterion that held from this step on, the first alert of a kind, or the end."""
+    """One line of a run's timeline: a criterion began to hold, the first alert of a kind, or the end."""
 
     step: int
     #: class of failure, kind of alert, or status of the run
@@ -296,10 +296,10 @@ class Event:
 
 
 def holds(row: Limit, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
-    """Return whether, and since when, a row of the table holds in a series that has a look at least.
+    """Return whether, and since when, a criterion of the table holds in a series of at least one value.
 
-    A series of fewer looks than the row's patience has to lie beyond its bound throughout; of a run that still goes
-    on it says nothing.
+    A series shorter than the criterion's patience has to be beyond its bound throughout; in a run that is still
+    `running` it does not hold.
     """
     values = series.values
     first = values[0]
@@ -323,12 +323,12 @@ def holds(row: Limit, series: Series, *, died: bool = False, running: bool = Fal
 
 
 def holds_now(row: Limit, values: Sequence[float]) -> bool:
-    """Return whether the last looks, as many as the row's patience, lie beyond its bound."""
+    """Return whether the last values, as many as the criterion's patience, are beyond its bound."""
     return len(values) >= row.patience and all(map(row.beyond, values[-row.patience :]))
 
 
 def _first_run(beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting: bool) -> int | None:
-    """Index at which the first long enough run of true values begins."""
+    """The index at which the first long enough run of true values begins; None without one."""
     begin = 0
     for index, held in enumerate([*beyond, False]):
         if held:
@@ -341,7 +341,7 @@ def _first_run(beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting
 
 
 def judge(evidence: Evidence, *, running: bool = False) -> tuple[Finding, ...]:
-    """Return a finding for every class of the table, by the records up to the last step that there is."""
+    """Return a finding for every class of the table, from the records so far."""
     return tuple(_finding(evidence, kind, running) for kind in KINDS)
 
 
@@ -368,21 +368,21 @@ def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that is known about how a run failed: every class of failure, and the order of events."""
+    """The diagnosis of a run: a finding for every class of failure, and the order of events."""
 
     findings: tuple[Finding, ...]
     timeline: tuple[Event, ...]
 
     @property
     def found(self) -> tuple[Finding, ...]:
-        """The classes that were found, in the order in which they set in."""
+        """The classes that were found, in the order in which they began."""
         return tuple(sorted((finding for finding in self.findings if finding.found), key=lambda f: f.step or 0))
 
 
 def classify(run: Run | Path) -> list[Finding]:
-    """Judge the classes of failure from a run's folder; one finding a class, in the order of `KINDS`.
+    """Return a finding for every class of failure, from a run or its folder, in the order of `KINDS`.
 
-    A class whose figures were not recorded is "not judged" and says what is missing.
+    A class whose metrics were not recorded is "not judged", and `missing` names them.
     """
     return list(judge(read(run)))
 
@@ -395,7 +395,7 @@ def diagnose(run: Run | Path) -> Diagnosis:
 
 
 def failures_of(run: Run | Path) -> list[dict[str, Any]]:
-    """Return the list `failures` of summary.json: the classes found, in the order in which they set in."""
+    """Return the list `failures` of summary.json: the classes found, in the order in which they began."""
     found = diagnose(run).found
     return [{"kind": f.kind, "step": f.step, "evidence": {"message": f.message, **f.evidence}} for f in found]
 

@@ -1,4 +1,4 @@
-"""The one table that runs are judged by: of which figure, on which side of which bound, how long, it is a failure."""
+"""The table of criteria by which runs are judged: which metric, on which side of which bound, for how long."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,20 +12,20 @@ from nanogpt_bench.monitors.ranges import CLAMPED, KURTOSIS, OVERFLOW
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
 
-#: figures that the judge derives from those of the records
+#: names of series that the judge computes from the recorded metrics
 OVER_MEDIAN: Final = f"{metrics.GRAD_NORM.name} over its median so far"
 OVER_FIRST: Final = f"{metrics.TRAIN_LOSS.name} over its first"
 OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
 ATTENTION: Final = f"{ENTROPY.name} over that of uniform attention"
 REST: Final = f"share of the run until {metrics.TRAIN_LOSS.name} rests"
 FLATNESS: Final = f"{metrics.VAL_LOSS.name} over its lowest before, less one"
-#: sums of the blocks; other activations pass any bound on their kurtosis in runs that are well
+#: kurtosis of the blocks' outputs; other activations exceed any bound on their kurtosis in healthy runs
 OF_BLOCKS: Final = KURTOSIS.by("residual").name
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One criterion. It holds from the first of `patience` looks in a row on that lie on `side` of `bound`, or on it.
+    """One criterion. It begins to hold at the first of `patience` values in a row on `side` of `bound`, or equal to it.
 
     >>> row = Limit("stall", "stall/update_lost", ABOVE, 0.5, 3, "{mean:.1%} of the weights lost a requested update")
     >>> row.beyond(0.5), row.beyond(0.4)
@@ -33,31 +33,31 @@ class Limit:
     """
 
     kind: str
-    #: a metric of the records, or one of the figures above
+    #: a recorded metric, or one of the series named above
     figure: str
     side: str
     bound: float
     patience: int
-    #: the finding in words, with the fields of a `Criterion`
+    #: the finding in words, formatted with the fields of a `Criterion`
     says: str
-    #: the worst of the layers at every look
+    #: the series is that of the worst layer at every measurement
     layers: bool = False
-    #: the bound is at least so many times the first look
+    #: the bound is at least so many times the first value
     growth: float = 0.0
-    #: in a run that died, the looks up to its end count, however few they are
+    #: in a failed run the last values before its end are enough, however few they are
     broken_off: bool = False
-    #: a figure that came back has not failed
+    #: it holds only if it still does at the end of the series
     lasting: bool = False
-    #: sets in with the look that makes the patience full, and never with fewer looks
+    #: it begins to hold at the last of the `patience` values, and never with fewer
     filled: bool = False
 
     def beyond(self, value: float, first: float = 0.0) -> bool:
-        """Return whether a look lies on the side of the failure, the bound included."""
+        """Return whether a value is on the side of the failure, the bound included."""
         limit = self.limit(first)
         return value >= limit if self.side == ABOVE else value <= limit
 
     def limit(self, first: float) -> float:
-        """The bound of a run whose first look was `first`."""
+        """Return the bound for a series whose first value is `first`."""
         return max(self.bound, self.growth * first) if self.growth else self.bound
 
 
@@ -75,7 +75,7 @@ _RISEN = "the training loss rose {extreme:.3f} nats above its "
 _EXCESS = "the smoothed training loss was {value:.1%} above its own best or the baseline's"
 _OFF = "was up to {extreme:.2g}"
 
-#: the classes of failure: one is found where any of its rows holds
+#: the criteria of all classes of failure; a class is found where one of its criteria holds
 CLASSES: Final = (
     Limit("stall", UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
     *(_overflow(metric) for metric in (*OVERFLOW.each, *CLAMPED.each)),
@@ -97,17 +97,17 @@ CLASSES: Final = (
     Limit("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
     Limit("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths minus 1 {_OFF}"),
 )
-#: their names, in the order in which they are listed
+#: the names of the classes, in that order
 KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
 
-#: rows that end a run, where `train.stop_on` names them
+#: criteria that end a run, if `train.stop_on` names them
 ENDINGS: Final = {
     "nan": Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 3, "", filled=True),
     "divergence": next(row for row in CLASSES if row.figure == metrics.EXCESS.name),
     "plateau": Limit("plateau", FLATNESS, ABOVE, -0.001, 5, "", filled=True),
 }
 
-#: the verdict on a row of a comparison: its mean final val loss or gap beyond these, or its mean cosine or stall
+#: bounds of a comparison's verdicts: on a row's gap to the reference (mean final validation loss), cosine and stall
 VERDICT: Final = {
     "outside": Limit("outside", "gap over the reference's loss", ABOVE, 0.10, 1, ""),
     "behind": Limit("behind", "gap in nats", ABOVE, 0.05, 1, ""),

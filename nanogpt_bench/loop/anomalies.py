@@ -1,4 +1,4 @@
-"""Steps in which something is not finite: what, where it was first seen, and the state before it."""
+"""Steps in which something is not finite: what it was, where it was first seen, and the state before the step."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict
 
 
 class Sentry:
-    """Looks at every step of a run, and undoes what a step that is left out has done to scales and counters."""
+    """Checks every step of a run, and restores the scales and counters that a skipped step has changed."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
     def before(self) -> None:
-        """Remember the model's buffers; called before a step."""
+        """Copy the model's buffers; called before a step."""
         self._buffers = [
             (module, {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None})
             for module in self._trainer.model.modules()
         ]
 
     def after(self, step: Step) -> Anomaly | None:
-        """Fill in the step's flags and return what was not finite; a step to be left out gets the buffers put back."""
+        """Fill in the step's flags and return what was not finite; restore the buffers if the step is skipped."""
         step.record |= {metrics.WEIGHT_HAS_NAN.name: 0, metrics.STATE_HAS_NAN.name: 0}
         passed = not (step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name])
         if passed and self._whole():
             return None
         weight, state = first_bad_weight(self._trainer.model, self._trainer.ranks), first_bad_state(self._trainer)
         if passed and weight is None and state is None:
-            return None  # finite, but with a norm that overflows
+            return None  # all is finite, only the norm overflowed
         step.record |= {
             metrics.WEIGHT_HAS_NAN.name: int(weight is not None),
             metrics.STATE_HAS_NAN.name: int(state is not None),
@@ -62,14 +62,14 @@ class Sentry:
             for module, buffers in self._buffers:
                 module._buffers.update(buffers)
             return Anomaly(step.number, kinds, first_seen(self._trainer, step))
-        # In a step that was taken, a bad state made the weight bad; before one, the weight is what the loss is made of.
+        # If the step was taken, a bad state made the weight bad. If not, the bad weight made the loss bad.
         first, second = (state, weight) if passed else (weight, state)
         return Anomaly(step.number, kinds, first or second or "")
 
     def _whole(self) -> bool:
-        """Check weights and optimizer state by one norm; False may be an overflow of that."""
+        """Check weights and optimizer state by one norm; False may also mean that the norm overflowed."""
         weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
-        # Codes are decoded a layer at a time: all of them would take four times what the weights do.
+        # Codes are decoded one layer at a time: all at once would take four times the memory of the weights.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
         floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
         tensors = [*norms, *floats, *(leaf for _, _, leaf in _states(self._trainer))]
@@ -100,11 +100,11 @@ def first_bad_state(trainer: Trainer) -> str | None:
 def first_seen(trainer: Trainer, step: Step) -> str:
     """Return where a loss or gradient that is not finite began: the step is repeated on a copy of the model.
 
-    Of activations the first in the order of the forward pass counts, of gradients the first in that of the backward
-    pass. What does not happen again is looked for in the gradients that the step left.
+    Of activations it is the first in the order of the forward pass, of gradients the first in that of the backward
+    pass. If the repetition stays finite, the gradients of the step itself are searched.
     """
     repeated = None
-    if trainer.ranks.size == 1:  # several processes would not take the same way through the repetition
+    if trainer.ranks.size == 1:  # several processes could leave the repetition at different places
         copied = copy.deepcopy(trainer.model)
         for batch in trainer.micro_batches(step.number):
             where = _first_bad_activation(trainer, copied, batch)
@@ -119,7 +119,7 @@ def first_seen(trainer: Trainer, step: Step) -> str:
 
 
 def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Tensor]) -> str | None:
-    """Pass a micro-batch forward and, where that is finite, backward; gradients accumulate."""
+    """Take a micro-batch forward and, if that is finite, backward; gradients accumulate."""
     found: list[str] = []
 
     def watch(name: str) -> Any:
@@ -146,26 +146,26 @@ def _last_bad_gradient(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
 
 
 def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> str | None:
-    """The first that is not finite, here or in another process."""
+    """The name of the first tensor that is not finite, in this or another process."""
     bad = (float(not bool(tensor.isfinite().all())) for tensor in tensors.values())
     flags = bad if ranks.size == 1 else ranks.total(list(bad))
     return next((prefix + name for name, flag in zip(tensors, flags, strict=False) if flag), None)
 
 
 def _can_be_bad(parameter: Tensor) -> bool:
-    """A format without codes for NaN and Inf holds finite values only."""
+    """True except for formats without codes for NaN and Inf, whose values are always finite."""
     return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
 
 
 def _states(trainer: Trainer) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield every float of the optimizer's state: the entry, the parameter it belongs to, the values."""
+    """Yield every float tensor of the optimizer's state: the entry, the parameter it belongs to, the values."""
     for parameter, state in trainer.optimizer.state.items():
         for entry, leaf in _leaves(state):
             yield entry, parameter, leaf
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the float tensors of a tree by their path, tensor subclasses as what is inside them."""
+    """Yield the float tensors of a tree by their path; tensor subclasses are taken apart."""
     inner: Sequence[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
         inner = [(str(key), item) for key, item in value.items()]
@@ -183,10 +183,10 @@ _LOG = logging.getLogger("nanogpt_bench")
 
 
 class AnomalyObserver(Observer):
-    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, apart from those that a run goes on from.
+    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, from which no run is resumed.
 
-    Where step N was left out, it holds the weights and the optimizer state that the step began with. Without a folder
-    another process does so.
+    If step N was skipped, it has the weights and the optimizer state before the step. `run_dir` is None where another
+    process writes the checkpoint.
     """
 
     def __init__(self, run_dir: Path | None, trainer: Trainer) -> None:
@@ -205,7 +205,7 @@ class AnomalyObserver(Observer):
         try:
             commit(self._folder, contents, keep_last=1)
         except CheckpointNotWritten as error:
-            _LOG.warning("anomaly: %s", error)  # it is for debugging: the run does without
+            _LOG.warning("anomaly: %s", error)  # the checkpoint is for debugging: the run goes on without it
 
     def state(self) -> dict[str, Any]:
         return {"saved": self._saved}

@@ -16,7 +16,7 @@ from nanogpt_bench.system.errors import BenchError
 
 
 def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
-    """Return a run's clipping, of sums or micro-batches; the optimizer may step in the backward pass from here on."""
+    """Return a run's clipping, and put the optimizer's steps into the backward pass if the run wants them there."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
     has_format = any(layer.weight_gradient_scaler is not None for layer in layers)
@@ -40,7 +40,7 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
 
 
 class Clipping:
-    """Scales the complete gradient to a norm of `bound` at most; left alone with 0, and where it is not finite."""
+    """Scales the complete gradient to a norm of at most `bound`; not if `bound` is 0 or the norm is not finite."""
 
     def __init__(self, parameters: Sequence[Tensor], bound: float) -> None:
         self._parameters, self._bound = parameters, bound
@@ -49,13 +49,13 @@ class Clipping:
         """Called before every micro-batch's backward pass."""
 
     def measure(self, loss: Tensor) -> None:
-        """Take the norm that gradients are clipped by before they are stepped with, where a pass has to give it."""
+        """Measure the norm by which gradients are clipped, where that takes a backward pass before the step's."""
 
     def passed(self) -> None:
-        """Called when a backward pass has stepped, before its step ends."""
+        """Called after a backward pass that stepped, before its step ends."""
 
     def after_backward(self) -> float:
-        """Called after it; return what this micro-batch's gradient was multiplied by."""
+        """Called after every micro-batch's backward pass; return by what its gradient was multiplied."""
         return 1.0
 
     def finish(self) -> tuple[float | None, bool]:
@@ -69,14 +69,14 @@ class Clipping:
 
 
 class Unclipped(Clipping):
-    """No clipping of gradients that are gone as soon as they are there: nobody knows their norm."""
+    """No clipping: each gradient is freed as soon as its parameter has stepped, and the whole norm is not known."""
 
     def finish(self) -> tuple[None, bool]:
         return None, False
 
 
 class ClippingWithin(Clipping):
-    """Clips gradients that step as they come, by the norm of the step before; if `exact`, or at first, of a pass."""
+    """Clips gradients that step in the backward pass, by the norm of the step before or (`exact`) of an extra pass."""
 
     def __init__(self, handle: Any, bound: float, *, exact: bool) -> None:
         groups = handle.optimizer.param_groups
@@ -85,13 +85,13 @@ class ClippingWithin(Clipping):
         self._seen: tuple[float | None, bool] = None, False
 
     def measure(self, loss: Tensor) -> None:
-        """The graph stays for the pass that steps: the same products, dropout and draws."""
+        """Measure with `exact`, and in the first step; the pass that steps uses the same graph, with its dropout."""
         if self._exact or self._before() is None:
             with self._handle.measure():
                 loss.backward(retain_graph=True)
 
     def passed(self) -> None:
-        """Note the norm, which the parameters' stand-ins know until the step ends."""
+        """Note the norm, which is in the placeholders in `grad` until the step ends."""
         norm, before = get_total_norm([p.grad for p in self._parameters if p.grad is not None]).item(), self._before()
         by = norm if self._exact or before is None else before
         self._seen = norm, self._bound < by < math.inf
@@ -106,17 +106,17 @@ class ClippingWithin(Clipping):
 
 
 class ClippingFirst(Clipping):
-    """Clips the float gradient of every micro-batch, then quantises that of the weights, and adds up in float32.
+    """Clips the float gradient of every micro-batch, then quantises that of the weights, and sums in float32.
 
-    The bound of each is that of the step over the number of micro-batches, so that their sum has no larger norm than
-    `bound`, but for what rounding adds. A gradient that is not finite is left as it is, for all to see.
+    The bound of each is `bound` over the number of micro-batches, so that the norm of their sum is at most `bound`,
+    except for what rounding adds. A gradient that is not finite is left as it is, so that the step is skipped.
     """
 
     def __init__(self, parameters: Sequence[Tensor], bound: float, model: nn.Module, micro_steps: int) -> None:
         super().__init__(parameters, bound)
         self._model, self._micro_steps = model, micro_steps
         self._sums: list[Any] = []
-        # Of the gradients as they came, for their norm: with one micro-batch it is known without a copy.
+        # Sums of the unclipped gradients, for their norm; one micro-batch needs no copy of it.
         self._unclipped: list[Any] = [None] * len(parameters)
         self._norm, self._clipped = 0.0, False
 
@@ -134,7 +134,7 @@ class ClippingFirst(Clipping):
         factor, bound = 1.0, self._bound / self._micro_steps
         if 0 < bound < self._norm < math.inf:
             clip_grads_with_norm_(self._parameters, bound, norm)
-            self._clipped, factor = True, bound / (self._norm + 1e-6)  # torch's own
+            self._clipped, factor = True, bound / (self._norm + 1e-6)  # as in clip_grads_with_norm_
         fm.quantize_weight_gradients(self._model)
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             (parameter.grad,) = _added([total], [parameter.grad])

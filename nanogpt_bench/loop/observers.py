@@ -1,4 +1,4 @@
-"""Observers of a run beside its monitors: records and alerts, line by line, and the trend; how all are ordered."""
+"""Observers of a run beside its monitors: records and alerts, line by line, and the trend; the order of all."""
 
 import json
 import math
@@ -35,24 +35,24 @@ from nanogpt_bench.system.files import NO_LINKS
 
 
 class LineFile:
-    """A file that grows by whole lines, made with its first one; a run that is taken up cuts it back first."""
+    """A file that grows by whole lines, created with the first one; a resumed run cuts it back first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
     def append(self, lines: Iterable[str]) -> None:
-        """Add lines; whoever reads the file sees them."""
+        """Add lines and flush them."""
         if self._file is None:
             self._file = os.fdopen(self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
         try:
             self._file.writelines(line + "\n" for line in lines)
             self._file.flush()
-        except OSError as error:  # which does not say what it was that could not be written
+        except OSError as error:  # an error of writing does not name the file
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def _open(self, flags: int) -> int:
-        """A file to be changed: one that leads elsewhere, in a folder that someone else has made, is left alone."""
+        """Open the file for writing, but no symbolic link: the folder may come from somebody else."""
         try:
             return os.open(self._path, flags | NO_LINKS, 0o666)
         except OSError:
@@ -61,7 +61,7 @@ class LineFile:
             raise
 
     def length(self) -> int:
-        """Return the bytes written so far, once they are on the disk: a checkpoint must not know of later ones."""
+        """Return the bytes written so far, once they are on the disk: a checkpoint must not count on lost ones."""
         if not self._path.exists():
             return 0
         with self._path.open("rb") as file:
@@ -69,7 +69,7 @@ class LineFile:
         return self._path.stat().st_size
 
     def cut(self, length: int) -> None:
-        """Drop what came after the first `length` bytes."""
+        """Drop everything after the first `length` bytes."""
         self.close()
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
@@ -110,7 +110,7 @@ class JsonlObserver(Observer):
         self._lines.append([json.dumps({"step": step.number, **record}, allow_nan=False)])
 
 
-#: figures of a record that are judged, by name, and those of layers, by the beginning of their names
+#: names of the metrics that failures are judged by, and the beginnings of the names of those measured by layer
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
 _OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name)
 #: a long run is judged again once it has grown by this share, so that judging takes the same share of its time
@@ -118,7 +118,7 @@ _GROWTH = 0.05
 
 
 class AlertObserver(Observer):
-    """Has a run's records judged at every look of its monitors; each kind of alert is told once."""
+    """Judges a run's records after measurements and validations; each kind of alert is raised once."""
 
     def __init__(self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None) -> None:
         self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
@@ -139,7 +139,7 @@ class AlertObserver(Observer):
                     self._raise(_alert(finding, step))
 
     def _is_due(self, step: Step) -> bool:
-        """Judge on something new only: a first step that is not finite, or a look at the monitors."""
+        """At the last step, a first one that is not finite, a measurement or a validation; less often in a long run."""
         if step.last or (step.anomaly is not None and "nan" not in self.counts):
             return True
         looked = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
@@ -170,7 +170,7 @@ def _judged_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alert(finding: Finding, step: Step) -> Alert:
-    """The alert of a class just found; of a step that is not finite, with the place where that was first seen."""
+    """The alert of a failure just found; for `nan` with the place where it was first seen."""
     where = f"; first seen in {step.anomaly.where}" if finding.kind == "nan" and step.anomaly else ""
     first = min((c for c in finding.criteria if c.step is not None), key=lambda c: c.step or 0)
     value = first.value if first.value is not None and math.isfinite(first.value) else None
@@ -185,13 +185,13 @@ class _Snapshot:
     """The state at a validation: the step's number, the optimizer's count of steps, and a hash of the weights."""
 
     number: int
-    #: summed over parameters; None where the optimizer counts none
+    #: the optimizer's count of steps, summed over parameters; None where it does not count
     steps: float | None
     weights: int
 
 
 class Standstill:
-    """Compares every validation with the one before; a state of it lets a run that goes on compare with that before.
+    """Finds out at every validation whether weights and optimizer have stood still since the one before.
 
     >>> from nanogpt_bench.monitors.points import Step
     >>> layer = nn.Linear(2, 1)
@@ -204,11 +204,11 @@ class Standstill:
 
     def __init__(self) -> None:
         self._last: _Snapshot | None = None
-        #: steps since then whose loss and gradient were finite
+        #: steps since the last validation whose loss and gradient were finite
         self._due = 0
 
     def see(self, step: Step) -> Iterator[tuple[str, str]]:
-        """Take in a step whose record is complete; yield kind and message of what stood still."""
+        """Take in a step whose record is complete; yield kind and message of each standstill."""
         if step.number > 0 and not any(step.record.get(flag) for flag in _FLAGS):
             self._due += 1
         if metrics.VAL_LOSS.name not in step.record:
@@ -246,7 +246,7 @@ def _hash(model: nn.Module) -> int:
     return found
 
 
-#: weight of a new loss in the smoothed one: it remembers about twenty steps
+#: weight of a new loss in the smoothed one, which is an average over about twenty steps
 SMOOTHING = 0.05
 
 
@@ -262,7 +262,7 @@ class Smoothed:
         self._sum = self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """Take a value in and return the average."""
+        """Add a value and return the average."""
         self._sum += SMOOTHING * (value - self._sum)
         self._weight += SMOOTHING * (1 - self._weight)
         return self._sum / self._weight
@@ -272,7 +272,7 @@ class Smoothed:
         return {"sum": self._sum, "weight": self._weight}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` gave."""
+        """Go on from what `state` returned."""
         self._sum, self._weight = state["sum"], state["weight"]
 
 
@@ -294,23 +294,23 @@ def baseline_curve(baseline: str | None) -> Mapping[int, float]:
 
 
 class TrendObserver(Observer):
-    """Adds `train/loss_smoothed` to every record, `train/excess` to those of validations, and tells what ends a run."""
+    """Adds `train/loss_smoothed` to every record and `train/excess` to those of validations; judges how a run goes."""
 
     def __init__(self, baseline: Mapping[int, float]) -> None:
         self._baseline = baseline
         self._average, self._smoothed = Smoothed(), math.nan
         self._own_best = self._best_val = math.inf
-        #: at validations: smoothed training loss over its reference, and validation loss over its lowest, less one each
+        #: at validations: smoothed training loss over its reference, and validation loss over its lowest, each minus 1
         self.excess, self.flatness = list[float](), list[float]()
 
     @property
     def diverging(self) -> bool:
-        """The loss has been too high for long enough."""
+        """True once the training loss has been too high at enough validations in a row."""
         return holds_now(ENDINGS["divergence"], self.excess)
 
     @property
     def flat(self) -> bool:
-        """The validation loss has not fallen for long enough."""
+        """True once the validation loss has not fallen at enough validations in a row."""
         return holds_now(ENDINGS["plateau"], self.flatness)
 
     def state(self) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class TrendObserver(Observer):
 
 
 def share_above(loss: float, reference: float) -> float:
-    """Return a loss over a reference, less one; of a reference of 0, which a text of one character has, inf or 0.
+    """Return a loss over a reference, minus 1; inf or 0 if the reference is 0, as for a text of one character.
 
     >>> share_above(3.0, 2.0), share_above(1.0, 0.0), share_above(0.0, 0.0)
     (0.5, inf, 0.0)
@@ -361,7 +361,7 @@ def share_above(loss: float, reference: float) -> float:
 
 @dataclass
 class Observers:
-    """A run's observers: those with something to tell the loop by name, and all in the order they are called."""
+    """A run's observers: by name those that the loop reads, and all in the order in which they are called."""
 
     trend: TrendObserver | None
     stall: Stall | None
@@ -385,7 +385,7 @@ def build_observers(
     watched = Watched.of(config, trainer.model, trainer.device, trainer.look)
     shadow = MODULES["shadow"].build(watched) if config.shadow.enabled else None
     monitors = [built for name in MONITORS if name in watch and (built := MODULES[name].build(watched)) is not None]
-    # What adds to a record once it is complete comes before what writes it.
+    # Observers that add to a record come before those that write it.
     sinks: list[Observer | None] = []
     if run_dir is not None:
         sinks = [JsonlObserver(run_dir / "metrics.jsonl"), alerts]

@@ -1,4 +1,4 @@
-"""The outcome of a run, on the way and at its end: progress, status, summary.json."""
+"""The outcome of a run, so far and at its end: progress, status, summary.json."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run's figures after a step; losses in nats a token, or a label."""
+    """A run's progress after a step; losses are in nats per token or label."""
 
     step: int
     max_steps: int
     train_loss: float | None
     val_loss: float | None
     best_val_loss: float | None
-    #: mean over the looks so far; None where it says nothing of what is lost
+    #: mean over the measurements so far; None where a stall is no failure
     stall: float | None
     lr: float
     tokens_per_s: float
     elapsed_s: float
-    #: raised in this step
+    #: alerts raised in this step
     alerts: tuple[Alert, ...] = ()
-    #: mean over the looks so far of the share of the requested movement that arrived
+    #: share of the requested movement that the write-back made, mean over the measurements so far
     arrived: float | None = None
 
 
@@ -56,20 +56,20 @@ class Outcome:
     best_val_loss: float | None = None
     #: standard error of the last validation, over its batches or documents
     final_val_loss_se: float | None = None
-    #: figures of the last validation beside the loss
+    #: other metrics of the last validation
     final_figures: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     training_seconds: float = 0.0
     #: bytes of model and optimizer after the last step
     held_bytes: int | None = None
-    #: the most that the gradients of a backward pass took at once
+    #: most bytes that the gradients of a backward pass took at once
     gradient_peak_bytes: int | None = None
-    #: steps in a row with a loss or gradient that was not finite, and where they began
+    #: number of steps in a row with a loss or gradient that was not finite, and the first of them
     anomalies: int = 0
     first_anomaly: int = 0
 
     def ended_by(self, *kinds: str) -> bool:
-        """Return whether one of these ended the run early: plateau, time, signal, or disk, which took no file."""
+        """Return whether one of these ended the run early: plateau, time, signal, or disk (a file not written)."""
         return self.stop is not None and self.stop["kind"] in kinds
 
     def fail(self, kind: str, message: str, step: int) -> None:
@@ -81,25 +81,25 @@ class Outcome:
         self.final_figures = {}
 
     def end_early(self, kind: str, message: str, step: int) -> None:
-        """Record why the run ends where nothing has failed."""
+        """Record why the run ends early without having failed."""
         self.status = "stopped"
         self.stop = {"kind": kind, "message": message, "step": step}
 
     def end_on_disk(self, message: str, done: int, tokens_in: Callable[[int], int]) -> None:
-        """Record that a file could not be written; a step after `done`, the last that was recorded, does not count."""
+        """Record that a file could not be written; steps after `done`, the last recorded one, do not count."""
         self.end_early("disk", message, done)
         while self.steps > done:
             self.tokens -= tokens_in(self.steps)
             self.steps -= 1
 
     def go_on(self) -> None:
-        """Forget that the run was ended from outside: by the clock, a signal or the disk."""
+        """Drop the record of an end from outside (time, signal or disk): the run is resumed."""
         if self.ended_by("time", "signal", "disk"):
             self.status, self.stop = "finished", None
 
 
 def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
-    """Return the content of summary.json; losses in nats a token, or a label, null where there is none."""
+    """Return the content of summary.json; losses are in nats per token or label, None where there is none."""
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = _weights(model, config)
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
@@ -140,7 +140,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
 
 
 def _processes(trainer: Trainer) -> dict[str, Any]:
-    """Bytes in each of several processes; nothing of one. All of them call this."""
+    """Bytes in each of several processes; empty for one. Every process has to call it."""
     ranks = trainer.ranks
     if ranks.size == 1:
         return {}
@@ -161,7 +161,7 @@ def _ratio(amount: float | None, whole: float) -> float | None:
 
 
 def _weights(model: nn.Module, config: Config) -> list[Tensor]:
-    """The weights that are quantised: by this library, or by the package whose they are."""
+    """The weights that are quantised, by this library or by another package."""
     if config.model.storage == "peer":
         return [layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)]
     layers = {} if config.model.storage == "float32" else quantized_layers(model)

@@ -1,4 +1,4 @@
-"""A checkpoint's content: what it holds of a run, which one a run is taken up from, and whether the settings agree."""
+"""Resuming: the content of a checkpoint, the checkpoint from which a run is resumed, and whether its settings agree."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from nanogpt_bench.system.ranks import Ranks
 if TYPE_CHECKING:
     from nanogpt_bench.loop.trainer import Trainer
 
-#: errors of a state that was not made by this code
+#: errors that a state made by other code can cause
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: dict[str, Any]) -> Contents | None:
     """Return everything that the steps after `step` depend on, and `facts` beside it; all tensors are copies.
 
-    Model, optimizer, observers and random generators are taken. Batches and schedules are functions of the step, and
-    need not be. Scales, histories of magnitudes and counters of random bits are the model's.
+    It has the state of model, optimizer, observers and random generators. Batches and schedules are functions of the
+    step, and not saved. Scales, histories of magnitudes and counters of random bits belong to the model.
 
-    Of several processes, which hold the same, the first gets it and the others None.
+    Several processes hold the same state: the first returns it, the others None.
     """
     if not trainer.ranks.first:
         return None
     optimizer = trainer.optimizer.state_dict()
-    # What dropout draws from; other random numbers are functions of a seed and a count.
+    # Dropout draws from torch's generators; other random numbers are functions of a seed and a count.
     cuda = {"cuda": torch.cuda.get_rng_state(trainer.device)} if trainer.device.type == "cuda" else {}
     random = {"cpu": torch.get_rng_state(), **cuda}
     files = {"model": {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}}
@@ -67,7 +67,7 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
 
 
 def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
-    """Put a new run into the state that `capture` took, tensors its own from then on; unknown observers begin anew."""
+    """Put a new run into the state that `capture` took; observers without a saved state start from the beginning."""
     source = f"the checkpoint of step {contents.step}"
     fill(trainer.model, contents.tensors.get("model", {}), contents.metadata.get("model", {}), f"{source}'s weights")
     with _fitting(f"{source} does not fit the optimizer"):
@@ -89,7 +89,7 @@ def _steps_by(trainer: Trainer, package: str) -> bool:
 
 
 def expected_bytes(trainer: Trainer) -> int:
-    """Return about what a checkpoint will take: the model and two float32 averages of every weight."""
+    """Return roughly the bytes of a checkpoint: the model and two float32 averages per weight."""
     averages = sum(8 * parameter.numel() for parameter in trainer.model.parameters())
     return averages + sum(tensor.nbytes for tensor in tensors_of(trainer.model).values())
 
@@ -113,14 +113,14 @@ def _tree(contents: Contents, stem: str, classes: Sequence[type] = (), device: t
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
     tree = _tree(contents, "optimizer", classes)
     state = sdnq_state_back(tree["state"], trainer.optimizer) if _steps_by(trainer, "sdnq") else tree["state"]
-    if trainer.config.optimizer.writeback_end is not None:  # which a state of the last steps has already
+    if trainer.config.optimizer.writeback_end is not None:  # a checkpoint of the last steps has it as its write-back
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
             group["writeback"] = saved["writeback"]
     trainer.optimizer.load_state_dict(state)
 
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:
-    """Return the tensor subclasses that the optimizer's state may consist of."""
+    """Return the tensor subclasses that the optimizer's state may contain."""
     if not _steps_by(trainer, "torchao"):
         return ()
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -129,13 +129,13 @@ def _state_classes(trainer: Trainer) -> tuple[type, ...]:
     return OptimState8bit, OptimStateFp8
 
 
-#: files of an earlier attempt that a new run removes; it overwrites the others
+#: files of an earlier attempt that a new run removes; others it overwrites
 _OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
 Say = Callable[[str], None]
 
 
 def check_unused(run_dir: Path) -> None:
-    """Refuse to begin a run in a folder that holds one."""
+    """Refuse to begin a run in a folder that already has one."""
     if not is_unused(run_dir):
         raise BenchError(
             f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
@@ -145,7 +145,7 @@ def check_unused(run_dir: Path) -> None:
 def find_checkpoint(
     run_dir: Path, config: Config, environment: Mapping[str, Any], *, allow_change: bool, say: Say
 ) -> Contents | None:
-    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` gets what is noticed."""
+    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` gets the notices."""
     check_layout(run_dir)
     clean(run_dir)
     path, skipped = newest(run_dir)
@@ -163,7 +163,7 @@ def find_checkpoint(
 
 
 def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None]) -> Contents | None:
-    """Return in every process what the first one finds: the others read the same checkpoint from the same folder."""
+    """Return in every process the checkpoint that the first one finds; the others read the same file."""
     found = None
     with ranks.together():
         found = find() if ranks.first else None
@@ -175,19 +175,19 @@ def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None
 
 
 def config_facts(config: Config) -> dict[str, Any]:
-    """Return a configuration as JSON has it; numbers that JSON has no word for become words."""
+    """Return a configuration as JSON values; numbers that JSON can't write become strings."""
     facts: dict[str, Any] = json.loads(json.dumps(config.model_dump()), parse_constant=str)
     return facts
 
 
 def remove_output(run_dir: Path) -> None:
-    """Remove what an earlier attempt wrote that a run at step 0 would add to."""
+    """Remove the files of an earlier attempt to which a run at step 0 would append."""
     for name in _OUTPUT:
         (run_dir / name).unlink(missing_ok=True)
 
 
 def resumed_environment(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return environment.json of a run that goes on: its beginning, and each start since with what it changed."""
+    """Return environment.json of a resumed run: its beginning, and each later start with what it changed."""
     first = dict(contents.facts.get("environment", {}))
     again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
     changes = _changes(contents.facts.get("config", {}), config_facts(config))
@@ -202,7 +202,7 @@ def resumed_environment(contents: Contents, environment: Mapping[str, Any], conf
 
 
 def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say: Say) -> None:
-    """Refuse to begin anew where something would be lost that can't be had again."""
+    """Refuse to begin again in a folder with a finished run, other settings, or files that are no run's."""
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
     if summary_of(run_dir).get("status") == "finished":
@@ -217,7 +217,7 @@ def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say:
 
 def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
     if isinstance(saved, Mapping):
-        dict(flatten(saved))  # which refuses what asks for a setting that is gone
+        dict(flatten(saved))  # refuses a setting that no longer exists
     changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
     fixed = [text for key, text in changed if FIELDS[key].facts["changes_numbers"]]
     if fixed and not allow_change:
@@ -230,7 +230,7 @@ def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: boo
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the keys that differ, with both values; a key that the saved ones do not know had its default."""
+    """Yield the keys that differ, with both values; a key that `saved` does not have counts as its default."""
     for key, setting in FIELDS.items():
         default = json.loads(json.dumps(setting.default), parse_constant=str)
         before, now = at(saved, key, default), at(current, key, default)
@@ -239,7 +239,7 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[t
 
 
 def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool, say: Say) -> None:
-    """Refuse another corpus; say what else may change the last bits."""
+    """Refuse another corpus; report other differences that may change the last bits."""
     if _digests(latest(saved)) != _digests(current) and not allow_change:
         raise BenchError(
             "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); give that one, or "

@@ -39,20 +39,20 @@ def finite(values: Tensor) -> NDArray[np.float32]:
 
 
 class Tracker(Protocol):
-    """A place that figures are sent to. Any of its methods may raise: it is then dropped."""
+    """A place to which records are sent. If one of its methods raises, the tracker is dropped."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its name and how the run is found there, for the run folder."""
+        """Name of the tracker, and where it has the run; for the run folder."""
 
     def log(self, step: int, record: Mapping[str, float]) -> None:
-        """Take the figures of one step, in one call; steps increase."""
+        """Take a step's record, in one call; steps increase."""
 
     def histograms(self, step: int, values: Mapping[str, NDArray[np.float32]]) -> None:
-        """Take values whose distribution counts, of one step, before its figures."""
+        """Take a step's values for histograms; called before `log`."""
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Take the summary, None where the run broke off, and send what is waiting."""
+        """Take the summary, None where the run broke off, and send everything that waits."""
 
 
 class Trackers(Observer):
@@ -61,12 +61,12 @@ class Trackers(Observer):
     def __init__(self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None) -> None:
         self._live = {tracker.facts["name"]: tracker for tracker in trackers}
         self._facts = {name: tracker.facts for name, tracker in self._live.items()}
-        #: errors, by the name of the tracker that was dropped
+        #: errors, by the name of the dropped tracker
         self.dropped: dict[str, str] = dict(dropped or {})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of every tracker, those dropped among them; for summary.json."""
+        """Facts of every tracker, dropped ones included, for summary.json."""
         names = [*self._facts, *(name for name in self.dropped if name not in self._facts)]
         return {name: {**self._facts.get(name, {}), "dropped": self.dropped.get(name)} for name in names}
 
@@ -96,13 +96,13 @@ class Trackers(Observer):
         for name, tracker in list(self._live.items()):
             try:
                 act(tracker)
-            except Exception as error:  # whatever it is, the training goes on
+            except Exception as error:  # no error of a tracker ends the training
                 del self._live[name]
                 self.dropped[name] = report_failure(name, error)
 
 
 def report_failure(name: str, error: Exception) -> str:
-    """Say once that a tracker is dropped, and return why."""
+    """Warn that a tracker is dropped, and return why."""
     why = f"{type(error).__name__}: {one_line(error)}"
     _LOG.warning("tracker %s is dropped, the training goes on: %s", name, why)
     return why
@@ -121,10 +121,10 @@ def check_trackers(config: Config) -> None:
 def start_trackers(
     config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None, after: int = -1
 ) -> Trackers:
-    """Start the trackers asked for and write down in tracking.json how the run is found there.
+    """Start the trackers of a configuration and write to tracking.json where each has the run.
 
-    One that does not start is reported and left out. `earlier` are the facts that a run which goes on after step
-    `after` had of its trackers: it goes on there.
+    One that does not start is reported and left out. A run resumed after step `after` goes on in its earlier trackers,
+    whose facts are `earlier`.
     """
     known = earlier or {}
     started, dropped = list[Tracker](), {}
@@ -134,7 +134,7 @@ def start_trackers(
                 started.append(WandbTracker(config, run_dir, known.get(name, {}), after))
             else:
                 started.append(TensorBoardTracker(run_dir, after))
-        except Exception as error:  # a tracker never stops a training
+        except Exception as error:  # no error of a tracker ends the training
             dropped[name] = report_failure(name, error)
     trackers = Trackers(started, dropped)
     if trackers.facts:
@@ -148,10 +148,10 @@ def _wanted(config: Config) -> list[str]:
 
 
 class TensorBoardTracker:
-    """Scalars of every step, histograms of weights and gradients; those of steps beyond `after` are withdrawn."""
+    """Scalars of every step, and histograms of weights and gradients; those of steps beyond `after` are deleted."""
 
     def __init__(self, run_dir: Path, after: int = -1) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # of an extra, as wandb is
+        from torch.utils.tensorboard import SummaryWriter  # from an extra, as wandb is
 
         self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=after + 1 if after >= 0 else None)
 
@@ -172,12 +172,12 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """One W&B run: a `log` call a step, histograms of weights and gradients; at the end the summary.
+    """One W&B run: a `log` call per step, histograms of weights and gradients; at the end the summary.
 
-    With `tracking.wandb_artifacts` the last checkpoint is a version of an artifact of type model. A run that goes on
-    in that of an `earlier` part withdraws the steps beyond `after`; offline a later `wandb sync` does. An online run
-    whose id is given is resumed as it is, for its steps may be another's; so is one that the server does not withdraw
-    steps of: those that W&B has already are logged there no second time then.
+    With `tracking.wandb_artifacts` the last checkpoint is a version of an artifact of type model. A resumed run, with
+    `earlier` facts, goes on in the same W&B run and withdraws its steps beyond `after`; offline, a later `wandb sync`
+    does. Nothing is withdrawn from the run of `tracking.wandb_id`, whose steps may be another run's, nor where the
+    server can't: then W&B ignores steps that it has already.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class WandbTracker:
         tracking, known = config.tracking, earlier or {}
         self._wandb: Any = import_module("wandb")
         mode = tracking.wandb
-        if mode == "auto":  # without a key a run is kept on disk
+        if mode == "auto":  # without an API key the run is written to the disk
             mode = "online" if self._wandb.login(prompt=False, verify=False) else "offline"
         run_id = tracking.wandb_id or known.get("id")
         exists = tracking.wandb_id is not None or known.get("mode") == "online"
         resume = {"resume": "must" if exists else "allow"} if run_id and mode == "online" else {}
 
-        def begin(**how: str) -> Any:  # of what is new each time: wandb writes into what it is given
+        def begin(**how: str) -> Any:  # new arguments for each call, since wandb changes them
             return self._wandb.init(
                 dir=str(run_dir),
                 project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
@@ -210,9 +210,9 @@ class WandbTracker:
         if after >= 0 and run_id and tracking.wandb_id is None:
             try:
                 self._run = begin(resume_from=f"{run_id}?_step={after}")
-            except self._wandb.errors.Error as error:  # a server without this, or a part that it has not been sent yet
+            except self._wandb.errors.Error as error:  # the server can't withdraw, or has not got the run yet
                 _LOG.warning("W&B keeps the steps beyond %d that it has of this run: %s", after, one_line(error))
-                self._wandb.teardown()  # whose process would go on holding the id
+                self._wandb.teardown()  # otherwise its process keeps the id
         self._run = self._run or begin(**resume)
         self._mode, self._run_dir, self._artifacts = mode, run_dir, tracking.wandb_artifacts
 

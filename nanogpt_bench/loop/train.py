@@ -1,4 +1,4 @@
-"""One training run: settings, corpus and folder made ready; then its steps, validations, records and checkpoints."""
+"""One training run: settings, corpus and folder are prepared; then its steps, validations, records and checkpoints."""
 
 import dataclasses
 import logging
@@ -74,13 +74,13 @@ class Loop:
         self.sentry = Sentry(trainer)
         self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
         self.started = perf_counter()
-        #: this process has taken a step
+        #: whether this process has taken a step
         self.stepped = False
-        #: the last step that is over, skipped or not; None before the first validation
+        #: number of the last step that is over, skipped or not; None before the first validation
         self.done: int | None = None
 
     def begin(self, found: Contents | None) -> None:
-        """Make the folder ready and start the trackers, at step 0 or where a checkpoint was committed."""
+        """Prepare the folder and start the trackers, at step 0 or at the step of the checkpoint `found`."""
         if found is not None:
             restore(found, self.trainer, self.watch.all)
             self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
@@ -98,7 +98,7 @@ class Loop:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             remove_output(self.run_dir)
         else:
-            for name in (SUMS, "summary.json"):  # they spoke of the end of what goes on now
+            for name in (SUMS, "summary.json"):  # they describe the end of a run that now goes on
                 (self.run_dir / name).unlink(missing_ok=True)
         remove_parts(self.run_dir)
         write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
@@ -133,7 +133,7 @@ class Loop:
         return loss is not None and loss == self.outcome.best_val_loss
 
     def _measure(self) -> None:
-        """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
+        """Count the bytes once a step has given the optimizer its state; a resumed run knows them already."""
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
             self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
@@ -173,7 +173,7 @@ class Loop:
         self.trackers.finish(None)
 
     def _one_step(self, number: int) -> None:
-        """Train a step, then count or skip it, validate, record, end the run where that is due, and save."""
+        """Train a step, count or skip it, validate if due, record, end the run if due, and save if due."""
         begun = perf_counter()
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
         self.sentry.before()
@@ -205,7 +205,7 @@ class Loop:
             outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
 
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
-        """Leave a step out; fail where that does not help, or after as many in a row as patience allows."""
+        """Skip a step; fail where weights or state are bad, too, or after as many in a row as patience allows."""
         outcome, train = self.outcome, self.config.train
         patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
         outcome.first_anomaly = outcome.first_anomaly if outcome.anomalies else step.number
@@ -219,7 +219,7 @@ class Loop:
             outcome.fail("nan", message, outcome.first_anomaly)
 
     def _end_on_trend(self, step: Step) -> None:
-        """End the run where `train.stop_on` names what this step's validation shows."""
+        """End the run at a divergence or plateau that `train.stop_on` names."""
         reasons, trend = self.config.train.stop_on, self.watch.trend
         if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
             return
@@ -232,7 +232,7 @@ class Loop:
             self.outcome.end_early("plateau", f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}", step.number)
 
     def _end_on_signal(self, step: Step) -> None:
-        """End the run after a step in which a signal came; the last step ends it anyway."""
+        """End the run if a signal came during the step; the last step ends it anyway."""
         number = int(self.ranks.largest(self.stop.number))
         if number and self.outcome.status == "finished" and not step.last:
             self.outcome.end_early("signal", f"{Signals(number).name} after step {step.number}", step.number)
@@ -290,7 +290,7 @@ class Loop:
         )
 
     def _finish(self) -> dict[str, Any]:
-        """Write the run's end down and return the summary; what a disk that has ended the run refuses is left out."""
+        """Write and return the summary; if the disk has ended the run, files that it refuses are left out."""
         attempt = suppress(OSError, BenchError) if self.outcome.ended_by("disk") else nullcontext()
         self._close()
         self._measure()
@@ -300,9 +300,9 @@ class Loop:
             return summary
         summary["config_history"] = config_history(self.environment)
         with attempt:
-            (self.run_dir / SUMS).unlink(missing_ok=True)  # which has none of the summary, until all is written
+            (self.run_dir / SUMS).unlink(missing_ok=True)  # until all is written, since it has no sum of the summary
             write_json(self.run_dir / "summary.json", summary)
-            # Judged from what the folder now holds, summary included, as anyone can repeat later.
+            # Judged from the folder's files, summary included, so that the result can be computed again later.
             summary["failures"] = failures_of(self.run_dir)
         self.trackers.finish(summary)
         summary["trackers"] = self.trackers.facts
@@ -335,15 +335,15 @@ def run(
     """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
 
     With `resume` the run goes on from the newest checkpoint in `run_dir` that verifies, with the same numbers as if it
-    had never stopped; without a checkpoint it begins. `say` is told what is noticed then: checkpoints that were
-    skipped, settings that differ.
+    had never stopped; without a checkpoint it begins at step 0. `say` gets notices, such as skipped checkpoints and
+    settings that differ.
 
-    `train.on_anomaly` says what becomes of a step in which something is not finite. A `stop` that is asked
-    for ends the run after the step at hand, with a checkpoint; a file that can't be written ends it without one.
-    KeyboardInterrupt writes the summary, then interrupts.
+    `train.on_anomaly` decides about a step in which something is not finite. A signal noted in `stop` ends the run
+    after the current step, with a checkpoint; a file that can't be written ends it without one. KeyboardInterrupt
+    writes the summary, then interrupts.
 
-    Of several `ranks`, each of which calls this, the first one writes; all stop together, and read the same checkpoint.
-    Settings that are refused leave nothing written.
+    Each process of `ranks` calls this function, and the first one writes; all stop together and read the same
+    checkpoint. Refused settings leave no files.
     """
     config = resolve_for(config, run_dir, resume=resume)
     check_ranks(config, ranks)
@@ -368,12 +368,12 @@ def run(
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder") if ranks.first else nullcontext():
             if not resume and ranks.first:
-                check_unused(run_dir)  # another process may have come and gone
+                check_unused(run_dir)  # another run may have used the folder meanwhile
             find = partial(find_checkpoint, run_dir, config, facts, allow_change=allow_config_change, say=say)
             found = found_by_all(ranks, run_dir, find) if resume else None
             if config.model.init_from:
                 check_start(config, found)
             progress = Loop(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
             progress.begin(found)
-            del found  # its tensors would be held as long as the run takes
+            del found  # its tensors would take memory during the whole run
             return progress.go()

@@ -1,4 +1,4 @@
-"""One optimizer step and one validation: the arithmetic of the loop, free of files and clocks."""
+"""One optimizer step and one validation: the arithmetic of the loop, without files and clocks."""
 
 import math
 import statistics
@@ -59,9 +59,9 @@ def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start:
 
 
 def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of losses and its standard error, their standard deviation over the root of their number.
+    """Return the mean of losses and its standard error, the standard deviation over the square root of their number.
 
-    The error is None for one loss, and where one is not finite.
+    The error is None for a single loss, and if a loss is not finite.
 
     >>> mean_and_error([1.0, 2.0, 3.0])
     (2.0, 0.5773502691896258)
@@ -72,7 +72,7 @@ def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
 
 
 class Trainer:
-    """Model, optimizer and batches of a resolved configuration, trained by `ranks` together, from the model `start`."""
+    """Model, optimizer and batches of a resolved configuration; the processes of `ranks` train the model together."""
 
     def __init__(
         self, config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None, ranks: Ranks = ALONE
@@ -82,19 +82,19 @@ class Trainer:
         self.model: Any = trained_model(config, corpus, device, start)
         if ranks.size > 1:  # the first process' model, to the bit
             fm.distributed.sync(self.model)
-        unseen = config.train.accumulation  # one micro-batch more than a step trains on
+        unseen = config.train.accumulation  # index of a micro-batch that no step trains on
         self.optimizer = build_optimizer(self.model, config, lambda step: [self._move(self._draw(step, unseen))])
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
-        #: the loss of a training step, in place of the model's
+        #: the loss of a training step where it averages gradients over processes; None: the model's
         self._replicated = replicated(self.model, self._model_loss) if replicas else None
-        #: most bytes of gradients at once, in the first step that this process takes
+        #: most bytes of gradients at once, in this process' first step
         self.gradient_peak = GradientPeak(self.model)
         self._clipping = clipping_of(self.model, self.optimizer, config)
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
-        #: the backward pass steps, with gradients that are gone then: where none are summed up
+        #: whether parameters step and free their gradients during the backward pass: not with several micro-batches
         self._steps_within = config.train.step_in_backward and config.train.accumulation == 1
         self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
 
@@ -103,18 +103,18 @@ class Trainer:
         return self.task.tokens(number - 1)
 
     def new_step(self, number: int, *, last: bool) -> Step:
-        """Return the state of step `number` (from 1) before anything has happened."""
+        """Return a new record of step `number` (from 1)."""
         return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
 
     def train_step(self, step: Step, observers: Sequence[Observer]) -> float:
-        """Do one step, unless loss or gradient is not finite; record it, return the loss (nats a token, or a label)."""
+        """Take one step, unless loss or gradient is not finite; record it; return the loss, nats per token or label."""
         if self.ranks.size > 1:
-            # what dropout draws from in this process is a function of the step, so that nothing of it has to be saved
+            # this process' generator, for dropout, is seeded by the step, so that its state need not be saved
             drawn = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
             torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]))
         lr = self._set_lr(step.number - 1)
         options = self.config.optimizer
-        if options.writeback_end is not None:  # of the last steps; `writeback` is of those before
+        if options.writeback_end is not None:
             last = step.number - 1 >= options.step_at * self.config.train.max_steps
             for group in self.optimizer.param_groups:
                 group["writeback"] = options.writeback_end if last else options.writeback
@@ -122,7 +122,7 @@ class Trainer:
         skipped = self._left_out()
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
-        # Steps in the backward pass leave out those parameters whose gradient is not finite, and count them.
+        # Steps in the backward pass skip parameters whose gradient is not finite, and count the skips.
         whole = self._left_out() == skipped if norm is None else math.isfinite(norm)
         finite = math.isfinite(loss) and whole
         flags = {metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)), metrics.GRAD_HAS_NAN.name: int(not whole)}
@@ -147,7 +147,7 @@ class Trainer:
         factor = lr_factor(settings, index, self.config.train.max_steps)
         for group in self.optimizer.param_groups:
             lr = peak_lr(group, settings) * factor
-            if isinstance(group["lr"], Tensor):  # an optimizer that is compiled with its learning rate as an input
+            if isinstance(group["lr"], Tensor):  # the input of a compiled step: its value is replaced, not the tensor
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -172,14 +172,14 @@ class Trainer:
         return self.ranks.mean(total.item())
 
     def _backward(self, loss: Tensor, step: Step, observers: Sequence[Observer]) -> None:
-        """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
+        """Compute gradients; if parameters step on the way, call observers first, and skip a loss of NaN or Inf."""
         if not self._steps_within:
             with self._products():
                 loss.backward()
         elif bool(loss.isfinite()):
             for observer in observers:
                 observer.before_step(step)
-            # What a warning would say is in the record.
+            # The record has what a warning would say.
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning), self._products():
                 self._clipping.measure(loss)
                 loss.backward()
@@ -188,7 +188,7 @@ class Trainer:
         self.gradient_peak.known()
 
     def _end_steps(self) -> None:
-        """End steps that were taken in the backward pass, and free what stands for their gradients."""
+        """End the steps of a backward pass, and free the placeholders of their gradients."""
         try:
             self.optimizer.step()
         except RuntimeError as error:
@@ -199,7 +199,7 @@ class Trainer:
         return int(getattr(self.optimizer, "skipped_steps", 0))
 
     def loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
-        """Return the loss on a batch in the precision of the training, the model's or, instead, `of`."""
+        """Return the loss on a batch, in the precision of the training; `of` is used in place of the model's loss."""
         with self.precision():
             loss: Tensor = (of or self._model_loss)(tokens, targets)
         return loss
@@ -220,15 +220,15 @@ class Trainer:
             yield self._move(self._draw(number - 1, micro_step))
 
     def validate(self) -> float:
-        """Return the mean loss (nats a token, or a label) over the fixed validation batches."""
+        """Return the mean loss over the fixed validation batches, in nats per token or label."""
         return mean_and_error(self.validation_losses())[0]
 
     def validation_losses(self) -> list[float]:
-        """Return the loss (nats a token) of each of the fixed validation batches, or (a label) of their documents."""
+        """Return the losses of the fixed validation batches (nats per token), or of their documents (per label)."""
         return self._losses(self._eval_batches)
 
     def figures(self, loss: float) -> Figures:
-        """Return what a validation's record has beside its mean loss."""
+        """Return the further values of a validation's record, whose mean loss is `loss`."""
         with self._evaluating() as passes:
             return self.task.figures(passes, self._eval_batches, loss)
 
@@ -237,12 +237,12 @@ class Trainer:
         return torch.cat([torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in self._eval_batches])
 
     def also_loss(self) -> dict[str, float]:
-        """Return the mean loss (nats a token) on the other text, where there is one, as a step's record has it."""
+        """Return the record's entry with the mean loss on the text of `eval.also`; empty without one."""
         batches = self._also_batches
         return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(batches))[0]} if batches else {}
 
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-        """The losses of some batches; of several processes every one passes some of them, and as many as the others."""
+        """The losses of batches; several processes divide them, each taking equally many."""
         with self._evaluating() as passes:
             if self.ranks.size == 1:
                 return self.task.losses(passes, batches)
@@ -268,12 +268,12 @@ class Trainer:
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:
-        """Run the model on one validation batch in evaluation mode, or one in some of its sequences."""
+        """Run the model on one validation batch in evaluation mode, on one in `one_in` of its sequences."""
         self.model.eval()
         tokens, targets = self._eval_batches[0]
         try:
             self.loss(tokens[::one_in], targets[::one_in])
-        finally:  # who has seen enough ends the pass
+        finally:  # an observer may end the pass by an exception
             self.model.train()
 
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:

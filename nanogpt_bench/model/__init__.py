@@ -1,1 +1,1 @@
-"""The language model, and weights from files."""
+"""The language model, models of transformers, and weights from files."""

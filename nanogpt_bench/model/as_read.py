@@ -1,4 +1,4 @@
-"""The refusals of a model that transformers has read: codes taken for weights, its head, values, and looking ahead."""
+"""Checks of a model that transformers has read: no codes taken for weights, the right head, finite values, causal."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,8 +15,8 @@ from nanogpt_bench.system.hub import hub_file
 
 
 def check_floats(model: Any, name: str) -> None:
-    """Refuse files that hold codes where weights are to be: transformers reads them as numbers."""
-    if getattr(model, "hf_quantizer", None) is not None:  # which has looked at them
+    """Refuse files that have codes in place of weights: transformers would read them as numbers."""
+    if getattr(model, "hf_quantizer", None) is not None:  # the quantiser has checked the files
         return
     folder = Path(name) if Path(name).is_dir() else hub_file(name, "config.json", asked="model").parent
     whole = folder / "model.safetensors"
@@ -25,8 +25,8 @@ def check_floats(model: Any, name: str) -> None:
 
 
 def check_size(settings: Any, name: str) -> None:
-    """Refuse a folder whose config.json speaks of more weights than its files have bytes, before any model is made."""
-    least = settings.hidden_size * (settings.vocab_size + settings.num_hidden_layers)  # embedding, a norm a block
+    """Refuse a folder whose config.json describes more weights than its files have bytes, before a model is made."""
+    least = settings.hidden_size * (settings.vocab_size + settings.num_hidden_layers)  # embedding, and a norm per block
     files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     size = sum(file.stat().st_size for file in files)
     if files and least > size:
@@ -41,7 +41,7 @@ def shares_head(model: Any) -> bool:
 
 
 def check_head(model: Any, planned: Any, name: str) -> None:
-    """Refuse a model whose head is shared or not otherwise than in the one that was planned before it was read."""
+    """Refuse a model whose head is tied where that of `planned`, made from config.json, is not, or the reverse."""
     shared = shares_head(model)
     if shares_head(planned) != shared:
         raise BenchError(
@@ -52,7 +52,7 @@ def check_head(model: Any, planned: Any, name: str) -> None:
 
 @torch.no_grad()
 def check_finite(model: nn.Module, name: str) -> None:
-    """Refuse weights that are not finite: nothing can be measured of them, or trained from them."""
+    """Refuse weights that are not finite: they can be neither measured nor trained."""
     for weight, parameter in model.named_parameters():
         bad = parameter.numel() - int(parameter.isfinite().sum())
         if bad:
@@ -64,7 +64,7 @@ def check_finite(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def check_causal(model: Any, name: str) -> None:
-    """Refuse a model whose logits depend on later tokens: its loss would be that of a text it has seen."""
+    """Refuse a model whose logits depend on later tokens: it would predict tokens that it sees."""
     tokens = torch.zeros(2, 4, dtype=torch.long)
     tokens[1, -1] = 1
     one, other = model.eval()(input_ids=tokens).logits[:, :-1]
@@ -74,12 +74,12 @@ def check_causal(model: Any, name: str) -> None:
         raise BenchError(f"model {name!r} reads the tokens that follow: it is an encoder, no causal language model")
 
 
-#: factors of the rotary frequencies, which change nothing where all of them are 1
+#: factors of the rotary frequencies; without effect if all are 1
 _FACTORS = "rope_freqs.weight"
 
 
 def check_taken(model: Any, path: Path, unexpected: Iterable[str]) -> list[str]:
-    """Return a GGUF file's tensors left out that change nothing, `unexpected` among them; refuse one that counts."""
+    """Return the tensors of a GGUF file that transformers leaves out; refuse them unless they have no effect."""
     from gguf import GGUFReader
 
     reader = GGUFReader(str(path))
@@ -97,13 +97,13 @@ def check_taken(model: Any, path: Path, unexpected: Iterable[str]) -> list[str]:
 
 
 def _left_out(model: Any, reader: Any) -> list[str]:
-    """The names that transformers' reader of most architectures passes over without a word."""
+    """The names of tensors that transformers leaves out without listing them as unexpected."""
     try:
         from transformers import modeling_gguf_pytorch_utils as theirs
-    except ImportError:  # a release in which every architecture's tensors are accounted for
+    except ImportError:  # a release that lists the unexpected tensors of all architectures
         return []
     kind = theirs.read_field(reader, "general.architecture")[0]
-    with suppress(ImportError):  # a release that calls what it leaves out of some architectures unexpected
+    with suppress(ImportError):  # a release that lists the unexpected tensors of some architectures
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
         if is_gguf_arch_supported(kind):

@@ -1,6 +1,6 @@
-"""A causal language model of transformers: its place, its parts, and its weights, as floats or in codes.
+"""A causal language model of transformers: finding it, its outline, and its weights, as floats or in codes.
 
-Read is a folder that `save_pretrained` wrote (safetensors only) or that was published in FP8, a `.gguf` file, whose
+It is a folder that `save_pretrained` wrote (safetensors only) or that was published in FP8, a `.gguf` file, whose
 weights become floats, or an id on the hub. Nothing is unpickled, and no code that comes with a model is run.
 """
 
@@ -36,9 +36,9 @@ from nanogpt_bench.system.errors import BenchError, one_line, refusals, say, sho
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
 
-#: of what transformers says when it refuses a file
+#: the most characters of transformers' error about a file
 LONGEST_REASON = 300
-#: a constant that GPT-2's older files carry beside the weights, which transformers calls unexpected
+#: a constant that GPT-2's older files have beside the weights, and that transformers calls unexpected
 _MASK = ".attn.masked_bias"
 _T = TypeVar("_T")
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -46,26 +46,26 @@ _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a model, known before a weight is read."""
+    """The sizes and layers of a model, known before a weight is read."""
 
     kind: str
     n_layer: int
     n_head: int
     n_embd: int
     positions: int
-    #: rows of the embedding, which may be more than its tokenizer has tokens
+    #: rows of the embedding, which may be more than the tokenizer's tokens
     vocab_size: int
     parameters: int
     #: (inputs, outputs) of every linear layer by its name, in the model's order
     layers: Mapping[str, tuple[int, int]]
-    #: of a layer whose weight is another module's too, the names of that weight
+    #: all names of the weight of a linear layer that shares its weight with another module, by the layer's name
     shared: Mapping[str, tuple[str, ...]]
-    #: what the files hold as codes and scales, by a weight's name (`fm.published_weights`); nothing of a float model
+    #: codes and scales in the files by the weight's name (`fm.published_weights`); empty for a float model
     stored: Mapping[str, Any]
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all weights as they are stored, what is in no codes in float32."""
+        """Bytes of all weights as they are stored; those not stored in codes count as float32."""
         codes, scales = (
             sum(math.prod(shape) for shape in shapes)
             for shapes in zip(*((each.shape, each.own_scale_shape) for each in self.stored.values()), strict=True)
@@ -74,7 +74,7 @@ class Outline:
 
 
 def find_model(name: str) -> dict[str, Any]:
-    """Return the arguments by which transformers finds the model called `name`."""
+    """Return the arguments with which transformers finds the model called `name`."""
     _require("transformers")
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -110,15 +110,15 @@ def _require(package: str, extra: str = "hf") -> None:
 
 @contextmanager
 def reading(name: str) -> Iterator[Any]:
-    """Yield transformers, quiet for as long, and turn whatever it raises about a model's files into one line."""
+    """Yield transformers, silenced meanwhile, and turn its errors about a model's files into one line."""
     import transformers
 
     show = transformers.utils.logging.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # for good: it has advice at the first forward pass, too
+    transformers.utils.logging.set_verbosity_error()  # not reset: the first forward pass gives advice, too
     try:
-        # Another bar shows how a GGUF is decoded, whatever is asked for.
+        # The bar of decoding a GGUF can't be disabled.
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield transformers
@@ -126,7 +126,7 @@ def reading(name: str) -> Iterator[Any]:
         raise
     except MemoryError:
         raise BenchError(f"model {name!r}: out of memory while it was read") from None
-    except Exception as error:  # from a damaged file anything may come
+    except Exception as error:  # a damaged file can raise anything
         reason = shortened(one_line(error), LONGEST_REASON)
         raise BenchError(f"model {name!r} can't be read: {type(error).__name__}: {reason}") from None
     finally:
@@ -136,7 +136,7 @@ def reading(name: str) -> Iterator[Any]:
 
 
 def _while_unchanged(function: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Remember what is said of a model until a file of it has another size or time."""
+    """Cache a function of a model's name until the size or time of one of the model's files changes."""
     known = functools.lru_cache(maxsize=4)(lambda name, _: function(name))
 
     @functools.wraps(function)
@@ -154,7 +154,7 @@ def _while_unchanged(function: Callable[[str], _T]) -> Callable[[str], _T]:
 
 @_while_unchanged
 def settings_of(name: str) -> Any:
-    """Return the model's settings as transformers' object."""
+    """Return the settings of the model called `name` as transformers' object; refuse models of other kinds."""
     where = find_model(name)
     with reading(name) as transformers:
         found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
@@ -170,24 +170,24 @@ def settings_of(name: str) -> Any:
         what = saved[0] if saved else f"of type {found.model_type!r}"
         raise BenchError(f"model {name!r} is {what}, no causal language model (one that predicts the next token)")
     if getattr(found.get_text_config(), "num_attention_heads", None) is None:
-        # Layers of Mamba and the like compute with weights themselves, past the layer.
+        # Mamba and the like compute with the weights of linear layers without calling the layers.
         raise BenchError(
             f"model {name!r} is of type {found.model_type!r}, without attention (no num_attention_heads in its "
             "config.json); only models with attention can be measured and trained here, such as llama, gpt2 or mixtral"
         )
     check_size(found.get_text_config(), name)
-    if "gguf_file" not in where and _has_own_head(found, name):  # which transformers reads, whatever the settings say
+    if "gguf_file" not in where and _has_own_head(found, name):  # transformers reads it, whatever the settings are
         found.tie_word_embeddings = found.get_text_config().tie_word_embeddings = False
     return found
 
 
 @_while_unchanged
 def stored_of(name: str) -> Mapping[str, Any]:
-    """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read."""
+    """Return the codes and scales in the files of the model called `name`, by the weight's name; reads no weights."""
     where, folder = find_model(name), Path(name)
     if folder.is_dir():
         speaks = any(folder.glob("*.safetensors"))
-    else:  # of the hub, from which files are got only where settings speak of codes
+    else:  # on the hub, from which weights are downloaded only if the settings name a quantisation
         settings = None if "gguf_file" in where else hub_file(name, "config.json", asked="model").read_text("utf-8")
         speaks = settings is not None and "quantization_config" in settings
     if "gguf_file" in where or not speaks:
@@ -197,7 +197,7 @@ def stored_of(name: str) -> Mapping[str, Any]:
 
 
 def _has_own_head(settings: Any, name: str) -> bool:
-    """Return whether a folder's files have a head beside an embedding that, by the settings, is the head too."""
+    """Return whether a folder's files have a separate head although its settings tie the head to the embedding."""
     if not Path(name).is_dir():
         return False
     model = _from_settings(settings, name)
@@ -215,7 +215,7 @@ def _has_own_head(settings: Any, name: str) -> bool:
 
 @_while_unchanged
 def outline(name: str) -> Outline:
-    """Return the outline of the model called `name`; refuses what `settings_of` does."""
+    """Return the outline of the model called `name`; refuses the same models as `settings_of`."""
     settings, model = settings_of(name), skeleton(name)
     owners: dict[int, list[str]] = {}
     for weight, parameter in model.named_parameters(remove_duplicate=False):
@@ -240,7 +240,7 @@ def outline(name: str) -> Outline:
 
 
 def skeleton(name: str) -> Any:
-    """Return the model called `name` without values; no weight is read."""
+    """Return the model called `name` on torch's meta device; no weight is read."""
     return _from_settings(settings_of(name), name)
 
 
@@ -250,28 +250,28 @@ def _from_settings(settings: Any, name: str) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether it is a linear layer, or the one of transformers' GPT-2."""
+    """Return whether a module is a linear layer, or a `Conv1D`, that of transformers' GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str, Any] | None = None) -> Any:
-    """Return the model called `name`, in float32 or in codes, and a method `loss(tokens, targets)` as `GPT` has it.
+    """Return the model called `name`, in float32 or in codes, with a method `loss(tokens, targets)` as `GPT` has it.
 
     Args:
         name: a folder, a .gguf file, or an id on the hub.
-        bytes_each: what a parameter will take together with all that follows: 5 for the weight and its codes.
-        quantization: arguments of `fm.quantize_model`, by which weights become codes as they are read, but from a
-            .gguf file, which transformers reads as floats only: the model is then of floats, and to be quantised.
-            Weights that are in codes already stay as they are stored; of these arguments `rounding`, `draws` and
-            `seed` are theirs. Without any they become the floats that they stand for.
+        bytes_each: bytes per parameter that the whole use of the model will take; 5: the weight and its code.
+        quantization: arguments of `fm.quantize_model`, with which weights become codes while they are read. Not so from
+            a .gguf file, which transformers reads as floats: the caller has to quantise the model. Weights that the
+            files have in codes stay as they are stored, and use only the arguments `rounding`, `draws` and `seed`;
+            without `quantization` they are decoded.
     """
     found, where = outline(name), find_model(name)
-    copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF twice while it reads it
+    copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF file twice while reading
     floats = 0.0 if quantization is not None and not copies else max(5.0, 4.0 + copies)
     check_memory(found.parameters * max(bytes_each, floats), f"model {name!r}, {found.parameters:,} parameters,")
     read = _as_stored if found.stored else _from_floats
     model = read(name, where, quantization)
-    if (quantization or {}).get("tied") != "untie":  # which gives it another head
+    if (quantization or {}).get("tied") != "untie":  # untying has given the model its own head
         check_head(model, skeleton(name), name)
     model.config.use_cache = False
     check_finite(model, name)
@@ -282,7 +282,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
 
 
 def _as_stored(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
-    """Read a model whose files hold codes: with them, or without arguments decoded."""
+    """Read a model whose files have codes: in codes, or decoded without `quantization`."""
     options = {key: value for key, value in (quantization or {}).items() if key in ("rounding", "draws", "seed")}
     with reading(name):
         model = fm.load_fp8(name, dtype=torch.float32, **options)
@@ -290,7 +290,7 @@ def _as_stored(name: str, where: Mapping[str, Any], quantization: Mapping[str, A
 
 
 def _from_floats(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
-    """Read a model whose files hold floats: with them, or with codes that each becomes as it is read."""
+    """Read a model whose files have floats: as floats, or quantised while it is read."""
     copies = "gguf_file" in where
     with reading(name) as transformers:
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
@@ -314,17 +314,17 @@ def _from_floats(name: str, where: Mapping[str, Any], quantization: Mapping[str,
 
 
 def without_codes(model: Any) -> Any:
-    """Let a model be saved with the layers that it has, floats or codes as this bench writes them, and return it."""
+    """Return a model without transformers' record of its quantisation, so that it is saved with the layers it has."""
     model.hf_quantizer, model.is_quantized = None, False
     vars(model.config).pop("quantization_config", None)
     return model
 
 
 def load_narrow(name: str) -> Any | None:
-    """Return the model called `name` to be measured, with weights in 16 bits; None where it has to be in float32.
+    """Return the model called `name` with weights in 16 bits, to be measured; None where it has to be in float32.
 
-    Its losses are those of `load_causal`, to the bit. Float32 it has to be of files that are not all of one such dtype,
-    and of models that would compute anything in it.
+    Its losses are those of `load_causal`, to the bit. It has to be in float32 if its files are not all of one dtype of
+    16 bits, or if the model would compute something in 16 bits.
     """
     where = find_model(name)
     folder = Path(where["pretrained_model_name_or_path"])
@@ -348,20 +348,20 @@ def load_narrow(name: str) -> Any | None:
     check_finite(model, name)
     try:
         check_causal(model, name)
-    except RuntimeError:  # something is computed in the dtype of a weight
+    except RuntimeError:  # the model computes something in the dtype of a weight
         return None
     return model.eval()
 
 
 def recompute_activations(model: Any) -> None:
-    """Keep no activations inside a block for the backward pass, which computes them again."""
-    # the second name is that of transformers before 5
+    """Let the model store no activations inside a block, and compute them again in the backward pass."""
+    # transformers before 5 has the second name
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
 
 
 class _WithLoss:
-    """Put before a model's class, whose names of layers, name and files stay what they are."""
+    """A base class with `loss`, put before a model's own class, so that names of layers and files stay the same."""
 
     def loss(self: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
@@ -371,7 +371,7 @@ class _WithLoss:
 
 @torch.no_grad()
 def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
-    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time."""
+    """Return the mean loss of each window (N, T + 1 tokens), in nats per token; takes `batch` windows at a time."""
     losses: list[float] = []
     for rows in windows.split(batch):
         given = model.eval()(rows[:, :-1])
@@ -382,11 +382,11 @@ def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """Let a model of weights of 16 bits compute in float32; False, of one to be read as floats, where it may differ.
+    """Make a model with weights of 16 bits compute in float32; return False if its results could differ from float32's.
 
-    What it computes is what the model of float32 weights computes, to the bit, as every float of 16 bits is a float32.
-    Linear layers and embeddings keep their weights and decode them as they run; everything else becomes float32. What
-    a model has computed when it was made, in 16 bits then, can't be distinguished from what it would have been.
+    Otherwise it computes the same as a model with float32 weights, to the bit, as every float of 16 bits is a float32.
+    Linear layers and embeddings keep their weights and convert them when they run; everything else becomes float32.
+    A buffer that the model itself computed in 16 bits could differ from float32's: then the result is False.
     """
     for module in model.modules():
         made = [module._buffers[name] for name in module._non_persistent_buffers_set]
@@ -403,7 +403,7 @@ def computes_in_float32(model: nn.Module) -> bool:
 
 
 def _run_of(module: nn.Module) -> Any:
-    """Return the forward pass of a module whose weight is decoded in it, None of others."""
+    """Return a forward pass for a module that converts its weight to float32; None for other modules."""
     if type(module) is nn.Linear:
         return lambda x: functional.linear(x, module.weight.float(), module.bias)
     if type(module) is nn.Embedding and module.max_norm is None:

@@ -1,7 +1,7 @@
-"""A GPT-2-style model of the next token, or of a document's labels, small enough to read in one sitting.
+"""A GPT-2-style model that predicts the next token, or a document's labels, small enough to read in one sitting.
 
 Pre-norm transformer blocks, learned positions, causal attention through `scaled_dot_product_attention`, GELU.
-Shapes and initial values follow GPT-2 as nanoGPT trains it. Nothing here knows of quantisation: the linear layers
+Shapes and initial values follow GPT-2 as nanoGPT trains it. The model has no code for quantisation: its linear layers
 (`attn.qkv`, `attn.proj`, `mlp.fc`, `mlp.proj`, `lm_head`) are replaced after construction.
 
 Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary, L labels.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: takes keys and values of new tokens, and returns those of all
+#: a function from keys and values of new tokens to those of all tokens
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-#: fills a row behind the end of a document that is shorter than its row of a batch; no token has this number
+#: fills a batch behind the end of a shorter document; no token has this number
 PADDING = -1
 #: standard deviation of GPT-2's initial weights
 INIT_STD = 0.02
@@ -40,7 +40,7 @@ class GPTShape:
     tie_weights: bool = False
     #: exact: x Phi(x); tanh: the approximation that GPT-2 was trained with
     gelu: str = "exact"
-    #: of a classifier: how many
+    #: number of labels; 0 for a language model
     labels: int = 0
 
 
@@ -55,7 +55,7 @@ SIZES: dict[str, GPTShape] = {
 }
 
 
-#: of the modules that stay float, one by each name, and what it is
+#: modules that stay float, with their kinds; block 0 stands for all blocks
 FLOATS = {
     "token_embedding": "Embedding",
     "position_embedding": "Embedding",
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, C / H)
         if extend is not None:
             key, value = extend(key, value)
-        # a single token after others sees them all
+        # a single new token attends to all before it
         causal = extend is None or time == key.shape[2]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, dropout_p=self.dropout if self.training else 0.0
@@ -154,7 +154,7 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Return what the head sees of every token (B, T, C)."""
+        """Return the input of the head for every token (B, T, C)."""
         begin = 0 if cache is None else cache.length
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
@@ -177,11 +177,11 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Yield `count` tokens (B,) int64, one after another, that go on from `tokens` (B, T >= 1).
+        """Yield `count` tokens (B,) int64, one after another, that continue `tokens` (B, T >= 1).
 
         p(next) = softmax(logits / temperature) over the `top_k` largest logits; temperature 0 takes the largest. A
-        token sees the last `block_size` before it: so far keys and values are kept, beyond a token costs a whole pass.
-        Where layers quantise activations by a scale of what passes, that is one of a single token here.
+        token attends to the last `block_size` before it: up to that length keys and values are cached, and beyond it
+        every token takes a whole pass. Layers that scale activations by their input see a single token here.
 
         Raises:
             FloatingPointError: logits that are not finite.
@@ -196,13 +196,13 @@ class GPT(nn.Module):
                 chosen = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
                 yield chosen
                 tokens, new = torch.cat([tokens, chosen[:, None]], 1), chosen[:, None]
-                if cache.length == self.shape.block_size:  # positions are the model's own: the whole window moves
+                if cache.length == self.shape.block_size:  # no positions are left: the window moves, from position 0
                     new, cache = tokens[:, -self.shape.block_size :], KeyValueCache(self.shape.n_layer)
         finally:
             self.train(was_training)
 
     def _init_weights(self) -> None:
-        # A residual path sums 2 n_layer projections: scaled down, their sum keeps unit variance (GPT-2).
+        # The residual stream sums 2 n_layer projections: scaled down so that the variance of the sum is 1 (GPT-2).
         residual_std = INIT_STD / math.sqrt(2 * self.shape.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -215,7 +215,7 @@ class Classifier(GPT):
     """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of their labels.
 
     The body is that of a language model; its head, still called `lm_head` so that patterns of layers mean the same,
-    sees one vector a document. Under causal attention no token of a document sees what comes behind it.
+    gets the mean vector of each document. With causal attention no token attends to the padding behind it.
 
     >>> Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))(torch.tensor([[1, 2, -1]])).shape
     torch.Size([1, 4])
@@ -229,12 +229,12 @@ class Classifier(GPT):
         return self.lm_head((x * inside.unsqueeze(2)).sum(1) / inside.sum(1, keepdim=True))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean binary cross-entropy in nats a label of `targets` (B, L), 0 or 1, given `tokens` (B, T)."""
+        """Return the mean binary cross-entropy, in nats per label, of `targets` (B, L), 0 or 1, for `tokens` (B, T)."""
         return functional.binary_cross_entropy_with_logits(self(tokens).float(), targets)
 
 
 def build_model(shape: GPTShape, seed: int) -> GPT:
-    """Return a GPT, or a classifier, whose initial weights are a pure function of `seed`, apart from torch's own."""
+    """Return a GPT, or a classifier, whose initial weights depend on `seed` only; torch's generator stays as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Classifier(shape) if shape.labels else GPT(shape)
@@ -247,7 +247,7 @@ class KeyValueCache:
         self._held: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take those of new tokens in and return those of all."""
+        """Add keys and values of new tokens to a block's, and return those of all tokens."""
         if (before := self._held[block]) is not None:
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         self._held[block] = key, value
@@ -255,7 +255,7 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """The number of tokens that have passed."""
+        """The number of cached tokens."""
         return 0 if self._held[0] is None else self._held[0][0].shape[2]
 
 
@@ -264,8 +264,8 @@ def sample(
 ) -> Tensor:
     """Return a token (B,) int64 for every row of logits (B, V) float32, drawn from softmax(logits / temperature).
 
-    Of the `top_k` largest alone where it is given; the largest at temperature 0. The draw is made on the CPU, so that a
-    seed means the same tokens everywhere.
+    With `top_k` only the largest so many are drawn from; temperature 0 takes the largest. The draw is made on the CPU,
+    so that a seed gives the same tokens on every device.
 
     Raises:
         FloatingPointError: logits that are not finite.

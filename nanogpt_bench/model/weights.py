@@ -1,4 +1,4 @@
-"""A model's layers and weights: in one safetensors file, one-byte weights as codes, and from a checkpoint of GPT-2."""
+"""A model's layers and weights: as plain tensors, in a safetensors file, and from a checkpoint of GPT-2."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +15,14 @@ from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.system.errors import BenchError, DiskError, one_line, refusals
 from nanogpt_bench.system.files import refuse_to_replace, replacing
 
-#: between the name of a packaged tensor and that of a plain one inside it, in a checkpoint
+#: in a checkpoint, between the name of another package's tensor and that of a plain tensor inside it
 PART = "::"
-#: what is added to a one-byte weight's name for each of its parts in a state (`fm.unflatten_state_dict`)
+#: endings of a one-byte weight's name for its parts in a state (`fm.unflatten_state_dict`)
 _PARTS = ("", "_scale", "_counter", "_traits", "_remainder")
 
 
 def is_packaged(value: Any) -> bool:
-    """Return whether a tensor is another package's: plain tensors inside, and a `dequantize`.
+    """Return whether a tensor is SDNQ's or torchao's: a subclass with plain tensors inside, and a `dequantize`.
 
     >>> is_packaged(torch.zeros(2)), is_packaged(fm.FP8Parameter(torch.zeros(2, 2), "E4M3"))
     (False, False)
@@ -34,18 +34,18 @@ def is_packaged(value: Any) -> bool:
 
 
 def rows_of_outputs(layer: Any) -> Tensor:
-    """Return a linear layer's weight as (outputs, inputs), which transformers' GPT-2 has transposed."""
+    """Return a linear layer's weight as (outputs, inputs); transformers' GPT-2 stores it transposed."""
     weight: Tensor = layer.weight
     return weight if isinstance(layer, nn.Linear) else weight.mT.contiguous()
 
 
 def parts_of(value: Any) -> dict[str, Tensor]:
-    """Return the plain tensors inside another package's, by name."""
+    """Return the plain tensors inside another package's tensor, by name."""
     return {name: getattr(value, name) for name in sorted(value.__tensor_flatten__()[0])}
 
 
 def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the plain tensors of other packages' ones in their place; they share their memory.
+    """Return a state with other packages' tensors replaced by the plain tensors inside them, which share the memory.
 
     >>> taken_apart({"bias": torch.ones(1)})
     {'bias': tensor([1.])}
@@ -61,7 +61,7 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def put_back(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the parts in a state that was taken apart into the tensors of `own`, and return it with those."""
+    """Undo `taken_apart`: copy the parts in `state` into the tensors of `own`, and return the state with these."""
     whole = {name: value for name, value in state.items() if PART not in name}
     for name, value in own.items():
         if is_packaged(value):
@@ -72,9 +72,9 @@ def put_back(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Write a model's parameters and buffers, so that a reader sees all of the file or none; a tied weight once.
+    """Write a model's parameters and buffers to a file, which a reader sees whole or not at all; a tied weight once.
 
-    One-byte weights are written in the parts that a state has (`fm.unflatten_state_dict`).
+    One-byte weights are written in the parts that they have in a state (`fm.unflatten_state_dict`).
     """
     tensors = tensors_of(model)
     refuse_to_replace("--save", path, lambda _: _names_in(path) == tensors.keys(), "another folder")
@@ -82,12 +82,12 @@ def save_weights(model: nn.Module, path: Path) -> None:
     try:
         with replacing(path) as file:
             save_file(tensors, file.name)
-    except SafetensorError as error:  # by which it says what the system said
+    except SafetensorError as error:  # safetensors' form of an OSError
         raise DiskError(f"weights {str(path)!r} can't be written: {one_line(error)}") from None
 
 
 def _names_in(path: Path) -> set[str]:
-    """Return the names of a safetensors file's tensors; of another file none."""
+    """Return the names of a safetensors file's tensors; empty for any other file."""
     try:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
@@ -96,16 +96,16 @@ def _names_in(path: Path) -> set[str]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers as the plain tensors of such a file, a tied one once."""
+    """Return a model's parameters and buffers as plain tensors, as a file has them; a tied weight once."""
     again = {name + part for name in _ties(model) for part in _PARTS}
     state = {name: value for name, value in model.state_dict().items() if name not in again}
     return {name: value.detach().contiguous() for name, value in taken_apart(state).items()}
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], source: str) -> None:
-    """Fill a model with what `tensors_of` gave; `source` is what a refusal calls it, and leaves the model as it was.
+    """Fill a model with tensors of `tensors_of`; an error, which calls them `source`, leaves the model as it was.
 
-    `metadata` are those of a file's header, in which earlier versions said what one-byte weights are.
+    `metadata` are the texts of a file's header, in which earlier versions described one-byte weights.
     """
     whole = model.state_dict()
     own = fm.unflatten_state_dict(taken_apart(whole))
@@ -117,13 +117,13 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str,
 
 
 def _measured(model: nn.Module) -> set[str]:
-    """Return the names of buffers whose shape is that of the tensors that a layer has seen."""
+    """Return the names of buffers whose shape depends on the inputs that a layer has had."""
     scales = [name for name, module in model.named_modules() if isinstance(module, fm.Scale)]
     return {f"{name}.{buffer}" for name in scales for buffer in ("value", "history")}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return the second and later names of parameters that have several, with their first."""
+    """Return all but the first names of parameters with several names, each with the first."""
     first: dict[int, str] = {}
     ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -133,7 +133,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 def _check(state: dict[str, Tensor], own: dict[str, Tensor], source: str, measured: set[str]) -> None:
-    """Refuse weights of a model of another size, naming the first difference."""
+    """Refuse weights of another model; the error names the first difference."""
     for name in [*own, *(name for name in state if name not in own)]:
         theirs, ours = (_described(side.get(name)) for side in (state, own))
         if theirs != ours and not (name in measured and name in state and name in own):
@@ -148,7 +148,7 @@ def _described(tensor: Tensor | None) -> str:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return every linear layer by name, quantised or not; a head that shares the embedding's weight is one of them."""
+    """Return all linear layers by name, quantised or not, with a head that shares the embedding's weight."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
@@ -165,13 +165,13 @@ def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]
 
 
 def is_rounded(layer: fm.QuantizedLinear) -> bool:
-    """Return whether the layer multiplies by values of its format, of which it may use the geometry alone."""
+    """Return whether a layer multiplies by values of its format; with continuous storage it does not."""
     continuous = isinstance(layer.manifold, fm.StiffnessManifold) and not isinstance(layer.manifold, fm.FP8Manifold)
     return layer.weight_format is not None and not continuous
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor's values without its subclass, detached; a copy only where codes have to be decoded."""
+    """Return a tensor's values as a plain, detached tensor; a copy only where codes have to be decoded."""
     if isinstance(tensor, fm.FP8Tensor) or is_packaged(tensor):
         return tensor.detach().dequantize()
     return tensor.detach().as_subclass(Tensor)
@@ -184,13 +184,13 @@ def forward_weight(layer: nn.Linear) -> Tensor:
     return plain(weight).float()
 
 
-#: short names and where they lie on the hub
+#: short names, and their ids on the hub
 HUB_IDS = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 #: GPT-2's names of its activation function, and ours
 _GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-#: settings of GPT-2's relatives that change the function; the model here has these values
+#: settings of GPT-2 models that change what they compute, with the values that the model here has
 _FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-#: a block's layers: ours, GPT-2's, and whether the weight is transposed, (inputs, outputs)
+#: a block's layers: our name, GPT-2's, and whether GPT-2 stores the weight transposed, as (inputs, outputs)
 _LAYERS = (
     ("norm1", "ln_1", False),
     ("attn.qkv", "attn.c_attn", True),
@@ -202,7 +202,7 @@ _LAYERS = (
 
 
 def checkpoint_shape(name: str) -> GPTShape:
-    """Return the shape of the GPT-2 checkpoint called `name`: a folder, a short name such as gpt2, or a hub's id."""
+    """Return the shape of the GPT-2 checkpoint called `name`: a folder, a short name like gpt2, or an id on the hub."""
     from nanogpt_bench.model.causal import settings_of
 
     found = settings_of(_model(name))
@@ -223,7 +223,7 @@ def checkpoint_shape(name: str) -> GPTShape:
 
 @torch.no_grad()
 def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
-    """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which a refusal names."""
+    """Fill a model of a checkpoint's shape with the checkpoint's weights; errors name the corpus's `tokenizer`."""
     theirs, ours = checkpoint_shape(name).vocab_size, model.shape.vocab_size
     if theirs != ours:
         raise BenchError(
@@ -241,12 +241,12 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
 
 
 def _model(name: str) -> str:
-    """The model's name for transformers, of which a folder's own goes before a short one."""
+    """The model's name for transformers; a folder of that name goes before a short name."""
     return name if Path(name).is_dir() else HUB_IDS.get(name, name)
 
 
 def _sources(n_layer: int) -> dict[str, tuple[str, bool]]:
-    """GPT-2's name for each parameter of ours, and whether it is transposed there."""
+    """GPT-2's name for each of our parameters, and whether GPT-2 stores it transposed."""
     ours = ("token_embedding.weight", "position_embedding.weight", "final_norm.weight", "final_norm.bias")
     theirs = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
     sources = {own: (f"transformer.{name}", False) for own, name in zip(ours, theirs, strict=True)}

@@ -1,4 +1,4 @@
-"""Attention entropy: how widely each head looks, on a validation batch."""
+"""Attention entropy: how widely each head spreads its attention, on a validation batch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ ENTROPY = _attention(
     "attention/entropy", "Attention entropy", NATS, "Mean over heads, on a validation batch.", over=MEAN
 )
 ENTROPY_MIN = _attention("attention/entropy_min", "Lowest attention entropy", NATS, "The most collapsed head.")
-#: scores held at a time
+#: the most attention scores in memory at a time
 _CHUNK = 1 << 22
 
 
 @torch.no_grad()
 def attention_entropy(query: Tensor, key: Tensor) -> Tensor:
-    """Return the mean entropy of causal attention of each head, in nats: float32 (H,) of (B, H, T, C) each.
+    """Return the mean entropy of causal attention of each head, in nats: float32 (H,), from (B, H, T, C) each.
 
-    It is between 0 (one key has it all) and ln T. NaN or Inf in a head gives NaN there; an empty batch gives 0.
+    It is between 0 (one key gets all attention) and ln T. NaN or Inf in a head gives NaN for it; an empty batch 0.
 
     >>> attention_entropy(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))  # 0 and ln 2
     tensor([0.3466])
 
-    Source: Zhai et al. 2023 (arXiv 2303.06296), for its collapse as a sign of instability.
+    Source: Zhai et al. 2023 (arXiv 2303.06296), for collapsed entropy as a sign of instability.
     """
     batch, heads, rows, width = query.shape
     factor, hidden = 1 / math.sqrt(max(width, 1)), torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
@@ -47,8 +47,8 @@ def attention_entropy(query: Tensor, key: Tensor) -> Tensor:
 class AttentionEntropy(Monitor):
     """Records `attention/entropy/BLOCK/HEAD` in nats, with their mean and the smallest.
 
-    The model is run on one validation batch, in evaluation mode, as far as the last block whose turn it is. Whatever
-    that leaves in the model's buffers, scales among them, is put back.
+    The model runs on one validation batch, in evaluation mode, as far as the last block whose turn it is. Its buffers,
+    scales among them, are restored afterwards.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -85,11 +85,11 @@ class AttentionEntropy(Monitor):
             step.record[ENTROPY_MIN.name] = min(latest)
 
     def written(self, step: Step) -> None:
-        """Do nothing more: a step that was skipped is not looked at."""
+        """Do nothing: the figures were written after the step, and a skipped step has none."""
 
 
-class _SeenAll(Exception):  # no error: nothing that comes later in the forward pass is looked at
-    """Ends a forward pass whose rest would be thrown away."""
+class _SeenAll(Exception):  # not an error
+    """Ends a forward pass once the last block to be measured has run."""
 
 
 def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) -> Callable[..., None]:
@@ -106,7 +106,7 @@ def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) ->
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put every buffer back as it was: its tensor, for some are replaced, and what the tensor held."""
+    """Restore every buffer: the tensor itself, since a pass may replace it, and its values."""
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -120,5 +120,5 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer.copy_(content)
 
 
-#: makes the monitor of a run
+#: returns the monitor of a run
 build = AttentionEntropy

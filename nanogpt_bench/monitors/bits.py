@@ -15,19 +15,19 @@ from nanogpt_bench.monitors.points import Monitor, Scale, Step, unit_blocks
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
 UNIFORMITY = _bits(
-    "bits/uniformity", "Evenness of code use", SHARE, "Entropy over that of all finite codes alike.", chart=LINEAR
+    "bits/uniformity", "Evenness of code use", SHARE, "Entropy over that of an even use of all codes.", chart=LINEAR
 )
 CODES_USED = _bits("bits/codes_used", "Codes in use", SHARE, "Of all finite codes.", chart=LINEAR)
 TOP_EXPONENT = _bits(
-    "bits/top_exponent", "Share in the top binade", SHARE, "Values in the largest exponent.", chart=LINEAR
+    "bits/top_exponent", "Share in the top binade", SHARE, "Values with the largest exponent.", chart=LINEAR
 )
 
 
 def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor:
     """Return how many elements have each code, after rounding `x / scale` to the nearest value: int64, in code order.
 
-    `x` may be the uint8 codes themselves. NaN has the code of `fm.encode`, Inf that of the largest value, -0 its own
-    where the layout has it.
+    `x` may be the uint8 codes themselves. NaN has the code that `fm.encode` gives it, Inf that of the largest value,
+    and -0 its own if the format has one.
 
     >>> code_histogram(torch.tensor([1.0, 1.0, -6.0]), fm.FloatFormat.from_string("E2M1")).nonzero().flatten().tolist()
     [2, 15]
@@ -42,9 +42,9 @@ def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor
 
 
 def bit_figures(counts: Tensor, fmt: fm.FloatFormat) -> tuple[int, dict[Metric, float]]:
-    """Return the size and the figures of a code histogram, all shares of the elements whose code is finite.
+    """Return the number of elements with finite codes in a histogram, and its metrics, all shares of that number.
 
-    +0 and -0 are two codes; all figures are 0 of an empty histogram.
+    +0 and -0 are two codes; all metrics of an empty histogram are 0.
 
     >>> fmt = fm.FloatFormat.from_string("E2M1")
     >>> size, found = bit_figures(code_histogram(torch.tensor([1.0, 1.5, 1.0, 1.5]), fmt), fmt)
@@ -77,7 +77,7 @@ def _entropy(counts: Sequence[int]) -> float:
 
 
 class Bits(Monitor):
-    """Records `bits/FIGURE/OPERAND/LAYER` of what is quantised, or has a format to be measured against."""
+    """Records `bits/FIGURE/OPERAND/LAYER` of operands that are quantised or have a format to be measured against."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -112,5 +112,5 @@ class Bits(Monitor):
                 yield ("weight", name), (fmt, code_histogram(layer.weight_codes(), fmt))
 
 
-#: makes the monitor of a run
+#: returns the monitor of a run
 build = Bits

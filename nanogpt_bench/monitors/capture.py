@@ -1,4 +1,4 @@
-"""Tensors of a step for monitors: operands of the layers, by hooks, and the update of every weight."""
+"""Tensors of a step for the monitors: operands of layers, by hooks, and the updates of quantised weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
 
 
 class Capture(Observer):
-    """Keeps the last micro-batch's tensors of every look, from its forward pass until the step is over.
+    """Holds the tensors of a measured step's last micro-batch, from its forward pass until the step is over.
 
-    They are those of the layers and blocks whose turn it is.
+    They are those of the layers and blocks whose turn it is, and not copies.
 
-    Between these steps the model has no hooks, and the tensors are those of the passes themselves, not copies.
+    Between measurements the model has no hooks.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -33,9 +33,9 @@ class Capture(Observer):
         self._backward_handles: list[RemovableHandle] = []
         #: inputs of the linear layers by the layer's name
         self.inputs: dict[str, Tensor] = {}
-        #: gradients of the loss with respect to their outputs
+        #: gradients with respect to the layers' outputs
         self.gradients: dict[str, Tensor] = {}
-        #: gradients with respect to their weights, where these are quantised
+        #: gradients with respect to the layers' weights, where these gradients are quantised
         self.weight_gradients: dict[str, Tensor] = {}
         #: outputs of the blocks, by the block's name
         self.residuals: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ class Capture(Observer):
         self._handles = []
 
     def after_backward(self, step: Step) -> None:
-        """Observers that come later read the tensors here."""
+        """Remove the hooks; observers called later read the tensors at this point."""
         for handle in self._backward_handles:
             handle.remove()
         self._backward_handles = []
@@ -75,7 +75,7 @@ class Capture(Observer):
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             self.inputs[name] = inputs[0].detach()
             self.output_dtypes[name] = output.dtype
-            if output.requires_grad:  # of layers below all that is trained nobody asks
+            if output.requires_grad:  # layers below everything that is trained have no gradient
                 output.register_hook(keep_gradient)
 
         def keep_gradient(gradient: Tensor) -> None:
@@ -84,7 +84,7 @@ class Capture(Observer):
         return keep
 
     def _keep(self, tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
-        """Return a hook that keeps the last thing it is told: what came out, or what a scaler measures."""
+        """Return a hook that stores its last tensor: the output of a module, or the input of a scaler."""
 
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
             tensors[name] = (*inputs, *output)[-1].detach()
@@ -102,13 +102,13 @@ class Operand:
     kind: str
     layer: str
     values: Tensor
-    #: None where it has none and is measured against none
+    #: its own format, or the one that it is measured against; None without either
     format: fm.FloatFormat | None = None
     scale: Tensor | float = 1.0
 
 
 def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
-    """Yield, not yet quantised, layers' inputs, gradients at outputs and of weights, and blocks' outputs."""
+    """Yield operands before quantisation: layers' inputs, gradients at outputs and of weights, and blocks' outputs."""
     for name, layer in layers.items():
         if name in capture.inputs:
             yield _operand("activation", name, layer, capture.inputs[name], monitor.activation_format)
@@ -121,14 +121,14 @@ def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorC
 
 
 def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
-    """Return a layer's weight, `values` being what is to be quantised: its master copy, or what a step asked for."""
+    """Return a layer's weight as an operand; `values` are its master copy, or a step's result before the write-back."""
     if isinstance(layer, fm.QuantizedLinear) and layer.weight_format is not None:
         return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach())
     return Operand("weight", name, values)
 
 
 def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None) -> Operand:
-    own: Any = "activation_gradient" if kind == "gradient" else kind  # as a layer calls it
+    own: Any = "activation_gradient" if kind == "gradient" else kind  # the layer's name for it
     spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
     rows = _rows(values)
     if spec is None:
@@ -140,14 +140,14 @@ def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: 
 
 
 def _measured(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:
-    """A tensor that nothing quantises, at the scale that a format would be given for it."""
+    """An operand that is not quantised, with the scale that `fmt` would get for it."""
     if fmt is None:
         return Operand(kind, name, rows)
     return Operand(kind, name, rows, fm.FloatFormat.from_string(fmt), fm.amax_scale(rows, fmt))
 
 
 def _rows(values: Tensor) -> Tensor:
-    """(batch, time, features) as the rows that scales are measured for, in a dtype that is measured fast."""
+    """(batch, time, features) as rows, for which scales are computed, in float32 or wider, which is fast."""
     rows = values.reshape(-1, values.shape[-1])
     return rows.float() if rows.dtype.itemsize < 4 else rows
 
@@ -159,7 +159,7 @@ class Watched:
     config: Config
     model: nn.Module
     device: torch.device
-    #: runs the model on one validation batch, or one in so many of its sequences
+    #: runs the model on one in so many sequences of a validation batch
     look: Callable[[int], object]
     layers: Mapping[str, nn.Linear]
     quantized: Mapping[str, fm.QuantizedLinear]
@@ -170,7 +170,7 @@ class Watched:
     def of(
         cls, config: Config, model: nn.Module, device: torch.device, look: Callable[[int], object] = lambda one_in: None
     ) -> Watched:
-        """Return what is watched of a model."""
+        """Return the `Watched` of a model."""
         layers, monitor = linear_layers(model), config.monitor
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
         turns = Turns(monitor.turns, [layers, blocks], monitor.interval)
@@ -179,38 +179,38 @@ class Watched:
 
 @dataclass(frozen=True)
 class Update:
-    """One layer's weight in one step: plain tensors, in value, that are not to be changed."""
+    """One layer's weight before and after a step: plain tensors, in value, that must not be changed."""
 
     name: str
     layer: fm.QuantizedLinear
     before: Tensor
-    #: the step's result before the write-back; where nothing is rounded, `after`
+    #: the step's result before the write-back; the same as `after` where nothing is rounded
     target: Tensor
     after: Tensor
-    #: uint8 codes before the step, where the weight is a master copy
+    #: uint8 codes before the step, if the weight is a master copy
     codes: Tensor | None
     format: fm.FloatFormat
     scale: Tensor
 
     @cached_property
     def codes_after(self) -> Tensor:
-        """uint8 codes of the weight as it is now."""
+        """uint8 codes of the weight after the step."""
         return self.layer.weight_codes()
 
 
 class UpdateMonitor(Monitor):
-    """A monitor that looks at updates."""
+    """A monitor of updates."""
 
     def see(self, step: Step, update: Update) -> None:
-        """Take one layer's update; the tensors are gone afterwards."""
+        """Measure one layer's update, whose tensors are freed afterwards."""
         raise NotImplementedError
 
     def finish(self, step: Step) -> None:
-        """End the updates of a step; their figures are written with the others."""
+        """Called after the last update of a step."""
 
 
 class UpdateObserver(Observer):
-    """Shows quantised weights' updates at a look, as the optimizer hands them over, or from copies."""
+    """Passes quantised weights' updates to monitors at a measurement: the optimizer's, or made from copies."""
 
     def __init__(self, watched: Watched, watching: Sequence[UpdateMonitor]) -> None:
         self._layers, self._watching, self._turns = watched.quantized, watching, watched.turns

@@ -1,4 +1,4 @@
-"""Geometry: the spacing of the weights' grid, weights that are off it, and constraints of geoopt's own manifolds."""
+"""Geometry: the spacing of the weights' grid, weights off the grid, and distances from geoopt's manifolds."""
 
 from functools import partial
 
@@ -18,18 +18,18 @@ OFF_GRID = _geometry(
     "geometry/off_grid", "Off the grid", SHARE, "Weights that are no grid value; must stay 0.", bad=ABOVE, chart=LINEAR
 )
 _constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
-_ORTHONORMAL = "|Q^T Q - I| of parameters on geoopt's."
+_ORTHONORMAL = "|Q^T Q - I| of weights on geoopt's manifold."
 ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL)
-OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths minus 1.")
-_ROUNDED = "The same of what their formats make of them."
+OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="|length of a row - 1|, the largest.")
+_ROUNDED = "The same distances of these weights rounded to their formats."
 CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
 
 
 @torch.no_grad()
 def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict[Metric, float]:
-    """Return the mean spacing S at the weights, in value, and the share of them that are no value of the format.
+    """Return the mean spacing S at the weights, in value, and the share of the weights that are off the grid.
 
-    NaN or Inf makes the mean NaN and is off the grid; of an empty tensor both are 0.
+    NaN or Inf makes the mean NaN and is off the grid; for an empty tensor both are 0.
 
     >>> list(geometry_figures(torch.tensor([1.0, 2.0, 4.0, 8.1]), fm.FloatFormat.from_string("E4M3")).values())
     [0.46875, 0.25]
@@ -38,8 +38,8 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
     for scales, part in scaled_blocks(scale, w):
         units = part / scales
         near = inside(units, fmt)
-        ulps = fm.ulp(near, fmt).add_(units * 0)  # NaN of NaN and Inf
-        # in value and in the weights' own dtype: dividing by the scale need not undo the multiplication
+        ulps = fm.ulp(near, fmt).add_(units * 0)  # NaN for NaN and Inf
+        # compared in value and in the weights' dtype: dividing by the scale need not undo a multiplication
         nearest = near.div_(ulps).round_().mul_(ulps).mul_(scales).to(w.dtype)
         sums.append(torch.stack([(ulps * scales).sum().double(), (nearest.to(part.dtype) != part).sum().double()]))
     stiffness, off = torch.stack(sums).sum(0).tolist()
@@ -49,9 +49,9 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
 
 @torch.no_grad()
 def orthogonality(q: Tensor) -> float:
-    """Return |Q^T Q - I| of a matrix, how far its columns are from orthonormal, or its rows where there are fewer.
+    """Return |Q^T Q - I| of a matrix: how far its columns, or its rows if there are fewer, are from orthonormal.
 
-    NaN gives NaN; an empty matrix has 0.
+    NaN gives NaN, an empty matrix 0.
 
     >>> orthogonality(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     3.0
@@ -74,7 +74,7 @@ def row_length_error(weight: Tensor) -> float:
 
 
 class Geometry(Monitor):
-    """Records `geometry/FIGURE/LAYER`, of the weights as the forward pass uses them."""
+    """Records `geometry/FIGURE/LAYER` of the weights that the forward pass uses."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -87,7 +87,7 @@ class Geometry(Monitor):
         for name, layer in self._layers.items():
             if self.takes(step, name):
                 self._measure(name, layer)
-        # How far a weight is off its manifold, and how far off it what the layer multiplies by is.
+        # The distance of a weight from its manifold, and that of the rounded weight by which the layer multiplies.
         for name, parameter in self._constrained.items():
             on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
             distance = row_length_error if on_sphere else orthogonality
@@ -100,7 +100,7 @@ class Geometry(Monitor):
         fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
         assert fmt is not None
         found = geometry_figures(weight, fmt, scale)
-        if layer.storage == "master" or not is_rounded(layer):  # a copy's scale is no power of two: no exact grid
+        if layer.storage == "master" or not is_rounded(layer):  # with a scale that is no power of two no grid is exact
             del found[OFF_GRID]
         for metric, value in found.items():
             self._figures.add(metric, name, value, weight.numel())

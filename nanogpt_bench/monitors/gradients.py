@@ -21,7 +21,7 @@ GRAD_ZERO = _gradients(
     "grad/zero", "Zero gradients", SHARE, "Gradient elements that are exactly zero.", bad=ABOVE, chart=LINEAR
 )
 GRAD_DEAD = _gradients(
-    "grad/dead", "Dead gradients", SHARE, "Elements that stayed next to zero for many steps.", bad=ABOVE, chart=LINEAR
+    "grad/dead", "Dead gradients", SHARE, "Elements below 1e-8 for 100 steps or more.", bad=ABOVE, chart=LINEAR
 )
 UPDATE_TO_NOISE = _gradients(
     "grad/update_to_noise",
@@ -31,11 +31,11 @@ UPDATE_TO_NOISE = _gradients(
     bad=BELOW,
     chart=LOG,
 )
-#: a gradient is dead after so many steps in a row below so much
+#: a gradient is dead after so many steps in a row with a magnitude below this
 DEAD_STEPS, DEAD_BELOW = 100, 1e-8
-#: runs are counted so far
+#: the longest run that an int16 counts
 _LONGEST = 32767
-#: a variance, relative to the mean square, that float32 leaves of a constant
+#: the variance, relative to the mean square, that rounding in float32 can give a constant
 _ROUNDING = 2.0**-20
 
 
@@ -43,8 +43,8 @@ _ROUNDING = 2.0**-20
 def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
     """Return the norm of a gradient, the magnitude of its mean over its standard deviation, and its share of zeros.
 
-    NaN or Inf make the norm NaN or Inf and leave no signal; there is none of a constant either, beyond 1000. -0 is a
-    zero, and of an empty tensor all others are 0.
+    NaN or Inf make the norm NaN or Inf and the ratio None. It is None for a constant, too, and above 1000. -0 is a
+    zero; for an empty tensor the others are 0.
 
     >>> list(gradient_figures(torch.tensor([3.0, 4.0, 0.0, 1.0])).values())
     [5.0990195135927845, 1.2649110640673518, 0.25]
@@ -77,9 +77,8 @@ def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
 def update_to_noise(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> float | None:
     """Return the power of a step's updates over the variance that stochastic rounding of `target` adds to them.
 
-    With f the part of a spacing S by which a target is above a grid value, the variance is the sum of f (1 - f) S²:
-    infinity where there is none, as beyond the range, and None where nothing was asked for. NaN gives NaN, Inf gives
-    Inf.
+    With f the part of a spacing S by which a target is above a grid value, the variance is the sum of f (1 - f) S².
+    Inf without variance, as beyond the range, and None if no update was requested. NaN gives NaN, Inf gives Inf.
 
     >>> e4m3 = fm.FloatFormat.from_string("E4M3")
     >>> update_to_noise(torch.tensor([1.0]), torch.tensor([1.03125]), e4m3)  # f = 1/4 of a step of 1/8
@@ -100,9 +99,9 @@ def update_to_noise(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: 
 
 
 class DeadRuns:
-    """For how many steps in a row each element of a gradient has been below `DEAD_BELOW`, up to 32767.
+    """Counts, up to 32767, of the steps in a row in which each element of a gradient has been below `DEAD_BELOW`.
 
-    NaN and Inf end a run, -0 is a zero; of an empty gradient no share is dead.
+    NaN and Inf end a run, -0 is a zero; the share of an empty gradient is 0.
 
     >>> runs = DeadRuns()
     >>> for steps in (60, 40):
@@ -113,11 +112,11 @@ class DeadRuns:
 
     def __init__(self) -> None:
         self.runs: Tensor | None = None
-        self._bound = 0  # no run is longer
+        self._bound = 0  # on the length of the runs
 
     @torch.no_grad()
     def update(self, g: Tensor, steps: int = 1) -> None:
-        """Count the gradient of one step, or, where only some are looked at, of the `steps` since the last look."""
+        """Count a gradient, for one step, or for the `steps` since the last count."""
         if self.runs is None:
             self.runs = torch.zeros(g.shape, dtype=torch.int16, device=g.device)
         if self._bound + steps > _LONGEST:
@@ -133,22 +132,22 @@ class DeadRuns:
 
     @property
     def dead(self) -> float:
-        """Share of the elements whose run is at least `DEAD_STEPS` long; 0 before the first update."""
+        """The share of elements whose run is at least `DEAD_STEPS` long; 0 before the first update."""
         if self.runs is None:
             return 0.0
         return int((self.runs >= DEAD_STEPS).sum()) / max(self.runs.numel(), 1)
 
     def state(self) -> dict[str, Any]:
-        """Return what `load_state` takes."""
+        """Return the state that `load_state` takes."""
         return {"runs": None if self.runs is None else self.runs.clone(), "bound": self._bound}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where `state` was called."""
+        """Go on counting from a state."""
         self.runs, self._bound = state["runs"], int(state["bound"])
 
 
 class Gradients(UpdateMonitor):
-    """Records `grad/FIGURE/LAYER` at every look; runs of dead gradients grow every `monitor.dead_interval` steps."""
+    """Records `grad/FIGURE/LAYER` at measurements; dead gradients are counted every `monitor.dead_interval` steps."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -171,7 +170,7 @@ class Gradients(UpdateMonitor):
                 self._measure(name, gradient)
 
     def see(self, step: Step, update: Update) -> None:
-        """Compare what a step asked for with the noise that rounding it adds."""
+        """Compare a requested update with the noise that rounding it adds."""
         ratio = update_to_noise(update.before, update.target, update.format, update.scale)
         self._figures.add(UPDATE_TO_NOISE, update.name, ratio, update.before.numel())
 
@@ -189,5 +188,5 @@ class Gradients(UpdateMonitor):
 
 
 def build(watched: Watched) -> Gradients | None:
-    """Return the monitor of a run; steps in the backward pass leave no gradients to look at."""
+    """Return the monitor of a run; None with steps in the backward pass, which leave no gradients."""
     return None if watched.config.train.step_in_backward else Gradients(watched)

@@ -1,4 +1,4 @@
-"""Observers: the points of a step at which they are called, layers in turn, and figures until their record."""
+"""Observers: the points of a step at which they are called, layers in turn, and collecting figures for the record."""
 
 import math
 from collections import defaultdict
@@ -25,7 +25,7 @@ class Anomaly:
 
     @property
     def lasting(self) -> bool:
-        """Weights or optimizer state hold it, so that leaving the step out does not help."""
+        """True if weights or optimizer state are not finite, so that skipping the step does not help."""
         return "weight" in self.kinds or "state" in self.kinds
 
 
@@ -33,27 +33,27 @@ class Anomaly:
 class Step:
     """One step in progress. Observers read it and add their figures to `record`."""
 
-    #: number of this step, from 1: the steps completed once it is over
+    #: number of this step, from 1; 0 for the validation before the first step
     number: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    #: the last step planned
+    #: whether it is the last planned step
     last: bool = False
-    #: micro-batches in the step, and the one at hand, from 0
+    #: number of micro-batches in the step, and index of the current one, from 0
     micro_steps: int = 1
     micro_step: int = 0
-    #: the micro-batch at hand, int64 (batch, time) each; None before the first
+    #: the current micro-batch, int64 (batch, time) each; None before the first
     batch: tuple[Tensor, Tensor] | None = None
-    #: factor of this micro-batch's gradient before that of the weights was quantised
+    #: factor by which this micro-batch's gradient was clipped before the weights' gradients were quantised
     clip_factor: float = 1.0
-    #: values of this step that are not finite
+    #: set if values of this step are not finite
     anomaly: Anomaly | None = None
     #: the metrics of this step, written to metrics.jsonl after it
     record: dict[str, float | int | None] = field(default_factory=dict)
 
     @property
     def at_last_micro_step(self) -> bool:
-        """The micro-batch at hand completes the gradient."""
+        """True if the current micro-batch completes the gradient."""
         return self.micro_step == self.micro_steps - 1
 
     def due(self, interval: int) -> bool:
@@ -68,10 +68,10 @@ class Step:
         over: Callable[[Iterable[float]], float] | None = None,
         of_all: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Record a figure of every layer, and over all layers: `over` of them, or their mean, weighted by `sizes`.
+        """Record a figure by layer, and over all layers: `over` of them, or their mean, weighted by `sizes`.
 
-        A layer whose figure is None or not finite is recorded as null and left out of the mean. Where this step looked
-        at some layers only, `of_all` has the latest figure of each.
+        A layer whose figure is None or not finite is recorded as null and left out of the mean. If this step measured
+        only some layers, `of_all` has the latest figure of each.
         """
         self.record.update({f"{metric}/{layer}": value for layer, value in figures.items()})
         every = figures if of_all is None else of_all
@@ -98,30 +98,30 @@ class Observer:
         """Called after every micro-step's backward pass; gradients accumulate."""
 
     def before_step(self, step: Step) -> None:
-        """Called once a step, gradients complete and clipped."""
+        """Called before the optimizer steps, with complete, clipped gradients (or before a pass that steps)."""
 
     def after_step(self, step: Step) -> None:
-        """Called once a step, weights updated, before the record is written."""
+        """Called once per step after the weights are updated, before the record is written; not in a skipped step."""
 
     def written(self, step: Step) -> None:
-        """Called once a step with the finished record, validation included."""
+        """Called once per step with the finished record, validation included."""
 
     def close(self) -> None:
         """Called once, however the run ends."""
 
     def state(self) -> dict[str, Any]:
-        """Return what later figures depend on: what `checkpoint.capture_tree` takes. Called between two steps."""
+        """Return what later figures depend on, as `checkpoint.format.capture_tree` takes it; called between steps."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was asked for, before any step; tensors in it are the observer's own from here on."""
+        """Go on from a `state`; called before any step. The observer may keep the tensors in it."""
 
 
 class Turns(Observer):
-    """Says which layers a look takes, every `interval` steps: one in `count`, in turn; all at the first.
+    """Says which layers are measured, every `interval` steps: one in `count`, in turn; the first time all.
 
-    The names of each of `lists` are shared out in their order, neighbours together. A first look that meets something
-    not finite is followed by another one. It comes after the observers that ask it.
+    The names in each of `lists` are divided in their order, neighbours together. If the first measured step is not
+    finite, the next one measures all layers again. This observer has to come after those that use it.
 
     >>> import torch
     >>> turns = Turns(2, [["a", "b", "c"]], 10)
@@ -144,11 +144,11 @@ class Turns(Observer):
 
     @property
     def takes_all(self) -> bool:
-        """This step looks at all layers."""
+        """True if this step measures all layers."""
         return self.count == 1 or not self._begun
 
     def takes(self, step: Step, name: str) -> bool:
-        """Return whether this step looks at this layer."""
+        """Return whether this step measures this layer."""
         if not step.due(self.interval):
             return False
         if self.takes_all:
@@ -164,12 +164,12 @@ class Turns(Observer):
         return {"count": self.count, "begun": [self.interval] if self._begun else []} if self.count > 1 else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in turn; a run that took other turns begins with a look at all layers."""
+        """Go on from a state; after a change of `count` the next measurement takes all layers."""
         self._begun = bool(state["begun"]) and state["count"] == self.count
 
 
 class Figures:
-    """Figures by metric and layer with their sizes; under `turns` the whole is of the latest figure of each."""
+    """Figures by metric and layer with their sizes; with `turns`, those over all layers use the latest of each."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -177,15 +177,15 @@ class Figures:
         self._latest: dict[str, dict[str, tuple[float | None, int]]] = defaultdict(dict)
 
     def __contains__(self, metric: Metric) -> bool:
-        """Return whether a figure of that metric was added since the last record."""
+        """Return whether a figure of a metric was added since the last record."""
         return metric in self._now
 
     def add(self, metric: Metric, layer: str, value: float | None, size: int) -> None:
-        """Take a figure in."""
+        """Add a figure."""
         self._now[metric][layer] = value, size
 
     def write(self, step: Step) -> None:
-        """Move everything into the step's record."""
+        """Move all figures into the step's record."""
         if self._turns.takes_all:
             self._latest.clear()
         for metric, found in self._now.items():
@@ -201,28 +201,28 @@ class Figures:
         return [value for value, _ in self._latest[metric.name].values() if value is not None]
 
     def state(self) -> dict[str, Any]:
-        """Return what later figures over all layers are of; nothing where every look takes all layers."""
+        """Return the latest figures, which later ones over all layers need; empty without turns."""
         return (
             {"latest": {metric: dict(found) for metric, found in self._latest.items()}} if self._turns.count > 1 else {}
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` gave, if it gave anything."""
+        """Go on from a state, which may be empty."""
         self._latest = defaultdict(dict, {metric: dict(found) for metric, found in state.get("latest", {}).items()})
 
 
 class Monitor(Observer):
-    """An observer with figures of the layers whose turn it is, which are written with the record of the look."""
+    """An observer that measures the layers whose turn it is, and writes the figures into the step's record."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._figures = turns, Figures(turns)
 
     def looks(self, step: Step) -> bool:
-        """Return whether this step is looked at."""
+        """Return whether this step is measured."""
         return step.due(self._turns.interval)
 
     def takes(self, step: Step, name: str) -> bool:
-        """Return whether it is this layer's turn."""
+        """Return whether this step measures this layer."""
         return self._turns.takes(step, name)
 
     def written(self, step: Step) -> None:
@@ -238,7 +238,7 @@ class Monitor(Observer):
 
 Scale = Tensor | float
 """Positive; a tensor broadcasts against what it scales."""
-#: elements a piece, on the CPU
+#: elements per piece on the CPU
 BLOCK = 131_072
 
 
@@ -248,7 +248,7 @@ def fitting(scale: Scale, x: Tensor) -> Tensor:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield flat pieces of tensors of one shape, in float32 or float64; one empty piece of empty tensors."""
+    """Yield flat pieces of tensors of one shape, in float32 or float64; empty tensors have one empty piece."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     numel = flat[0].numel()
     size = BLOCK if flat[0].device.type == "cpu" else max(numel, 1)
@@ -257,7 +257,7 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def scaled_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the scale's piece (flat, or one number), and the pieces of the tensors."""
+    """Yield pieces of a scale (flat, or one number) and of tensors."""
     fitted = fitting(scale, tensors[0])
     if fitted.numel() == 1:
         one = fitted.reshape(())
@@ -268,18 +268,18 @@ def scaled_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
 
 
 def unit_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the scale's piece, and the pieces of the tensors in units of it."""
+    """Yield pieces of a scale, and of tensors divided by it."""
     for scales, *parts in scaled_blocks(scale, *tensors):
         yield scales, *(part / scales for part in parts)
 
 
 def inside(units: Tensor, fmt: fm.FloatFormat) -> Tensor:
-    """Return the nearest values within the range of a format; NaN stays NaN."""
+    """Return values clamped to the range of a format; NaN stays NaN."""
     return units.clamp(-fmt.max, fmt.max)
 
 
 def share(mask: Tensor) -> float:
-    """Return the share of a mask that is set; 0 where there is nothing."""
+    """Return the share of a mask that is set; 0 for an empty one."""
     return int(mask.sum()) / max(mask.numel(), 1)
 
 

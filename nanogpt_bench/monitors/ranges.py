@@ -13,9 +13,9 @@ from nanogpt_bench.monitors.capture import Operand, Update, UpdateMonitor, Watch
 from nanogpt_bench.monitors.points import Scale, Step, blocks, unit_blocks
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
-OVERFLOW = _ranges("quant/overflow", "Overflow", SHARE, "Values beyond the format's largest.", bad=ABOVE, chart=LINEAR)
+OVERFLOW = _ranges("quant/overflow", "Overflow", SHARE, "Values that round beyond the format.", bad=ABOVE, chart=LINEAR)
 UNDERFLOW = _ranges(
-    "quant/underflow", "Underflow", SHARE, "Values other than zero that become zero.", bad=ABOVE, chart=LINEAR
+    "quant/underflow", "Underflow", SHARE, "Values other than zero that round to zero.", bad=ABOVE, chart=LINEAR
 )
 KURTOSIS = _ranges(
     "quant/kurtosis", "Kurtosis", "raw, normal = 3", "The largest of the layers.", over=LARGEST, bad=ABOVE, chart=LOG
@@ -29,25 +29,25 @@ LOG2_STD = _ranges(
 LOG2_SKEWNESS = _ranges(
     "quant/log2_skewness", "Skewness of the logarithms", "normal = -1.54", "0 where magnitudes are log-normal."
 )
-CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the largest at all, rounded there.", bad=ABOVE)
-AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite ones.", over=LARGEST)
+CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the format's largest, by any amount.", bad=ABOVE)
+AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite values.", over=LARGEST)
 
-#: a variance, relative to amax squared, that float32 leaves of a constant
+#: the variance, relative to amax squared, that rounding in float32 can give a constant
 _ROUNDING = 2.0**-44
-#: a scale that was measured on a tensor may take its largest value beyond the format's by so much
+#: factor by which rounding of a tensor's own scale may put its largest value beyond the format's
 _OF_SCALES = 1 + 2.0**-20
-#: a float32 counts so far
+#: the largest count that a float32 holds exactly
 _EXACT = 2**24
 
 
 @torch.no_grad()
 def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1.0) -> dict[Metric, float | None]:
-    """Return the shares of a tensor that a format can't hold, where one is given, and the moments that say why.
+    """Return the shares of a tensor's values that a format, if given, can't hold, and moments of the values.
 
-    A value overflows where rounding to nearest with an unbounded exponent would exceed the largest one; it is clamped
-    where it is beyond it at all. Kurtosis is the fourth central moment over the squared variance. Inf overflows, NaN
-    counts nowhere, and moments are those of the finite elements, None where they have no variance. Of an empty tensor
-    shares and `amax` are 0.
+    A value overflows if rounding to nearest with an unbounded exponent would exceed the format's largest; it is clamped
+    if it is beyond the largest by any amount. Kurtosis is the fourth central moment over the squared variance. Inf
+    overflows, NaN is not counted, and moments are those of the finite elements, None without variance. For an empty
+    tensor shares and `amax` are 0.
 
     >>> fmt = fm.FloatFormat.from_string("E4M3")
     >>> found = range_figures(torch.tensor([1.0, 450.0, 500.0, 0.004, 0.0]), fmt)
@@ -69,7 +69,7 @@ def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1
 
 
 def _moments(x: Tensor) -> tuple[float, float, float]:
-    """Largest magnitude; second and fourth central moments of `x` over it, as fourth powers leave float32 soon."""
+    """Largest magnitude, and second and fourth central moments of `x` over it: fourth powers could overflow float32."""
     n = x.numel()
     if n == 0:
         return 0.0, 0.0, 0.0
@@ -89,7 +89,7 @@ def _powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
 
 
 def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
-    """Standard deviation and skewness of log2 |x| over what is finite and not 0."""
+    """Standard deviation and skewness of log2 |x| over the finite elements that are not 0."""
     sums = [_powers_of_logs(part) for (part,) in blocks(x)]
     n, first, second, third = torch.stack(sums).sum(0).tolist()
     if not n:
@@ -114,7 +114,7 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
     tie, found = fmt.max + fmt.ulp_max / 2, []
     for _, units in unit_blocks(scale, x):
         magnitude = units.abs_()
-        overflow = _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie  # a tie goes where the even code is
+        overflow = _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie  # a tie goes to the even code
         limits = overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2
         scratch, kind = torch.empty_like(magnitude), torch.float64 if magnitude.numel() > _EXACT else None
         # A comparison into floats costs a quarter of one into a mask.
@@ -126,15 +126,15 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
 
 
 def _below(value: float, dtype: torch.dtype) -> float:
-    """The float below, in whose place `>` says `>=` of the value itself."""
+    """The next smaller float: comparing with `>` to it is `>=` to `value`."""
     return torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(0.0, dtype=dtype)).item()
 
 
 class Ranges(UpdateMonitor):
     """Records `quant/FIGURE/OPERAND/LAYER`.
 
-    Weights on a grid are measured as the step asked for them, before the write-back; master copies as they are.
-    Gradients are those that arrive at the layers' outputs. What has no format is measured without one.
+    Weights on a grid are measured before the write-back; master copies as they are. Gradients are those with respect
+    to the layers' outputs. An operand without a format gets moments only.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -143,7 +143,7 @@ class Ranges(UpdateMonitor):
         self._seen: set[str] = set()
 
     def see(self, step: Step, update: Update) -> None:
-        """Measure a weight as the step asked for it."""
+        """Measure a weight before its write-back."""
         self._measure(of_weight(update.name, update.layer, update.target))
         self._seen.add(update.name)
 
@@ -167,5 +167,5 @@ class Ranges(UpdateMonitor):
             self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())
 
 
-#: makes the monitor of a run
+#: returns the monitor of a run
 build = Ranges

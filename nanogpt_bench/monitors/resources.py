@@ -1,4 +1,4 @@
-"""Resources that a run uses: memory, and the share of the arithmetic that the machine could do."""
+"""Resources of a run: peak memory, and the share of the GPU's peak arithmetic that it uses."""
 
 import resource
 import sys
@@ -15,9 +15,9 @@ from nanogpt_bench.monitors.points import Observer, Step
 
 _resources = partial(Metric, monitor="resources")
 PEAK_BYTES = _resources("memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's.")
-MFU = _resources("mfu", "Model FLOPs utilisation", SHARE, "At validations, where the machine's speed is known.")
+MFU = _resources("mfu", "Model FLOPs utilisation", SHARE, "At validations, where the GPU's speed is known.")
 
-#: dense bfloat16 operations a second of GPUs by a part of their name, from their makers' data sheets
+#: dense bfloat16 (V100, T4: float16) operations per second of GPUs, by a part of their name, from NVIDIA's data sheets
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -32,7 +32,7 @@ PEAK_FLOPS = {
 
 
 class Resources(Observer):
-    """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the machine's speed is known."""
+    """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the GPU's speed is known."""
 
     def __init__(self, watched: Watched) -> None:
         self._device = watched.device
@@ -49,7 +49,7 @@ class Resources(Observer):
 
 
 def flops_per_token(model: nn.Module, config: Config) -> float:
-    """Return the multiplications and additions that training takes a token: 6 a weight, and attention's products.
+    """Return the multiplications and additions of training per token: 6 per weight, and attention's products.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
@@ -66,12 +66,12 @@ def _peak_flops(device: torch.device) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory so far: the GPU's, or the process's."""
+    """Return the peak memory so far: the GPU's, or the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
 
 
-#: makes the monitor of a run
+#: returns the monitor of a run
 build = Resources

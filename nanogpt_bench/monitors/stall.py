@@ -1,8 +1,8 @@
-"""Bit stall: the share of weights that wanted to move and stayed where they were, and what became of the others.
+"""Stall: the share of weights that stayed where they were despite an update, and the share of movement that was made.
 
-On grid and fp8 storage the optimizer hands over each parameter before, as requested and after the write-back. With
-master weights the write-back never loses anything; there the share with a nonzero update whose *code* did not change
-counts. Under an unbiased write-back neither says anything, and what counts is how much of the movement arrived.
+On grid and fp8 storage the optimizer hands over each parameter before the step, as requested and after the write-back.
+With master weights a step loses nothing, and the share of updated weights whose *code* did not change is measured.
+Under an unbiased write-back neither is a failure, and the share of the requested movement that was made counts.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ UPDATE_LOST = _stall(
     "stall/update_lost",
     "Updates lost",
     SHARE,
-    "Weights that a requested update left where they were, of those without a copy.",
+    "Weights without a master copy that a requested update left where they were.",
     bad=ABOVE,
 )
 CODE_UNCHANGED = _stall(
     "stall/code_unchanged", "Codes unchanged", SHARE, "Weights whose master copy moved while their code did not."
 )
 ARRIVED = _stall(
-    *("stall/arrived", "Movement that arrived", SHARE, "Of the requested movement, along its direction."),
+    "stall/arrived",
+    "Movement that arrived",
+    SHARE,
+    "Share of the requested movement that the write-back made, along its direction.",
     over=TOGETHER,
     chart=LINEAR,
 )
-UPDATE_ULPS = _stall("stall/update_ulps", "Size of the updates", ULPS, "Mean requested update.", chart=LOG)
+UPDATE_ULPS = _stall("stall/update_ulps", "Size of the updates", ULPS, "Mean over the requested ones.", chart=LOG)
 RESIDUAL_SATURATION = _stall(
     "stall/residual_saturation",
     "Residuals at their bound",
     SHARE,
-    "Stored residuals at their largest value.",
+    "Stored residuals at an end of their range.",
     bad=ABOVE,
     chart=LINEAR,
 )
-#: the figure that is a run's stall: of weights on a grid, of those with a master copy
+#: the metrics that are called a run's stall: of weights on a grid, and of those with a master copy
 STALLS = (UPDATE_LOST, CODE_UNCHANGED)
 
 
 def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
     """Return the share of all weights whose requested update was not zero and was lost in the write-back.
 
-    A NaN in `target` counts as a request, one in `before` has moved; +0 and -0 are one weight.
+    A NaN in `target` counts as a request, one in `before` as a move; +0 and -0 are the same weight.
 
     >>> before = torch.tensor([1.0, 1.0, 1.0, 1.0])
     >>> update_lost(before, torch.tensor([1.0, 1.01, 1.01, 1.2]), torch.tensor([1.0, 1.0, 1.125, 1.25]))
@@ -64,7 +67,7 @@ def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
 
 
 def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, after: Tensor) -> float:
-    """Return the share of all master weights that moved without their code moving.
+    """Return the share of all master weights that moved while their code did not.
 
     >>> codes = torch.tensor([56, 56], dtype=torch.uint8)
     >>> code_unchanged(codes, codes, torch.tensor([1.0, 1.0]), torch.tensor([1.01, 1.0]))
@@ -75,7 +78,7 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
 
 @dataclass(frozen=True)
 class Arrival:
-    """The sums of `update_arrived` in one step of one tensor; those of several tensors add up."""
+    """The sums of `update_arrived` for a step of one tensor; those of several tensors can be added."""
 
     #: sum of (after - before) (target - before), in value squared
     projected: float
@@ -84,7 +87,7 @@ class Arrival:
 
     @property
     def share(self) -> float | None:
-        """The share of the request that arrived; None where nothing was requested."""
+        """The share of the requested movement that was made; None where none was requested."""
         return self.projected / self.requested if self.requested else None
 
     def __add__(self, other: Arrival) -> Arrival:
@@ -93,12 +96,12 @@ class Arrival:
 
 @torch.no_grad()
 def update_arrived(before: Tensor, target: Tensor, after: Tensor) -> Arrival:
-    """Return how much of the movement that a step requested the write-back made, along the direction requested.
+    """Return how much of a step's requested movement the write-back made, along the requested direction.
 
-    An unbiased write-back, as stochastic rounding is, has an expected share of 1 however many weights stand still: the
-    few that move go as much too far as the others fall short. Over n weights with updates of u spacings the share of
-    one step scatters around 1 by about 1 / sqrt(n u). Rounding to nearest has 0 where every update is below half a
-    spacing. What a target beyond the format's largest value asks for does not arrive. NaN or Inf make the sums so.
+    An unbiased write-back, such as stochastic rounding, has an expected share of 1 however many weights stay: the few
+    that move go as much too far as the others fall short. Over n weights with updates of u spacings the share of one
+    step scatters around 1 by about 1 / sqrt(n u). Rounding to nearest has 0 if every update is below half a spacing.
+    Movement beyond the format's largest value is requested, but never made. NaN or Inf make the sums NaN or Inf.
 
     >>> before = torch.tensor([1.0, 1.0, 1.0, 1.0])
     >>> target = before + 0.03125  # a quarter of a spacing of E4M3: one in four moves
@@ -127,7 +130,7 @@ def update_ulps(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scal
 
 
 def residual_saturation(residual: Tensor) -> float:
-    """Return the share of int8 ULP residuals that stand at an end of their range; spread evenly it is 2/256.
+    """Return the share of int8 ULP residuals at an end of their range; it is 2/256 if they are spread evenly.
 
     >>> residual_saturation(torch.tensor([-128, 5, 127, 0], dtype=torch.int8))
     0.5
@@ -136,7 +139,7 @@ def residual_saturation(residual: Tensor) -> float:
 
 
 class Stall(UpdateMonitor):
-    """Records the stall at every look, per layer and over all layers, and its mean over the run."""
+    """Records the stall at every measurement, by layer and over all layers; has its mean over the run."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -145,22 +148,22 @@ class Stall(UpdateMonitor):
         self._names = list(watched.quantized)
         self._moved: dict[str, Arrival] = {}
         self._stall, self._arrived = _Mean(), _Mean()
-        #: this step has shown an update; the last step looked at had none to show
+        #: whether this step has had an update; whether the last measured step had none
         self._seen, self._unseen = False, False
 
     @property
     def metric(self) -> str:
-        """Name of the figure that is the stall."""
+        """Name of the metric that is the stall."""
         return self._metric.name
 
     @property
     def mean(self) -> float | None:
-        """Mean of the stall over the steps observed, None before the first."""
+        """Mean of the stall over the measured steps; None before the first."""
         return self._stall.value
 
     @property
     def arrived(self) -> float | None:
-        """Mean share of requested movement that arrived; None with a master copy, or if the last look had none."""
+        """Mean share of requested movement that was made; None with a master copy, or if none was measured last."""
         return None if self._unseen else self._arrived.value
 
     def state(self) -> dict[str, Any]:
@@ -203,7 +206,7 @@ class Stall(UpdateMonitor):
         arrivals, found = ARRIVED in self._figures, self._metric in self._figures
         self._figures.write(step)
         if arrivals:
-            # Of all layers together, not a mean of shares: one that hardly asked for anything says little.
+            # Over all layers together, and not a mean of shares: a layer with hardly any movement says little.
             moved = sum(self._moved.values(), Arrival(0.0, 0.0))
             step.record[ARRIVED.name] = moved.share
             self._arrived.add(moved.share)
@@ -213,11 +216,11 @@ class Stall(UpdateMonitor):
             self._stall.add(step.record[self.metric] or 0.0)
 
     def written(self, step: Step) -> None:
-        """Do nothing more: a step that was skipped shows no update."""
+        """Do nothing: `finish` has written the figures, and a skipped step has none."""
 
 
 class _Mean:
-    """A sum and a count, not the figures themselves: what a checkpoint holds does not grow with the run."""
+    """A mean as a sum and a count, so that a checkpoint does not grow with the run."""
 
     def __init__(self) -> None:
         self._total, self._looks = 0.0, 0
@@ -238,5 +241,5 @@ class _Mean:
 
 
 def build(watched: Watched) -> Stall | None:
-    """Return the monitor of a run whose weights have codes."""
+    """Return the monitor of a run whose weights have codes; None for others."""
     return Stall(watched) if watched.config.model.storage in ("master", *ROUNDED) else None

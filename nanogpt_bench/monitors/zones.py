@@ -1,4 +1,4 @@
-"""Zones without gradient: weights that half a spacing to either side leaves without effect on their layer's output."""
+"""Zones without gradient: weights that can move half a spacing to either side without changing their layer's output."""
 
 from collections.abc import Iterator
 
@@ -16,15 +16,15 @@ ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",
     "Zero-gradient zones",
     SHARE,
-    "Weights for which half a ULP to either side leaves the layer's output as it was.",
+    "Weights that can move half a ULP to either side without changing the layer's output.",
     monitor="zones",
     over=MEAN,
     bad=ABOVE,
     chart=LINEAR,
 )
-#: tokens whose outputs are compared: the time grows with them
+#: tokens whose outputs are compared: the time is proportional to them
 ROWS = 16
-#: stands for no slack at all: times 0 it is 0
+#: in place of 1 / 0 where there is no slack, since times 0 it is 0 and not NaN
 _LARGE = 2.0**100
 
 
@@ -40,10 +40,10 @@ def zero_gradient_zone(
 ) -> float:
     """Return the share of a linear layer's weights for which half a spacing, up or down, leaves every output unchanged.
 
-    A finite difference of the loss with respect to such a weight is zero. `weight` (O, I) is as it is multiplied, and
-    `output` the dtype of what it gives. Fewer rows of `inputs` (..., I) give a larger share, or the same: 1 without
-    any. An output that is NaN or Inf stays so for every step; a weight that is NaN, or meets an input that is NaN or
-    Inf, is in no zone.
+    A finite difference of the loss with respect to such a weight is zero. `weight` (O, I) is the one multiplied by, and
+    `output` the dtype of the outputs. Fewer rows of `inputs` (..., I) give a larger share, or the same: 1 without any.
+    An output that is NaN or Inf does not change for any step; a weight that is NaN, or is multiplied by NaN or Inf, is
+    in no zone.
 
     >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.01, 0.0]])
     >>> zero_gradient_zone(weight, inputs, fm.FloatFormat.from_string("E4M3"))  # outputs near 1 are 0.0078 apart
@@ -58,7 +58,7 @@ def zero_gradient_zone(
 
 
 def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The largest |x_tj| / slack_ti over t, for blocks of outputs i, with their part of `half`."""
+    """The largest |x_tj| / slack_ti over tokens t, for blocks of outputs i, with their part of `half`."""
     size = max(BLOCK // max(rows.shape[1], 1), 1)
     inverse = (1 / slack).nan_to_num_(nan=0.0, posinf=_LARGE).clamp_(max=_LARGE)
     rows = rows.abs()
@@ -71,7 +71,7 @@ def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple
 
 
 def _slack(outputs: Tensor, output: torch.dtype) -> Tensor:
-    """The distance of each output from the nearest value that rounds to something else."""
+    """The distance of each output from the nearest number that rounds to another value."""
     rounded = outputs.to(output)
     infinity = torch.full_like(rounded, float("inf"))
     ends = [torch.nextafter(rounded, end).double() for end in (-infinity, infinity)]
@@ -81,7 +81,7 @@ def _slack(outputs: Tensor, output: torch.dtype) -> Tensor:
 
 
 class Zones(Monitor):
-    """Records `stall/zero_gradient_zone/LAYER`, on some tokens spread over the batch."""
+    """Records `stall/zero_gradient_zone/LAYER`, measured on `ROWS` tokens spread over the batch."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -109,5 +109,5 @@ class Zones(Monitor):
 
 
 def build(watched: Watched) -> Zones | None:
-    """Return the monitor of a run whose weights have codes."""
+    """Return the monitor of a run whose weights have codes; None for others."""
     return Zones(watched) if watched.config.model.storage in ("master", *ROUNDED) else None

@@ -1,4 +1,4 @@
-"""Write a report: page, tables and figures in one folder."""
+"""Writing a report: page, tables and figures in one folder."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ from nanogpt_bench.system.files import refuse_to_replace, write_text
 
 PAGE = "report.html"
 TABLES = ("results.csv", "table.md")
-MOST_VALUES = 4  # of a fact
-#: bytes of a page that have its title
+MOST_VALUES = 4  # shown of a fact
+#: bytes of a page in which its title is looked for
 _HEAD = 4096
 
 
@@ -36,7 +36,7 @@ def report(
     if not loaded:
         raise BenchError("no run folders given: expected at least one")
     one_file = files[0] if len(files) == 1 and not own else None
-    # Files of a sweep lie beside its runs.
+    # A sweep's own files are in the folder of its runs.
     studies = read_studies([*given, *(folder.parent for folder in folders), out])
     rows = with_given_up(
         merged_rows(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
@@ -60,7 +60,7 @@ def report(
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder whose page, tables or figures are somebody else's; a report's have its page beside them."""
+    """Refuse a folder with page, tables or figures that no report wrote: a report's have its page beside them."""
     page = out / PAGE
     for path in (page, *(out / name for name in TABLES), *drawn_in(out / "figures")):
         refuse_to_replace("--out", path, lambda _: _is_page(page), "another folder")
@@ -83,7 +83,7 @@ def write_report(
     baseline: str | None = None,
     studies: Studies | None = None,
 ) -> Path:
-    """Write report.html, tables and figures; return the page's path. `studies` are by default those in `out`."""
+    """Write report.html, tables and figures; return the page's path. `studies` defaults to those in `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +101,7 @@ def write_report(
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the facts of the runs from their records; a fact that differs lists each value once."""
+    """Return facts about the runs from their records; if a fact differs, each value is listed once."""
     records = [run.environment for run in runs]
     found = {
         "Command": _listed(record.get("command") for record in records),
@@ -134,7 +134,7 @@ def _dates(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _corpus(record: Mapping[str, Any]) -> str:
-    """The facts of the source, files by their names and the start of their SHA-256; and the tokens of each split."""
+    """The corpus' source, with files by name and the start of their SHA-256, and the tokens of each split."""
     source, splits = at(record, "corpus.source"), at(record, "corpus.splits")
     parts = [] if isinstance(source, Mapping) else [str(source or "")]
     for name, value in source.items() if isinstance(source, Mapping) else ():

@@ -1,10 +1,10 @@
-"""A chart: one description in Vega-Lite, in the colours and dashes of its rows, that the page draws, or a picture.
+"""A chart: a description in Vega-Lite, in the colours and dashes of its rows, drawn by the page or as a picture.
 
 Pictures are some of the page's charts side by side as SVG files, drawn by Vega without a browser.
 
-A description holds its data as columns (an object per line, with lists that `flatten` spreads out) and its colours by
-name, as `{"$": "ink"}`; page and pictures insert those of a light or dark theme. Text of a run is in the data only,
-never in the name of a field or in an expression: nothing evaluates it.
+A description has its data as columns (an object per line, with lists that `flatten` expands) and its colours by name,
+as `{"$": "ink"}`; page and pictures insert those of a light or dark theme. Text of a run is only in the data, never in
+the name of a field or in an expression, so that nothing evaluates it.
 """
 
 import os
@@ -34,14 +34,14 @@ COLOURS = (
     ("#882255", "#D9749F"),
 )
 INK = ("#1A1A1A", "#F0F0F0")
-# A colour scale from below to above; its ends meet the page they lie on.
+# A colour scale from below to above, for the light and the dark page.
 SCALES = {
     "diverging": (
         ("#08519C", "#7FB3DA", "#F5F5F3", "#F2A07B", "#B2330B"),
         ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
     )
 }
-# The order in which rules take colours, so that a rule keeps its colour from report to report.
+# The order in which rules take colours, so that a rule has the same colour in every report.
 RULE_ORDER = (
     *("nearest", "stochastic", "riemannian", "stiffness-anneal", "master", "fp32", "muon-stochastic", "muon"),
     *("muon-residual8", "stiffness", "bf16-pure", "sgd"),
@@ -67,13 +67,13 @@ class Style:
 
 
 def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
-    """Return each row's style by label: references in ink, other rows by rule and format, no two alike."""
+    """Return each row's style by label: references in ink, other rows by rule and format, different if possible."""
     inked = list(dict.fromkeys(row.label for row in references if row is not None))
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
     chosen: dict[str, Style] = {}
     taken: set[tuple[int, int]] = set()
     for row in rows:
-        width = 2.0 if len(row.runs) < 2 else 1.2  # several seeds lie close to each other
+        width = 2.0 if len(row.runs) < 2 else 1.2  # curves of several seeds are close to each other
         if row.label in inked:
             dash = inked.index(row.label) % len(DASH_ORDER)
             chosen[row.label] = Style(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
@@ -87,7 +87,7 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
 
 
 def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
-    """Return the pair, else another dash of that colour, else another colour; the pair again if all are taken."""
+    """Return the pair if it is free, else another dash, else another colour; the pair again if all are taken."""
     for c in range(len(COLOURS)):
         for d in range(len(DASH_ORDER)):
             pair = ((colour + c) % len(COLOURS), (dash + d) % len(DASH_ORDER))
@@ -116,8 +116,8 @@ DOTTED = {"strokeDash": [2, 3], "strokeWidth": 1.5}
 class Chart:
     """A chart: its name on the page, title and caption (plain text), description, and height in pixels.
 
-    `rows` are those that the page's legend can hide, `drag` the axes that a drag magnifies. On a screen narrower than
-    `least` pixels the chart scrolls sideways.
+    `rows` are the rows that the page's legend can hide, `drag` the axes that dragging magnifies. On a screen narrower
+    than `least` pixels the chart scrolls sideways.
     """
 
     name: str
@@ -143,7 +143,7 @@ def ink(name: int | str | None) -> dict[str, str]:
 
 
 def quantity(field: str, title: str | None, ends: Sequence[float] | None = None, /, **more: Any) -> Spec:
-    """Return an axis of numbers, from and to `ends` if given; `log` and `zero` set its scale, `more` the axis."""
+    """Return an axis of numbers, between `ends` if given; `log` and `zero` set its scale, `more` the axis."""
     scale: Spec = {"zero": more.pop("zero", False)}
     if more.pop("log", False):
         scale = {"type": "log"}
@@ -153,7 +153,7 @@ def quantity(field: str, title: str | None, ends: Sequence[float] | None = None,
 
 
 def category(text: str) -> str:
-    """Return a text as a name on an axis: Vega keeps names in JavaScript objects, which have a `__proto__` already."""
+    """Return a text as a name on an axis; not `__proto__`, since Vega has names as keys of JavaScript objects."""
     return f"{text} " if text == "__proto__" else text
 
 
@@ -218,7 +218,7 @@ def limit_line(at: float, **channel: Spec) -> Spec:
     return over([{axis["field"]: at}], {"type": "rule", "color": ink("muted"), **DOTTED}, **{name: axis})
 
 
-DIGITS = 5  # of a number in a chart's data: more than a screen shows
+DIGITS = 5  # significant digits of a number in a chart's data: more than a screen shows
 THEMES = {
     "light": {"page": "#FFFFFF", "shade": "#F3F4F6", "rule": "#D9DCE1", "muted": "#5B616B"},
     "dark": {"page": "#15181D", "shade": "#20242B", "rule": "#3A404A", "muted": "#A3AAB5"},
@@ -241,7 +241,7 @@ CONFIG: dict[str, Any] = {
     "legend": {**WORDS, "labelLimit": 280},
     "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},
-    # The text for screen readers of thousands of cells and points would be most of a picture's file.
+    # Texts for screen readers, of thousands of cells and points, would be most of a picture's file.
     "mark": {"aria": False},
 }
 
@@ -255,7 +255,7 @@ def theme_colours(theme: str) -> dict[str, Any]:
 
 
 def coloured(node: Any, colours: Mapping[str, Any]) -> Any:
-    """Return a description with its colours inserted; its data, which hold none, stay as they are.
+    """Return a description with its colours inserted; its data, which have none, stay as they are.
 
     >>> coloured({"fill": {"$": "ink"}, "data": {"$": "ink"}}, {"ink": "#000"})
     {'fill': '#000', 'data': {'$': 'ink'}}
@@ -281,16 +281,16 @@ def short(node: Any) -> Any:
     return [short(value) for value in node] if isinstance(node, list | tuple) else node
 
 
-#: the process that started Vega, which runs JavaScript in threads that do not survive a fork
+#: id of the process that started Vega, whose threads do not survive a fork
 _process: list[int] = []
-# The charts of each file by name, without the numbers of several of a kind.
+# The charts in each picture, by name, without the numbers of several of a kind.
 FIGURES: Mapping[str, Sequence[str]] = {
     "loss_curves": ("val-step", "train-step"),
     "stall": ("stall",),
     "gradient_cosine": ("watch-grad-cosine",),
     "learning_rates": ("rates",),
 }
-ACROSS = 3  # charts beside each other
+ACROSS = 3  # charts side by side
 PIXELS, PANEL_PIXELS = 800, 340  # widths of a chart alone and of one of several
 FRAME = 60  # pixels of a chart's height for axis and title
 LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL = 7, 60, 36
@@ -361,13 +361,13 @@ def figure(shown: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
 
 
 def _whole(chart: Chart, width: int) -> int:
-    """Return the width, for a heat map rounded so that its columns are whole pixels: blurred edges cost bytes."""
+    """Return the width, for a heat map rounded so that columns are whole pixels: blurred edges take bytes."""
     columns = len(chart.values[0].get("z", ()))
     return columns * max(1, width // columns) if columns else width
 
 
 def _legend(styles: Mapping[str, Style], width: int) -> Spec:
-    """Return samples of the rows' lines with their names, as many abreast as fit."""
+    """Return samples of the rows' lines with their names, as many side by side as fit."""
     wide = KEY_PIXELS + LETTER_PIXELS * min(max(map(len, styles)), LONGEST_LABEL)
     columns = max(1, width // wide)
     values = [

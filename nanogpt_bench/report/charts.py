@@ -31,26 +31,26 @@ from nanogpt_bench.runs.read import finite
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
-#: alerts of a loss that rises: as they are called, and were in earlier runs
+#: kinds of alerts about a rising loss: today's name, and an earlier one
 EARLY_DIVERGENCE = ("divergence", "early_divergence")
 #: titles of namespaces that differ from the capitalised name
 TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
 LONGEST_MARK = 18
 RATE_KEYS = frozenset({"optimizer.lr", "optimizer.float_lr"})
 MOST_SETTINGS = 5
-# Settings that follow from format, rule and learning rate, or name a place.
+# Settings without an axis of their own: format, rule, rate and seed are shown otherwise, or the setting names a place.
 LEFT_OUT = frozenset(
     {"rule", "seed", "data.seed", "model.seed", "data.dir", "optimizer.lr", "optimizer.float_lr", "runtime.threads"}
 )
-ABOVE = 1.08  # place of a missing value: above the axis
+ABOVE = 1.08  # the place of a missing value, above the axis
 
 
 def lines_of(
     rows: Sequence[Row], key: str, against: str = BY_STEP, *, smoothed: bool = False, points: int = MAX_POINTS
 ) -> list[Line]:
-    """Return the thinned curve of `key` of every run that has it, `smoothed` if it is noisy step by step.
+    """Return the thinned curve of `key` for every run that has it, `smoothed` if the curve is noisy.
 
-    With more than fifty runs each gets fewer than `points`, which bounds the whole.
+    With more than fifty runs each gets fewer than `points`, so that the whole is bounded.
     """
     limit = min(points, max(FEWEST_POINTS, MOST_POINTS // max(1, sum(len(row.runs) for row in rows))))
     drawn = []
@@ -81,7 +81,7 @@ def _marks(rows: Sequence[Row], drawn: Sequence[Line], against: str) -> list[dic
 
 
 def _place(line: Line, run: Run, step: int, against: str) -> tuple[float, float] | None:
-    """The place on the curve's own axis at a step, and the last value known by then."""
+    """The place of a step on the curve's axis, and the last known value up to there."""
     before = [x for at, x in zip(*run.curve(against), strict=True) if at <= step and x is not None]
     known = [y for x, y in zip(line.xs, line.ys, strict=True) if before and y is not None and x <= before[-1]]
     return (before[-1], known[-1]) if known else None
@@ -128,7 +128,7 @@ def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
 
 
 def stall_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
-    """Return the chart of the stall of each row in which it counts, by the measure of its storage; [] without any."""
+    """Return the chart of the stall of the rows in which it is a failure, by each storage's metric; [] without any."""
     drawn = []
     for row in rows:
         metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
@@ -148,7 +148,7 @@ def watched_charts(
         if metric.name not in recorded or not (drawn := lines_of(rows, metric.name)):
             continue
         known = [y for line in drawn for y in line.ys if y is not None]
-        # Where positive values span a factor of thirty, a linear axis would hide the small ones.
+        # If positive values span a factor of thirty, a linear axis would hide the small ones.
         bent = metric.chart == LOG and min(known) > 0 and max(known) / min(known) >= 30
         share = metric.unit == SHARE
         axis: Spec = {"format": PERCENT, "zero": True} if share else {}
@@ -162,7 +162,7 @@ def watched_charts(
 
 
 def _flat_range(known: set[float], *, share: bool) -> tuple[float, float] | None:
-    """The ends of an axis for curves of one constant value, which span none; else None."""
+    """The ends of an axis for curves that all have the same constant value; else None."""
     if len(known) > 1 or (share and known != {0}):
         return None
     return (0.0, 1.0) if share else (min(known) - 1, max(known) + 1)
@@ -217,8 +217,8 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
 def rate_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | None:
     """Return final validation loss by learning rate, with crosses along the top for failed runs.
 
-    A curve joins the runs of one setting, if it has two learning rates or more, in the style of its first row; its
-    losses are means over the seeds.
+    A curve joins the runs of one setting that has two learning rates or more, in the style of its first row; losses
+    are means over the seeds.
     """
     values: list[dict[str, Any]] = []
     crosses: list[dict[str, Any]] = []
@@ -267,7 +267,7 @@ Axis = tuple[str, list[tuple[float, str]], list[float]]
 
 
 def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | None:
-    """Return parallel coordinates, a line a run across settings and figures; None below two runs or three axes."""
+    """Return parallel coordinates, one line per run across settings and results; None below two runs or three axes."""
     drawn = row_runs(rows)
     axes = _axes([run for _, run in drawn])
     if len(drawn) < 2 or len(axes) < 3:
@@ -287,7 +287,7 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
         for height, text in found
     ]
     head = {"type": "text", "fontWeight": "bold", "align": "left", "limit": 140, "color": ink("ink")}
-    # On the page's colour, so that no line crosses the text.
+    # An outline in the page's colour, so that no line crosses the text.
     ground = {"type": "text", "align": "left", "dx": 5, "stroke": ink("page"), "strokeWidth": 4, "opacity": 0.85}
     text = {"x": x, "y": y, "text": {"field": "text"}}
     spec["layer"] = [
@@ -297,13 +297,13 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
         over(marks, {"type": "text", "align": "left", "dx": 5, "color": ink("ink")}, **text),
         over(heads, head, **text),
     ]
-    words = "One line per run, in the colour of its row; above an axis where it has no value, as where the run failed."
+    words = "One line per run, in its row's colour. Above an axis pass runs without a value on it, such as failed ones."
     shown, least = tuple(dict.fromkeys(row.label for row, _ in drawn)), 150 * len(axes)
     return Chart("parallel", "All runs across all axes", words, spec, 440, wide=True, least=least, rows=shown)
 
 
 def _axes(runs: Sequence[Run]) -> list[Axis]:
-    """Format, rule, rate, settings in which runs of one rule and format differ, and figures, if runs differ."""
+    """The axes in which runs differ: format, rule, rate, settings that vary within a rule and format, results."""
     configs = [flat(run.config) for run in runs]
     by_kind: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for run, config in zip(runs, configs, strict=True):

@@ -1,4 +1,4 @@
-"""The page: sections in one HTML file with data, code and styles, without a network."""
+"""The page: sections in one HTML file with data, code and styles, which needs no network."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from importlib import resources
 
 from nanogpt_bench.report.chart import CONFIG, DASHES, THEMES, Chart, Spec, Style, javascript, short, theme_colours
 
-# Only the page's own content may run or be shown: a report from elsewhere can't call home.
+# Only the page's own content may run or be shown: a report from somebody else can't contact a server.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-# The page uses Vega's drawing and the interpreter that reads expressions instead of compiling them.
+# The page uses Vega, with its interpreter, which reads expressions and does not compile them.
 VEGA = "window.vegaEmbed = vegaEmbed;"
 SHORT_LEGEND = 16  # a longer legend starts closed
 #: a cell of a table: its text and its CSS class
@@ -31,7 +31,7 @@ class Section:
 
 
 def chart_places(shown: Sequence[Chart]) -> str:
-    """Return places for charts, two abreast."""
+    """Return places for charts, two side by side."""
     if not shown:
         return ""
     return f'<div class="charts">{"".join(map(_figure, shown))}</div>'
@@ -119,7 +119,7 @@ def _packed(charts: Sequence[Chart]) -> str:
 
 
 def _on_page(chart: Chart) -> Spec:
-    """Return a chart as wide as its place, with rows that hide and axes that a drag magnifies."""
+    """Return a chart as wide as its place, with rows that can be hidden and axes that dragging magnifies."""
     spec = {
         **chart.spec,
         "width": "container",
@@ -138,7 +138,7 @@ def _on_page(chart: Chart) -> Spec:
 
 
 def _hiding(view: Spec) -> Spec:
-    """Return a view whose own data, if of rows, leave out hidden ones."""
+    """Return a view that leaves out hidden rows, if its own data are of rows."""
     if "row" not in next(iter(view.get("data", {}).get("values", ())), ()):
         return view
     return view | {"transform": [{"filter": "indexof(hidden, datum.row) < 0"}, *view.get("transform", ())]}

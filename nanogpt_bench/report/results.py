@@ -1,4 +1,4 @@
-"""Results: what each row measured over its seeds, its gap and paired difference to the reference, and its verdict."""
+"""Results: each row's measurements over its seeds, its gap and paired difference to the reference, its verdict."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Result:
     arrived: Figure | None = None
     cosine: Figure | None = None
     alerts: Mapping[str, int] = field(default_factory=dict)
-    #: to the reference, over the seeds that both finished
+    #: difference to the reference, over the seeds that both finished
     difference: Difference | None = None
     #: standard error of a validation over its batches, the mean over the row's runs
     val_loss_se: float | None = None
-    #: measured beside the loss, by `config.metric.Metric.figure`
+    #: other metrics of the validation, by `config.metrics.Metric.figure`
     beside: Mapping[str, Figure] = field(default_factory=dict)
-    #: of the losses on the other text (`eval.also`)
+    #: difference of the losses on the other text (`eval.also`)
     also_difference: Difference | None = None
 
     @property
@@ -73,7 +73,7 @@ def figure(values: Iterable[float | None]) -> Figure | None:
 
 
 def reference_name(results: Sequence[Result]) -> str:
-    """Return the name of the reference: BF16, else the row's label, of several rows their rule and format."""
+    """Return the name of the reference: BF16, or the row's label, or the rule and format of several rows."""
     rows = [result.row for result in results if result.reference]
     if not rows:
         return "the reference"
@@ -93,7 +93,7 @@ def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
     return [replace(result, difference=found, also_difference=other) for result, found, other in each]
 
 
-#: figures of a run that a column averages over the seeds of its row, by their name in `Result`
+#: measurements of a run that a column averages over the seeds of its row, by their name in `Result`
 FIGURES: dict[str, Callable[[Run], float | None]] = {
     "final_val_loss": lambda run: run.at_end("final_val_loss"),
     "bytes_per_parameter": lambda run: run.number("bytes_per_parameter"),
@@ -130,7 +130,7 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         row=row,
         reference=is_reference,
         **found,
-        # of finished runs; without any, of those that ended early
+        # from finished runs, or without any from those that ended early
         best_val_loss=figure(run.at_end("best_val_loss") for run in row.runs)
         or figure(run.number("best_val_loss") for run in row.runs),
         gap=gap,
@@ -152,7 +152,7 @@ def _error(row: Row) -> float | None:
 
 
 def _difference(row: Row, reference: Row | None, name: str) -> Difference | None:
-    """The paired difference, marked if the runs of some seed were made on two processors, as far as records say."""
+    """The paired difference, marked if records say that a seed's two runs were made on different processors."""
     if reference is None or row is reference:
         return None
     found = difference(_by_seed(row, name), _by_seed(reference, name))
@@ -167,7 +167,7 @@ def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
 
 
 def gap_to(run: Run, others: Sequence[Run]) -> float | None:
-    """Return L - L_ref against the reference's run of the seed, else its mean; None for a run that ended early."""
+    """Return L - L_ref to the reference's run of the same seed, or else its mean; None for a run that ended early."""
     twins = [other for other in others if other.status == "finished" and seed_of(other) == seed_of(run)]
     base = [loss for other in twins or others if (loss := other.at_end("final_val_loss")) is not None]
     loss = run.at_end("final_val_loss")
@@ -175,9 +175,9 @@ def gap_to(run: Run, others: Sequence[Run]) -> float | None:
 
 
 def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | None:
-    """Return the standard error of a row's gap: over its seeds, for one seed from both losses' errors over batches.
+    """Return the standard error of a row's gap: over its seeds, or for one seed from the two losses' errors.
 
-    Both see the same batches, so that for one seed it is an upper bound.
+    The two losses are over the same batches, so that for one seed it is an upper bound.
 
     >>> error_of([1.0, 3.0, 5.0, 3.0], []), error_of([0.1], [3.0, 4.0]), error_of([0.1], [0.03, None])
     (0.816496580927726, 5.0, None)
@@ -188,7 +188,7 @@ def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | N
     return math.hypot(*known) if known and len(known) == len(errors) else None
 
 
-#: behind the difference of runs on two processors
+#: the mark behind a difference of runs that were made on different processors
 MARK = " †"
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
@@ -196,11 +196,11 @@ ALPHA = 1 - CONFIDENCE
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of L - L_ref in nats over the seeds of both rows; for one seed nothing more.
+    """The mean of L - L_ref in nats over the seeds that both rows have; the rest is None for one seed.
 
-    `low` and `high` are the ends of its 95% t-interval, `p` the p-value of the two-sided paired t-test, `holm` the same
-    adjusted for the number of rows tested. `apart` says that a pair's runs were made on two processors, whose kernels
-    sum in other orders: pairing by seed takes away little noise then.
+    `low` and `high` are the ends of its 95% t-interval, `p` is the p-value of the two-sided paired t-test, and `holm`
+    that value adjusted for the number of rows tested. `apart`: a pair's runs were made on different processors, whose
+    kernels sum in different orders, so that pairing by seed removes little noise.
     """
 
     mean: float
@@ -239,14 +239,14 @@ def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> D
     from scipy.stats import ttest_1samp  # of differences: the paired test
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # all differences alike: an interval of no width
+        warnings.simplefilter("ignore")  # scipy warns if all differences are equal
         test = ttest_1samp(apart, 0.0)
         low, high = map(float, test.confidence_interval(CONFIDENCE))
     if not (math.isfinite(low) and math.isfinite(high)):
         low = high = mean
     p = float(test.pvalue)
     if not any(apart):
-        p = 1.0  # the same at every seed, and one of the family all the same
+        p = 1.0  # all differences are 0; the row still counts as tested
     return Difference(mean, len(apart), low, high, p if math.isfinite(p) else None)
 
 
@@ -289,7 +289,7 @@ def difference_text(found: Difference | None) -> str:
 
 MOST_CLASSES = 2  # classes of failure that a verdict names
 LONGEST_MESSAGE = 160
-#: classes of the loss itself; the others are possible causes
+#: failures of the loss itself; the other classes are possible causes
 OF_THE_LOSS = ("nan", "divergence")
 
 
@@ -325,7 +325,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements that a verdict is reached from; None where there is none.
+    """The measurements on which a verdict is based; None where there is none.
 
     `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` is L - L_ref and `gap_error` its
     standard error. `stall` is a share of weights, `cosine` the mean cosine of the gradient and the float32 shadow's.
@@ -347,8 +347,8 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     """Return the verdict on the runs of one row (its seeds).
 
     A failure outranks an early end, which outranks the comparison of losses. A row ahead or within reach of the
-    reference is doubtful if its gradient cosine is beyond its bound or its loss diverged. A row out of reach is named
-    by its failure classes, then by a stall at or above the limit; a row of unknown gap by those of the loss alone.
+    reference is doubtful if its gradient cosine is beyond the bound or its loss diverged. For a row out of reach the
+    verdict names its failures first, and its stall if that is beyond the bound; with an unknown gap only its loss'.
     """
     outcome, text = _ending(runs) or _comparison(evidence)
     compared = outcome not in (Judgement.REFERENCE, Judgement.INCOMPARABLE)
@@ -368,7 +368,7 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
 
 
 def _classes(runs: Sequence[Run], only: Sequence[str] = (), *, stall: str = "") -> list[str]:
-    """The first failure classes but the one that ended the run, those of the loss first, as one text."""
+    """The first failures as one text, those of the loss first, without the one that ended a run."""
     counts = Counter(kind for run in runs for kind in dict.fromkeys(found.kind for found in run.failures))
     ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
     kinds = [kind for kind in counts if kind not in ended_by and (not only or kind in only)]

@@ -27,9 +27,9 @@ from nanogpt_bench.runs.read import Records, cleaned, finite, mapping
 from nanogpt_bench.system.errors import BenchError, counted, one_line, refusals
 from nanogpt_bench.system.untrusted import read_json
 
-#: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
+#: kinds of entries: a run, a missing seed, a row that was given up, a search of rates
 RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search")
-#: keys of summary.json; its other keys follow from the settings or name files
+#: keys of summary.json that are exported; its other keys follow from the settings or name files
 SUMMARY_KEYS = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
@@ -38,15 +38,15 @@ SUMMARY_KEYS = (
 )
 #: series of metrics.jsonl, at the steps of a validation
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)
-#: keys of environment.json that describe one start, not what the numbers depend on
+#: keys of environment.json that are not exported, since the numbers do not depend on them
 PASSING = ("command", "started", "resumed")
-#: parts of an entry, before a dot: settings by section and key, facts of the machine, series, looks of the monitors
+#: prefixes of an entry's keys: settings, facts of the machine, series, measurements of the monitors
 CONFIG, ENVIRONMENT, CURVE, LOOK = ("config.", "environment.", "curve.", "look.")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A results file as read: rows whose runs have no folder, the label of the reference, and the tuning."""
+    """The content of a results file: rows, whose runs have no folder, the label of the reference, and the tuning."""
 
     rows: tuple[Row, ...]
     baseline: str | None
@@ -54,10 +54,9 @@ class Exported:
 
 
 def export(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a results file for the folder of a sweep: a flat mapping a run, and a search.
+    """Return the entries of a results file for the folder of a sweep: one flat mapping per run and per search.
 
-    A run that has not ended is an entry that says so (`missing`), and a row none of whose trials reached its end one
-    that says why (`given up`).
+    A run that has not ended is an entry of kind `missing`; a row whose trials all failed is one of kind `given up`.
     """
     manifest = _read(folder / SWEEP) if (folder / SWEEP).is_file() else None
     if not isinstance(manifest, Mapping):
@@ -66,7 +65,7 @@ def export(folder: Path) -> list[dict[str, Any]]:
     try:
         entries = list(_entries(folder, manifest, tuning))
         searches = [_search(row, tuning) for row in tuning.get("rows") or ()]
-    except (KeyError, TypeError, AttributeError):  # of something else of that name
+    except (KeyError, TypeError, AttributeError):  # the file of that name is no sweep's
         raise BenchError(f"{str(folder)!r} holds no results: what its list of runs says can't be read") from None
     if not searches and not any(entry["kind"] == RUN for entry in entries):
         raise BenchError(f"{str(folder)!r} has no run to export yet: none has ended")
@@ -81,12 +80,12 @@ def _read(path: Path) -> Any:
 
 
 def flat_run(label: str, run: Run) -> dict[str, Any]:
-    """Return a run as a flat mapping: outcomes, settings, facts of its machine, series and looks."""
+    """Return a run as a flat mapping: outcome, settings, facts of its machine, series and monitors' measurements."""
     settings: dict[str, Any] = {}
     for section, content in run.config.items():
         if isinstance(content, Mapping):
             settings |= {f"{CONFIG}{section}.{key}": value for key, value in content.items()}
-        elif section != "seed":  # which is among the keys of the summary
+        elif section != "seed":  # the seed is among the keys of the summary
             settings[CONFIG + section] = content
     looks = monitored_figures(run)
     seen = [name for name in MONITORED if any(name in look for look in looks.values())]
@@ -141,7 +140,7 @@ def _kind(entry: Any) -> Any:
 
 
 def read_export(path: Path) -> Exported:
-    """Read a results file."""
+    """Return the content of a results file."""
     if not path.exists():
         raise BenchError(f"results file {str(path)!r} does not exist")
     if path.is_dir():
@@ -230,7 +229,7 @@ def to_json(content: Sequence[Mapping[str, Any]]) -> str:
 def _entries(folder: Path, manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The entries of the rows of sweep.json and tuning.json, in the order of the table."""
     rows: dict[str, dict[str, Any]] = {}
-    runs: dict[str, list[tuple[Any, str | None]]] = {}  # seed and folder, without one until the run is planned
+    runs: dict[str, list[tuple[Any, str | None]]] = {}  # seed and folder, None until the run is planned
     why: dict[str, str] = {}
 
     def name(label: Any, facts: Mapping[str, Any]) -> str:
@@ -267,23 +266,23 @@ def given_up(search: Mapping[str, Any]) -> str:
     return f"failed: none of {counted(runs, 'trial')} came to its end with a loss"
 
 
-#: share of a run's steps at which monitored figures are exported, beside the end
+#: share of a run's steps at which monitors' measurements are exported, beside its end
 TENTH = 0.1
-#: figures that every record has, whether or not monitors ran
+#: metrics in every record, whether or not monitors ran
 ALWAYS = (TRAIN_LOSS.name, SMOOTHED_LOSS.name, GRAD_NORM.name)
-#: significant digits of an exported figure: enough for ranks
+#: significant digits of an exported value: enough for ranks
 DIGITS = 4
 
 
-#: figures of the whole model, not of one bit nor of the machine, in the order of display
+#: monitors' metrics, in the order of display, without those of the machine
 _WATCHED = [m for m in METRICS if m.monitor not in (None, "", "resources") and m != OVERHEAD and m.name[-2:] != "_I"]
 MONITORED = tuple(dict.fromkeys((*ALWAYS, *(one.name for metric in _WATCHED for one in metric.each))))
 
 
 def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
-    """Return monitored figures by step, at the last record within a tenth of the run's steps and at the last record.
+    """Return monitors' measurements at two steps: the last ones within a tenth of the run's steps, and the last ones.
 
-    A run whose monitors ran too seldom has the last record only; a run read from a results file has those of the file.
+    If the monitors ran too seldom, there is only the second step; a run from a results file has those of the file.
     Values that are not finite are left out.
     """
     planned = run.number("steps_planned")
@@ -294,16 +293,16 @@ def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
     ends = [max((step for step in seen if step <= limit), default=None) for limit in (TENTH * planned, planned)]
     looks: dict[int, Mapping[str, float]] = {}
     for end in (end for end in ends if end is not None):
-        # the last value up to there, since each monitor has its own interval
+        # the last value up to that step, since monitors have different intervals
         known = {name: [y for x, y in points if 0 < x <= end and y is not None] for name, points in curves.items()}
         looks[int(end)] = {name: float(f"{values[-1]:.{DIGITS}g}") for name, values in known.items() if values}
     return looks
 
 
 def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
-    """Return the rows of run folders and results files together, each seed once, from its longest run.
+    """Return the rows of run folders and results files together, with one run per seed, the longest.
 
-    A row without runs stays if no file has runs under its label. A seed is missing if no file has it.
+    A row without runs stays if no file has runs under its label. A seed counts as missing if no file has it.
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
     rows = group_rows(every)
@@ -314,7 +313,7 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     there = {(row.label, run.seed) for row in of_files for run in row.runs}
     for row in of_files:
         at = labels.get(row.label)
-        known = set() if at is None else {run.seed for run in rows[at].runs}  # of run folders too
+        known = set() if at is None else {run.seed for run in rows[at].runs}  # also from run folders
         missing = tuple(
             seed for seed in row.missing if (row.label, seed) not in there and (seed is None or seed not in known)
         )
@@ -330,7 +329,7 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
 def with_given_up(
     rows: Sequence[Row], tunings: Iterable[Iterable[Mapping[str, Any]]], order: Sequence[str] = ()
 ) -> list[Row]:
-    """Return the rows and those of tunings whose trials all failed, in the order of labels given."""
+    """Return the rows and those of tunings whose trials all failed; labels in `order` come first, in that order."""
     found, labels = list(rows), {row.label for row in rows}
     for search in (search for tuning in tunings for search in tuning):
         named = search.get("rows")
@@ -345,7 +344,7 @@ def with_given_up(
 
 @dataclass(frozen=True)
 class SensitivityMap:
-    """The loss gap (nats) with one layer pattern alone in one format; None without a loss."""
+    """The table of loss gaps (nats) with one layer pattern alone in one format; None without a loss."""
 
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
@@ -357,14 +356,14 @@ class SensitivityMap:
     of: str = ""
 
     def ending(self, pattern: int, fmt: int) -> str:
-        """Return the ending of a cell without a gap, in a word or two."""
+        """Return in a word or two how the runs of a cell without a gap ended."""
         known = self.status[pattern][fmt] if self.status else ""
         return known or "no loss"
 
 
 @dataclass(frozen=True)
 class Studies:
-    """All such files in the folders of a report."""
+    """The contents of all sensitivity.json and tuning.json in the folders of a report."""
 
     sensitivities: tuple[SensitivityMap, ...] = ()
     #: the rows of every tuning.json, unchanged

@@ -16,9 +16,9 @@ from nanogpt_bench.system.errors import printable, shortened
 REFERENCE_RULE = "bf16-mixed"
 #: configuration keys in which the seeds of one row may differ
 SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
-LONGEST_SETTING = 60  # of a setting's value in a label
-MOST_SETTINGS = 3  # that a label names
-MOST_NAMES = 3  # of runs in a label
+LONGEST_SETTING = 60  # characters of a setting's value in a label
+MOST_SETTINGS = 3  # settings that a label names
+MOST_NAMES = 3  # runs that a label names
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Row:
     rule: str
     format: str
     runs: tuple[Run, ...]
-    #: seeds without a run yet, as far as known
+    #: seeds known to have no run yet
     missing: tuple[int | None, ...] = ()
-    #: why no run will follow
+    #: the reason why there will be no runs; "" otherwise
     why: str = ""
-    #: further runs of seeds in `runs`, not counted
+    #: further runs of the same seeds, which are not counted
     aside: tuple[Run, ...] = ()
 
 
@@ -63,7 +63,7 @@ def row_label(rule: str, fmt: str) -> str:
 
 
 def group_rows(runs: Sequence[Run]) -> list[Row]:
-    """Group runs that differ in seeds only into rows, in order of first appearance; each seed counts once."""
+    """Group runs that differ only in seeds into rows, in order of first appearance; each seed counts once."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(setting_of(run), []).append(run)
@@ -75,7 +75,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def counted_once(row: Row) -> Row:
-    """Return the row with one run per seed, the longest, of these the first; others aside: they are no second seed."""
+    """Return the row with one run per seed, the first of the longest; `aside` has the others."""
     found: dict[Hashable, list[Run]] = {}
     for run in row.runs:
         seed = seed_of(run)
@@ -91,16 +91,16 @@ def _went(run: Run) -> tuple[bool, bool, int]:
 
 
 def setting_of(run: Run) -> str:
-    """Return a key that the seeds of one setting share; a run without a config has one of its own."""
+    """Return a key that runs share if they differ only in seeds; a run without a config shares it with no other."""
     if not run.config:
         return f"path:{run.path}"
-    # A corpus prepared again under the same name is another one.
+    # A corpus of the same name that was prepared again may be another one.
     parts = [run.rule, run.format, _settings_without(run, SEED_KEYS), sorted(depends_on([run]))]
     return json.dumps(parts, sort_keys=True, default=str)
 
 
 def setting_without(run: Run, keys: Set[str]) -> str:
-    """Return a key that runs share whose settings differ in seeds and `keys` only."""
+    """Return a key that runs share if their settings differ only in seeds and `keys`."""
     if not run.config:
         return f"path:{run.path}"
     return json.dumps(_settings_without(run, SEED_KEYS | keys), sort_keys=True, default=str)
@@ -111,7 +111,7 @@ def _settings_without(run: Run, keys: Set[str]) -> dict[str, Any]:
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return labels of rule and format; those that collide get the settings that differ, else names, else paths."""
+    """Return labels of rule and format; equal ones get the settings that differ, else names, else paths."""
     labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
     differing = [_differing(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
     named = [_listed([run.name for run in group]) for group in groups]
@@ -154,7 +154,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def learning_rate(run: Run) -> float | None:
-    """Return the peak learning rate on a run's record; None without one above 0."""
+    """Return the peak learning rate in a run's records; None without one above 0."""
     rate = finite(run.summary.get("lr", at(run.config, "optimizer.lr")))
     return rate if rate is not None and rate > 0 else None
 
@@ -169,27 +169,27 @@ def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
 def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
     """Return each row's reference by the row's label; {} without a reference.
 
-    It is `reference` itself, or for a row of another corpus, length or size the row most like `reference` there, of the
-    same rule and format.
+    It is `reference` itself. For a row with another corpus, length or size it is the row most like `reference` with
+    that corpus, length and size, of the reference's rule and format.
     """
     if reference is None:
         return {}
     apart = [row for row in rows if differences(row.runs, reference.runs)]
     others = _most_like(reference, apart)
     found = {row.label: others.get(depends_on(row.runs), reference) for row in apart}
-    # A row that is nobody else's reference is no reference, but a row that can't be compared.
+    # A row that would only be its own reference is none: it can't be compared.
     needed = {other.label for label, other in found.items() if other.label != label}
     found = {label: reference if other.label not in needed else other for label, other in found.items()}
     return {row.label: found.get(row.label, reference) for row in rows}
 
 
 def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]:
-    """Return rows of the reference's rule and format by what their losses depend on; of several, the most like it."""
+    """Return, by what losses depend on, the row of the reference's rule and format that is most like the reference."""
     groups: dict[frozenset[str], list[Row]] = {}
     for row in rows:
         if (row.rule, row.format) == (reference.rule, reference.format):
             groups.setdefault(depends_on(row.runs), []).append(row)
-    # Rates may be tuned for each row, so they count last; seeds and the task do not count.
+    # Rates may be tuned for each row, so they count least; seeds and the task do not count.
     aside, rates = {*SEED_KEYS, *keys_where("of_task")}, set(keys_where("is_rate"))
 
     def apart(row: Row) -> tuple[int, int]:
@@ -219,13 +219,13 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
 
 
 def identity(run: Run) -> Hashable:
-    """Return a key that records of one run share, and no two runs: settings, name, seed, first validation, its time."""
+    """Return a key that all records of one run share, and no other run's: settings, name, seed, first validation."""
     times, losses = run.curve(VAL_LOSS.name, ELAPSED.name)
     return (setting_of(run), run.name, run.seed, times[0], losses[0]) if times else str(run.path)
 
 
 def seed_of(run: Run) -> Hashable | None:
-    """Return the seeds of run, data and model, which tell the runs of one setting apart; None if unknown.
+    """Return the seeds of run, data and model, in which the runs of one setting differ; None if unknown.
 
     >>> from pathlib import Path
     >>> seed_of(Run(Path("a"), summary={"seed": 3})) == seed_of(Run(Path("b"), {"seed": 3, "data": {"seed": 3}}))
@@ -238,7 +238,7 @@ def seed_of(run: Run) -> Hashable | None:
 
 
 def left_aside(row: Row) -> list[str]:
-    """Return a line for each run aside: its seed, the run that counts instead, and why."""
+    """Return a line for each run in `aside`: its seed, the run that counts instead, and why."""
     lines = []
     for run in row.aside:
         other = next(each for each in row.runs if seed_of(each) == seed_of(run))
@@ -247,12 +247,12 @@ def left_aside(row: Row) -> list[str]:
     return lines
 
 
-#: reads a comparable value from a run's records; None where they lack it
+#: a function from a run to a comparable value in its records; None where they lack it
 Fact = Callable[[Run], Any]
 
 
 def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
-    """Return the names of facts that differ between runs and others and make a gap of their losses meaningless.
+    """Return the names of facts in which runs differ from others, so that a gap of their losses means nothing.
 
     A fact that either run's records lack is skipped.
 
@@ -264,7 +264,7 @@ def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
 
 
 def depends_on(runs: Sequence[Run]) -> frozenset[str]:
-    """Return everything that runs' losses depend on beside format, rule, learning rate and seed, as one value."""
+    """Return as one value everything that runs' losses depend on, except format, rule, learning rate and seed."""
     return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
 
 
@@ -307,14 +307,14 @@ def _batch(run: Run) -> Any:
     return known[0] * known[1] if len(known) == 2 else None
 
 
-#: facts of a run's records, beside the settings marked `of_task` (`nanogpt_bench.config.field`)
+#: facts in which compared runs have to agree, from their records; settings among them are marked `of_task`
 FACTS: Mapping[str, Fact] = {
     "task": lambda run: run.config.get("task"),
     "corpus": _tokens,
     "training tokens": lambda run: _given(run, "data.train_tokens"),
     "tokenizer": lambda run: run.environment.get("tokenizer"),
     "size": lambda run: _all(run, *(f"model.{key}" for key in ("n_layer", "n_head", "n_embd", "block_size"))),
-    "first weights": lambda run: _given(run, "model.init_from"),  # random weights of all seeds count as one
+    "first weights": lambda run: _given(run, "model.init_from"),  # random weights of all seeds count as equal
     "steps": _steps,
     "batch size": _batch,
     "validation": lambda run: _all(run, "eval.batches", "train.batch_size", "eval.seed"),  # what its draw depends on

@@ -1,4 +1,4 @@
-"""Sections of the page, each from the results: tables, charts, failures, settings."""
+"""Sections of the page, made from the results: tables, charts, failures, settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +41,13 @@ from nanogpt_bench.report.tables import (
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
 
-POINTS = 150  # of a failed run's curve: there may be a chart for each of many runs
+POINTS = 150  # of a failed run's curve; few, since there may be many such charts
 OPEN_PAGES = 4  # more failure pages start closed
 
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page: facts of the runs (in order), results, styles of the rows, and studies."""
+    """The content of the page: facts about the runs (in order), results, styles of the rows, and studies."""
 
     facts: Mapping[str, str]
     results: Sequence[Result]
@@ -99,7 +99,7 @@ def _results(page: Page) -> Section:
 
 
 def _results_note(page: Page) -> str:
-    """The unit of the losses, and what columns say of themselves."""
+    """The unit of the losses, and the notes of the columns."""
     seeds = max((len(result.row.runs) for result in page.results), default=1)
     measured = bool(page.references)
     first = f"Losses in {loss_unit(page.rows)}" + "; the gap is that of the final validation losses" * measured
@@ -200,7 +200,7 @@ def _tuned(page: Page) -> Section | None:
 
 @dataclass(frozen=True)
 class FailedRun:
-    """A run that failed, or with a class of failure in its records."""
+    """A run that failed, or in whose records a failure was found."""
 
     label: str
     run: Run
@@ -208,7 +208,7 @@ class FailedRun:
 
 
 def _failures(page: Page) -> Section | None:
-    """One page for each run that failed or in whose records a class of failure was found, in the order of the table."""
+    """One page for each run that failed or in whose records a failure was found, in the order of the table."""
     judged = [
         FailedRun(row.label, run, diagnose(run))
         for row, run in row_runs(page.rows)
@@ -246,7 +246,7 @@ def _failure_page(place: int, failed: FailedRun, charts: Sequence[Chart], *, ope
 
 
 def _event(event: Event, last: int) -> str:
-    """The first step of a criterion or an alert, on a track from the first step to the last."""
+    """An event of the timeline, on a track from the first step to the last."""
     return (
         f'<div class="event {escape(event.source)}"><span class="event-name">{escape(class_name(event.kind))}</span>'
         f'<span class="event-track"><i style="left:{100 * event.step / last:.2f}%"></i></span>'
@@ -292,5 +292,5 @@ def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart
         spec["layer"].append(over(values, {"type": "rule", "color": ink("muted"), **DOTTED}, x=x))
         spec["layer"].append(over(values, name, x=x, y=above, text={"field": "text"}))
     caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."
-    # A run stays visible on its own page if its row is hidden elsewhere.
+    # No `rows`, so that a run stays visible on its own page if its row is hidden.
     return [Chart(f"failure-{place}", "Training loss", caption, spec, wide=True)]

@@ -1,6 +1,6 @@
-"""Tables: results as CSV (full precision) and Markdown, and what a sweep tuned.
+"""Tables: results as CSV (full precision) and Markdown, and the tuning of a sweep.
 
-Readable tables, those of terminal and page among them, have the columns that tell rows apart, as many as fit.
+Tables for people, in Markdown, on the terminal and on the page, have the columns in which rows differ, as many as fit.
 """
 
 import csv
@@ -21,31 +21,31 @@ from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import cell, one_line
 
-#: what a cell without a value shows
+#: the text of a cell without a value
 NOTHING = "-"
 RUN, GAP, PAIRED, BEST, VERDICT = "run", "gap", "paired difference (95%)", "best val loss", "verdict"
 #: suffix of the first heading if all gaps rest on one seed
 LEAD = "one seed: a lead"
 #: characters per line of a table
 WIDEST = 120
-#: characters of a verdict that count; the message of a failed run exceeds its line
+#: the most characters of a verdict that count towards the width; a failed run's message makes only its line longer
 WIDEST_VERDICT = 24
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of all tables: heading and cell of readable ones, fields of the CSV, its axis, and what the page says.
+    """A column of all tables: heading and cell of tables for people, fields of the CSV, axis, and note on the page.
 
-    An optional column is dropped if no row fills it. With `dash_counts` a dash means zero, and is a value like others.
+    An optional column is dropped if no row fills it. With `dash_counts` a dash means zero and counts as a value.
     """
 
     heading: str
     cell: Callable[[Result], str]
-    #: field of the CSV to its value
+    #: functions that return a CSV field's value, by the field's name
     csv: Mapping[str, Callable[[Result], object]] = field(default_factory=dict)
-    #: place in the order in which columns are dropped from a table that is too wide; None: it stays
+    #: place in the order in which columns are dropped from a table that is too wide; None: never dropped
     goes: int | None = None
-    #: place and name of its axis in the chart of parallel coordinates, and the figure of a run there
+    #: its axis in the chart of parallel coordinates: place, name, and key in `FIGURES`
     axis: tuple[int, str, str] | None = None
     #: sentences of the note below the page's table
     note: str = ""
@@ -55,12 +55,12 @@ class Column:
 
 
 def _part(name: str, part: str, result: Result) -> Any:
-    """A part of something that a result may lack, as the mean of a figure."""
+    """A part, such as the mean, of a field that a result may lack."""
     return getattr(getattr(result, name), part, None)
 
 
 def _fields(name: str, **parts: str) -> dict[str, Callable[[Result], object]]:
-    """Fields of the CSV, each a part of one figure or difference; its mean and spread if none are named."""
+    """CSV fields, each a part of one field of the result; mean and spread if no parts are named."""
     named = parts or {name: "mean", f"{name}_spread": "spread"}
     return {key: partial(_part, name, part) for key, part in named.items()}
 
@@ -70,12 +70,12 @@ def _figure_cell(name: str) -> Callable[[Result], str]:
 
 
 def _mean_cell(name: str, spec: str) -> Callable[[Result], str]:
-    """A cell of the mean alone, in a format."""
+    """A cell with only the mean, formatted by `spec`."""
     return lambda result: NOTHING if (mean := _part(name, "mean", result)) is None else format(mean, spec)
 
 
 def _beside(metric: Metric) -> Column:
-    """The column of something measured beside the loss: F1, R-precision, the loss on another text."""
+    """The column of another metric of the validation: F1, R-precision, the loss on another text."""
     found = partial(lambda name, result: result.beside.get(name), metric.figure)
     mean = {metric.figure: lambda result: getattr(found(result), "mean", None)}
     return Column(metric.title, lambda result: format_figure(found(result)), mean, goes=10, optional=True)
@@ -125,7 +125,7 @@ COLUMNS = (
         ),
         goes=13,
         note="Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval "
-        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is only a "
+        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); with one seed it is only a "
         "lead.",
         optional=True,
     ),
@@ -134,24 +134,24 @@ COLUMNS = (
         {"bytes_per_parameter": lambda r: r.bytes_per_parameter},
         goes=11,
         axis=(1, "bytes/param", "bytes_per_parameter"),
-        note="Bytes per parameter: those of tensors alive after the training, quantised and other weights, scales "
-        "and optimizer state together.",
+        note="Bytes per parameter: tensors in memory after the training, that is all weights, scales and optimizer "
+        "state.",
     ),
     Column(
         *("stall", lambda r: format_stall(r)),
         {**_fields("stall"), "stall_metric": lambda r: r.stall_metric},
         goes=9,
         axis=(3, "stall", "stall"),
-        note="Stall, a mean over measurements: share of weights that a nonzero requested update left on the same grid "
-        "value, where that loses it; (code) marks a float32 master copy, where the update is kept though the code is "
-        "the same.",
+        note="Stall, a mean over the measurements: share of weights that a nonzero requested update left on the same "
+        "grid value, where that loses the update; (code) marks a float32 master copy, which keeps it although the code "
+        "stays the same.",
     ),
     Column(
         *("arrived", _mean_cell("arrived", ".1%"), _fields("arrived")),
         goes=5,
         axis=(4, "arrived", "arrived"),
-        note="Arrived, a mean over measurements: the share of the requested movement that the write-back made, about "
-        "100% where it is unbiased.",
+        note="Arrived, a mean over the measurements: the share of the requested movement that the write-back made, "
+        "about 100% where it is unbiased.",
         optional=True,
     ),
     Column(
@@ -188,10 +188,10 @@ COLUMNS = (
 
 
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
-    """Return the columns of a table of these rows: those that tell rows apart, as many as fit into 120 characters.
+    """Return the columns of a table of these rows: those in which rows differ, as many as fit into 120 characters.
 
     A column is dropped if it is empty, if its known cells are all equal, or if it repeats the column before (the best
-    loss where it is the last). The heading of the gap names the reference. The first heading says if all gaps rest on
+    loss where it is the last). The heading of the gap names the reference. The first heading says if all gaps are from
     one seed (then there are no intervals) and how many runs are missing. Without a reference there is no gap.
     """
     leads = [result.difference.is_lead for result in results if result.difference is not None]
@@ -209,14 +209,14 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     paired = PAIRED in widths
     droppable = [column for column in COLUMNS if column.goes is not None]
     for column in sorted(droppable, key=lambda column: column.goes or 0):
-        # either the gap or its interval stays
+        # the paired difference is never dropped, or without it the gap
         if line_width(widths.values()) > WIDEST and column.heading != (PAIRED if paired else GAP):
             widths.pop(column.heading, None)
     return tuple(replace(c, heading=headings.get(c.heading, c.heading)) for c in shown if c.heading in widths)
 
 
 def _tells(column: Column, results: Sequence[Result]) -> bool:
-    """True if a column is worth its width: for one row if it is filled, for several if it tells them apart."""
+    """True if a column is worth its width: for one row if it is filled, for several if they differ in it."""
     cells = [column.cell(result) for result in results]
     known = [cell for cell in cells if cell != NOTHING]
     if column.goes is None or column.heading == GAP:
@@ -240,7 +240,7 @@ def line_width(widths: Iterable[int]) -> int:
 
 
 def run_heading(results: Sequence[Result], *, lead: bool = False) -> str:
-    """Return the heading of the rows' names, with a note on missing runs and on gaps of one seed."""
+    """Return the heading of the rows' names, with notes on missing runs and on gaps from one seed."""
     notes = "; ".join(filter(None, (shortfall(result.row for result in results), LEAD if lead else "")))
     return f"{RUN} ({notes})" if notes else RUN
 
@@ -284,10 +284,10 @@ def format_stall(result: Result) -> str:
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """Return one line per row, numbers in full, empty if unknown, without text that a spreadsheet runs as a formula.
+    """Return one line per row, with numbers in full, empty cells for unknown ones, and no text that is a formula.
 
-    Measurements beside the loss (F1, R-precision, the loss on another text) get columns if any row has them. If runs
-    are missing, a last column has their count on every line.
+    Other metrics of the validation (F1, R-precision, the loss on another text) get columns if any row has them. If runs
+    are missing, every line has their count in a last column.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -303,12 +303,12 @@ def to_csv(results: Sequence[Result]) -> str:
 
 
 def to_text(results: Sequence[Result]) -> str:
-    """Return the table in plain text, columns aligned; a verdict too long for its line goes on in the next ones."""
+    """Return the table as plain text with aligned columns; a verdict that is too long continues on the next lines."""
     return _table(results, one_line, fold=True)
 
 
 def to_markdown(results: Sequence[Result]) -> str:
-    """Return a GitHub table, columns padded so that it reads as plain text too."""
+    """Return a GitHub table, with padded columns so that it is also readable as plain text."""
     return _table(results, lambda text: " ".join(re.sub(r"([\\|<>*_`\[\]])", r"\\\1", text).split()))
 
 
@@ -329,7 +329,7 @@ def padded(
 ) -> str:
     """Return lines of cells, the heading first, as a GitHub table; by default all columns but the first are numeric.
 
-    A cell of the last column that has more than `most_of_last` characters makes its own line longer, and no other.
+    A cell in the last column with more than `most_of_last` characters makes only its own line longer.
 
     >>> print(padded([["run", "loss"], ["fp32", "2.1"]]), end="")
     | run  | loss |
@@ -355,13 +355,13 @@ TUNING_WORDS = 2
 
 
 def tuning_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was tuned and what it cost as a Markdown table."""
+    """Return the tuned values and the cost of tuning as a Markdown table."""
     rule = ["---"] * TUNING_WORDS + ["---:"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (TUNING_HEADINGS, rule, *tuning_cells(rows)))
 
 
 def tuning_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield the table's lines, one per row and key, and one of the total cost."""
+    """Yield the table's lines, one per row and key, and a last one with the total cost."""
     total = dict.fromkeys(TUNING_COSTS, 0.0)
     for row in rows:
         spent = {name: finite(_mapping(row, "cost").get(name)) or 0.0 for name in TUNING_COSTS}

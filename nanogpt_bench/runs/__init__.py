@@ -1,1 +1,1 @@
-"""Run folders as read, whatever an interruption left of them."""
+"""Reading run folders, also those of interrupted runs."""

@@ -1,4 +1,4 @@
-"""environment.json: what a result depends on beside its settings, and what changed on the way."""
+"""environment.json: what a result depends on beside its settings, and what changed when a run was resumed."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.system.errors import shortened
 
-#: of meta.json, what the losses depend on
+#: the entries of meta.json that losses depend on
 _OF_CORPUS = ("splits", "labels")
 _LIBRARIES = ("fp8manifold", "torch", "geoopt", "numpy")
 
@@ -33,8 +33,8 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return what a result depends on that is the same for all runs of a machine: versions and processors."""
-    import torch  # not needed to read a run folder
+    """Return versions and processors, on which the results of all runs on this machine depend."""
+    import torch  # not at the top: reading a run folder does not need it
 
     versions = dict.fromkeys(_LIBRARIES)
     for name in _LIBRARIES:
@@ -46,21 +46,21 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "commit": commit(),
         "libraries": versions | {"torch": torch.__version__},
         "cpu": cpu_model(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # the width of its vectors, by torch's name
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # torch's name of its vector instructions
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads or torch.get_num_threads(),
     }
 
 
 def command_line() -> str:
-    """Return the running command as it would be typed, the program by its name only."""
+    """Return the running command as it would be typed, the program without its path."""
     program = Path(sys.argv[0]).name
     return shlex.join(["nanogpt-bench" if program == "__main__.py" else program, *sys.argv[1:]])  # python -m
 
 
 @cache
 def commit() -> str | None:
-    """Return the commit that was installed, or is checked out, with `+` if files were changed; None if unknown."""
+    """Return the commit that is installed or checked out, with `+` if files were changed; None if unknown."""
     with suppress(metadata.PackageNotFoundError, ValueError, TypeError, AttributeError):
         origin = json.loads(metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}")
         if found := origin.get("vcs_info", {}).get("commit_id"):
@@ -68,7 +68,7 @@ def commit() -> str | None:
     here = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.SubprocessError):
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
-        # An installed copy may be inside a checkout of something else.
+        # An installed copy may be inside another project's checkout.
         subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)
         found = subprocess.run([*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options)
         return str(found.stdout).strip() or None
@@ -86,13 +86,13 @@ def cpu_model() -> str:
 
 
 def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether two runs were made on two processors, by names, vectors and systems that both records have."""
+    """Return whether two runs were made on different processors or systems, judged by what both records have."""
     pairs = [(there.get(key), here.get(key)) for key in ("cpu", "cpu_capability", "platform")]
     return any(then != now for then, now in pairs if None not in (then, now))
 
 
 def at(tree: Any, key: str, default: Any = None) -> Any:
-    """Return what mappings within mappings have at a dotted key.
+    """Return the value in nested mappings at a dotted key.
 
     >>> at({"libraries": {"torch": "2.9"}}, "libraries.torch"), at({"gpu": None}, "cpu")
     ('2.9', None)
@@ -104,14 +104,14 @@ def at(tree: Any, key: str, default: Any = None) -> Any:
     return tree
 
 
-#: of a setting's value in a line
+#: the most characters of a setting's value in a line
 LONGEST_VALUE = 200
 
 
 def config_history(environment: Any) -> list[dict[str, Any]]:
-    """Return the changes in the order of their steps, each as {"step": N, "changed": {key: [before, after]}}.
+    """Return the changes on resuming, by step, each as {"step": N, "changed": {key: [before, after]}}.
 
-    The settings that change the numbers, and the corpus. Entries of another form are left out.
+    The keys are settings that change the numbers, and the corpus. Malformed entries are left out.
 
     >>> config_history({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}, {"step": 6}]})
     [{'step': 3, 'changed': {'optimizer.lr': [0.1, 0.2]}}]
@@ -127,13 +127,13 @@ def config_history(environment: Any) -> list[dict[str, Any]]:
 
 
 def _resumed(environment: Any) -> list[Mapping[str, Any]]:
-    """The entries of every start after the first."""
+    """The entries of all starts after the first."""
     listed = at(environment, "resumed")
     return [entry for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
 
 
 def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json as of the last start: machine, versions, threads and corpus.
+    """Return environment.json as it was at the last start: machine, versions, threads and corpus.
 
     >>> latest({"threads": 2, "cpu": "a", "resumed": [{"step": 3, "threads": 1}]})["threads"]
     1
@@ -145,7 +145,7 @@ def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def history_lines(environment: Any) -> Iterator[str]:
-    """Yield a line for every change.
+    """Yield a line for every resumption that changed settings.
 
     >>> list(history_lines({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}]}))
     ['settings were changed after step 3: optimizer.lr was 0.1, is 0.2; config.yaml alone does not repeat the run']
@@ -157,5 +157,5 @@ def history_lines(environment: Any) -> Iterator[str]:
 
 
 def history_comment(environment: Any) -> str:
-    """Return those lines as the first ones of config.yaml; nothing where the settings are those of every step."""
+    """Return `history_lines` as comments for the top of config.yaml; empty where nothing changed."""
     return "".join(f"# {line}\n" for line in history_lines(environment))

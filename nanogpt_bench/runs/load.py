@@ -1,4 +1,4 @@
-"""Run folders: found below others, read whole, tried again or not; and curves of a run, thinned and smoothed."""
+"""Run folders: finding them, reading them, deciding whether to run again; and curves of a run, thinned and smoothed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from nanogpt_bench.system.errors import BenchError, counted, one_line, printable
 from nanogpt_bench.system.untrusted import read_json
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
-#: of a run's name, rule or format
+#: the most characters of a run's name, rule or format
 LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder as read; `notes` name what was missing or cut off."""
+    """The contents of a run folder; `notes` name what was missing or cut off."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
     notes: tuple[str, ...] = ()
-    #: of a results file, which has no records of them: some figures of the monitors, by step
+    #: monitors' measurements by step, of a run from a results file, which has no other records of them
     looks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def format(self) -> str:
-        """The weights' format, `none` for floats, `mixed` when layers differ."""
+        """The weights' format; `none` for floats, `mixed` where layers differ."""
         return _one_word(self.summary.get("format") or _configured_format(self.config))
 
     @property
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped`, `failed`, or `incomplete` when the run left no summary."""
+        """`finished`, `stopped`, `failed`, or `incomplete` if the run has no summary."""
         return str(self.summary.get("status") or "incomplete")
 
     @property
@@ -69,12 +69,12 @@ class Run:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The classes of failure that the summary names."""
+        """The failures that the summary names."""
         return failures_in(self.summary)
 
     @property
     def alert_counts(self) -> Mapping[str, int]:
-        """The number of alerts of each kind: by alerts.jsonl, by the summary where there is no such file."""
+        """The number of alerts of each kind, from alerts.jsonl or, where that has none, from the summary."""
         if self.alerts:
             return Counter(alert.kind for alert in self.alerts)
         named = self.summary.get("alerts")
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def stall_metric(self) -> str | None:
-        """Name of the stall series this run recorded, or None (float weights don't stall on a grid)."""
+        """The stall metric that this run recorded; None for float weights, which don't stall."""
         named = self.summary.get("stall_metric")
         if named:
             name = str(named)
@@ -96,30 +96,30 @@ class Run:
 
     @property
     def stall_counts(self) -> bool:
-        """True if the stall is of lost updates or of a master copy's codes; under other rules it means nothing."""
+        """True if a stall is a failure under this run's rule, see `config.rules.stall_counts`."""
         storage, writeback = at(self.config, "model.storage"), at(self.config, "optimizer.writeback")
         return stall_counts(str(storage), None if writeback is None else str(writeback))
 
     @property
     def stall(self) -> float | None:
-        """The mean stall over the run; None where it was not recorded, or means nothing."""
+        """The mean stall over the run; None where it was not recorded, or is no failure."""
         return self.number("stall") if self.stall_counts else None
 
     def number(self, key: str) -> float | None:
-        """The summary's finite number under `key`, None when absent or not finite."""
+        """The summary's number under `key`; None where it is missing or not finite."""
         return finite(self.summary.get(key))
 
     def at_end(self, key: str) -> float | None:
-        """The summary's number where the run came to its planned end; one that ended early has another length."""
+        """The summary's number if the run reached its planned end, else None: runs of other lengths don't compare."""
         return self.number(key) if self.status == "finished" else None
 
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
-        """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
+        """The values of `key` over those of `against`; None, a gap in the curve, for a value that is not finite."""
         return self.metrics.curve(key, against)
 
 
 def _one_word(value: object) -> str:
-    """A name as tables and legends show it: one line of printable text, not longer than fits into one."""
+    """A name as tables and legends show it: one line of printable text of at most `LONGEST_NAME` characters."""
     return shortened(printable(one_line(str(value))), LONGEST_NAME)
 
 
@@ -134,12 +134,12 @@ def _configured_format(config: Mapping[str, Any]) -> str:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return whether `path` is a folder with at least one of the files that every run writes."""
+    """Return whether `path` is a folder with at least one of `RUN_FILES`."""
     return path.is_dir() and any((path / name).is_file() for name in RUN_FILES)
 
 
 def load_run(path: Path) -> Run:
-    """Read one run folder; what is missing or damaged is left out and named in `notes`."""
+    """Return the run in a folder; files that are missing or damaged are left out and named in its `notes`."""
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
     notes: list[str] = []
@@ -153,7 +153,7 @@ def load_run(path: Path) -> Run:
 
 
 def _metrics(path: Path, notes: list[str]) -> Records:
-    """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
+    """The whole records of a metrics file whose steps increase; others are noted."""
     found, last = Records(), -1.0
     for number, record in records(path, notes):
         if record["step"] <= last:
@@ -165,7 +165,7 @@ def _metrics(path: Path, notes: list[str]) -> Records:
 
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:
-    """The summary of a run that left none, from its records."""
+    """A summary made from the records of a run that has none."""
     so_far: dict[str, Any] = {}
     if losses := metrics.curve(VAL_LOSS.name)[1]:
         known = [loss for loss in losses if loss is not None]
@@ -196,7 +196,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Failure:
-    """A class of failure found in a run, the first step at which its criterion held, and the figures behind it."""
+    """A failure of some kind found in a run, the first step at which its criterion held, and the evidence."""
 
     kind: str
     step: int | None = None
@@ -204,7 +204,7 @@ class Failure:
 
 
 def read_alerts(path: Path, notes: list[str]) -> tuple[Alert, ...]:
-    """Return the alerts of a run in the order they fired; none without a file."""
+    """Return the alerts of a run in the order in which they were raised; empty without a file."""
     listed = records(path, notes) if path.is_file() else ()
     return tuple(
         Alert(
@@ -220,7 +220,7 @@ def read_alerts(path: Path, notes: list[str]) -> tuple[Alert, ...]:
 
 
 def failures_in(summary: Mapping[str, Any]) -> tuple[Failure, ...]:
-    """Return the failures that a summary names, without those of no kind."""
+    """Return the failures that a summary names; entries without a kind are left out."""
     listed = summary.get("failures")
     found = []
     for entry in listed if isinstance(listed, list | tuple) else ():
@@ -235,7 +235,7 @@ MAX_POINTS = 500
 
 
 def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
-    """Indices of at most `limit` of `count` points, evenly spread, the first and the last among them.
+    """Return the indices of at most `limit` of `count` points, evenly spread, with the first and the last.
 
     >>> decimate(5, 3), decimate(2, 3)
     ([0, 2, 4], [0, 1])
@@ -248,9 +248,9 @@ def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
 
 
 def smooth(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Exponential moving average over about `window` points, unbiased from the first; None stays None.
+    """Return the exponential moving average over about `window` points, without a bias to 0; None stays None.
 
-    s_t = sum_i a^(t-i) y_i / sum_i a^(t-i) with a = 1 - 2/(window+1), over the points that are known.
+    s_t = sum_i a^(t-i) y_i / sum_i a^(t-i) with a = 1 - 2/(window+1), over the points that are not None.
 
     >>> smooth([2.0, None, 2.0], 10)
     [2.0, None, 2.0]
@@ -268,7 +268,7 @@ def smooth(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def smoothing_window(count: int) -> int:
-    """The window for a training loss of `count` steps: a fortieth of it, 1 to 50 steps.
+    """Return the smoothing window for a training loss of `count` steps: a fortieth of them, 1 to 50 steps.
 
     >>> smoothing_window(400)
     10
@@ -276,15 +276,15 @@ def smoothing_window(count: int) -> int:
     return min(50, max(1, count // 40))
 
 
-#: what a sweep's folder holds, and where below it the trials of its tuning lie
+#: a file that every sweep's folder has, and the folder in it with the trials of its tuning
 SWEEP, TRIALS = "sweep.json", "trials"
 
 
 def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -> list[Path]:
-    """Return the run folders among `paths`, each once; a folder that is none stands for all run folders below it.
+    """Return the run folders among `paths`, each once; any other folder stands for all run folders below it.
 
-    Run folders, hidden folders and links are not searched. `say` receives how many there are below a folder, how many
-    links were not followed, and how many folders could not be read.
+    Inside run folders, hidden folders, links and trials of a sweep nothing is searched. `say` gets a line about each
+    searched folder: runs found, links not followed, folders that could not be read.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -307,7 +307,7 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
 
 
 def _runs_below(top: Path) -> tuple[list[Path], str]:
-    """The run folders below one, those of a folder by name, then those further down; and what was not searched."""
+    """The run folders below `top`, those in a folder by name before those further down; and what was not searched."""
     found: list[Path] = []
     linked: list[Path] = []
     closed: list[OSError] = []
@@ -315,53 +315,53 @@ def _runs_below(top: Path) -> tuple[list[Path], str]:
         below = [Path(place, name) for name in sorted(names) if not name.startswith(".")]
         linked += [path for path in below if path.is_symlink()]
         found += [path for path in below if not path.is_symlink() and is_run_folder(path)]
-        left = {*linked, *found} | ({Path(place, TRIALS)} if SWEEP in files else set())  # trials are no rows
+        left = {*linked, *found} | ({Path(place, TRIALS)} if SWEEP in files else set())
         names[:] = [path.name for path in below if path not in left]
     notes = [f"{counted(len(linked), 'link')} not followed"] if linked else []
     notes += [f"{len(closed)} folders could not be read"] if closed else []
     return found, f" ({', '.join(notes)})" if notes else ""
 
 
-#: settings of a run among many, whose checkpoints go once it has finished
+#: settings of a sweep's runs, which need no checkpoint once they have finished
 PASSING = {"checkpoint.last": False}
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON gives them back."""
+    """Return settings as they are after writing them to JSON and reading them."""
     content: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
     return content
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left."""
+    """Return whether an unfinished run can be resumed from a checkpoint; if not, remove its folder."""
     if run_dir.is_symlink():
         raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
     if not run_dir.exists():
         return False
-    from nanogpt_bench.checkpoint.format import steps  # brings torch along
+    from nanogpt_bench.checkpoint.format import steps  # not at the top: it imports torch
 
     if steps(run_dir):
-        (run_dir / "traceback.txt").unlink(missing_ok=True)  # of the end of the earlier start
+        (run_dir / "traceback.txt").unlink(missing_ok=True)  # from the earlier start
         return True
     shutil.rmtree(run_dir)
     return False
 
 
 def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` keeps them; a failed run's show why."""
+    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` is set; a failed run's may show why."""
     folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
     asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
     if asked or summary_of(run_dir).get("status") != "finished":
         return
     with suppress(OSError):  # the next start tries again
         if folder.is_dir() and not gone.exists():
-            folder.rename(gone)  # at once: what a kill leaves of them is not resumed
+            folder.rename(gone)  # all at once: after a kill amid the removal the run is not resumed from the rest
         if gone.is_dir():
             shutil.rmtree(gone)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
-    """Return the content of a run's summary.json; {} while there is none."""
+    """Return the content of a run's summary.json; {} without one."""
     try:
         content = read_json(run_dir / "summary.json", links=False)
     except (OSError, ValueError):
@@ -369,14 +369,14 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-#: kinds of `failure` that the same settings bring about again; others (a crash, too little memory) come from outside
+#: kinds of `failure` that the same settings cause again; others (a crash, too little memory) come from outside
 OF_TRAINING = ("nan", "divergence")
-#: kinds of `stop` that the settings ask for; others (a signal, a full disk, a kill) come from outside
+#: kinds of `stop` that settings cause; others (a signal, a full disk) come from outside
 AS_ASKED = ("plateau", "time")
 
 
 def has_ended(summary: Mapping[str, Any]) -> bool:
-    """Return whether the training itself ended a run; one ended from outside, or without a summary ({}), has not.
+    """Return whether a run ended by itself, and not from outside; False for one without a summary ({}).
 
     >>> nan, gone = ({"status": "failed", "failure": {"kind": kind}} for kind in ("nan", "FileNotFoundError"))
     >>> has_ended(nan), has_ended(gone), has_ended({"status": "stopped", "stop": {"kind": "signal"}}), has_ended({})

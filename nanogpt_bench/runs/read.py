@@ -1,4 +1,4 @@
-"""Files of a run folder, whatever an interrupted run left of them: mappings, JSON lines, columns, digests."""
+"""Reading the files of a run folder, also of an interrupted run: mappings, JSON lines, columns, digests."""
 
 import math
 import re
@@ -13,16 +13,16 @@ from nanogpt_bench.system.errors import one_line, printable
 from nanogpt_bench.system.files import sha256, write_text
 from nanogpt_bench.system.untrusted import Refused, read_text
 
-#: bytes of a line of JSON; a record of ten thousand figures has half a million
+#: the most bytes of a line of JSON; a record of ten thousand metrics has half a million
 LONGEST_LINE = 8 * 2**20
-#: above this a step is no whole number any more where numbers are floats
+#: the largest step: beyond it a float can't hold every whole number
 MOST_STEPS = 2**53
-#: the note on a file that an interruption ended
+#: the note about a file that an interruption cut off
 CUT_OFF = "the last line is cut off"
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float when it is a finite number, else None (bool is not a number here).
+    """Return `value` as a float if it is a finite number, else None; a bool is not a number here.
 
     >>> finite(2), finite(float("nan")), finite("2"), finite(True)
     (2.0, None, None, None)
@@ -36,9 +36,9 @@ def finite(value: Any) -> float | None:
 
 
 def cleaned(content: Any) -> Any:
-    """Return plain data whose texts, keys too, have no character that a terminal, a page or a font obeys.
+    """Return plain data with control characters, in texts and keys, replaced by their escapes.
 
-    Line breaks and tabs stay; keys that YAML has made numbers or dates become texts.
+    Line breaks and tabs stay; keys that YAML read as numbers or dates become texts.
 
     >>> cleaned({"a\\x1b": ["\\x00", 1, "b\\nc"]})
     {'a\\\\x1b': ['\\\\x00', 1, 'b\\nc']}
@@ -54,7 +54,7 @@ _BREAKS = re.compile(r"[^\n\t]+")
 
 
 def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file; {} with a note when there is none."""
+    """Return the mapping in a JSON or YAML file; {} and a note if there is none."""
     try:
         content = (untrusted.read_yaml if path.suffix == ".yaml" else untrusted.read_json)(path, links=False)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of every whole line of a JSON lines file that has a step; the others are noted."""
+    """Yield (line number, object) of every whole line with a step in a JSON lines file; other lines are noted."""
     try:
         file = untrusted.open_file(path, links=False)
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one longer than any that is read, an empty one."""
+    """The lines of a file; in place of a line that is too long, one that is no record."""
     while line := file.readline(LONGEST_LINE):
         too_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
         while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
@@ -109,14 +109,14 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = untrusted.parse_json(text)
     except ValueError:
         return None
-    if "\\" in text or not text.rstrip("\r\n").isprintable():  # hardly any line is
+    if "\\" in text or not text.rstrip("\r\n").isprintable():  # rare, and `cleaned` is slow
         record = cleaned(record)
     step = finite(record.get("step")) if isinstance(record, dict) else None
     return record if step is not None and 0 <= step <= MOST_STEPS else None
 
 
 class Records:
-    """The figures of a run's records, by name and row; texts and nested values are left out.
+    """The numbers in a run's records, by name and record; texts and nested values are left out.
 
     >>> records = Records([{"step": 0, "val/loss": 2.0}, {"step": 1, "lr": 0.1}, {"step": 2, "val/loss": None}])
     >>> records.names, records.curve("val/loss")
@@ -124,7 +124,7 @@ class Records:
     """
 
     def __init__(self, records: list[dict[str, Any]] | None = None) -> None:
-        #: the numbers of the records that have a figure, and its values
+        #: for each name the indices of the records that have it, and its values
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
         self._rows = 0
         for record in records or []:
@@ -134,7 +134,7 @@ class Records:
         return self._rows
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append the figures of one record."""
+        """Append the numbers of one record."""
         for name, value in record.items():
             if value is not None and not isinstance(value, int | float):
                 continue
@@ -147,7 +147,7 @@ class Records:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of everything recorded, in order of first appearance."""
+        """All recorded names, in the order of their first appearance."""
         return tuple(self._columns)
 
     @property
@@ -155,16 +155,16 @@ class Records:
         return int(self._columns["step"][1][-1]) if "step" in self._columns else None
 
     def rows(self, name: str) -> Iterator[tuple[int, float | None]]:
-        """The number of every record that has this figure, and its value, None where it is not finite."""
+        """Yield the index of every record with this name, and its value, None where it is not finite."""
         for row, value in zip(*self._columns.get(name, ((), ())), strict=True):
             yield row, value if math.isfinite(value) else None
 
     def values(self, name: str) -> list[float]:
-        """The finite values of a figure."""
+        """Return the finite values of a name."""
         return [value for _, value in self.rows(name) if value is not None]
 
     def curve(self, name: str, against: str = "step") -> tuple[list[float], list[float | None]]:
-        """A figure over another, where that is known; a value that is not finite is None."""
+        """Return x and y: `name` over `against`, where `against` is finite; None where `name` is not finite."""
         known = {row: place for row, place in self.rows(against) if place is not None}
         points = [(known[row], value) for row, value in self.rows(name) if row in known]
         return [x for x, _ in points], [y for _, y in points]
@@ -177,15 +177,15 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
 
 
 def write_sums(run_dir: Path, names: Sequence[str] = AT_END) -> None:
-    """Write the digests of a run's files, as far as these exist."""
+    """Write the digests of those of a run's files that exist."""
     there = [name for name in names if (run_dir / name).is_file()]
     write_text(run_dir / SUMS, "".join(f"{sha256(run_dir / name)}  {name}\n" for name in there))
 
 
 def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
-    """Yield name and what is wrong for every file that is not what was written; nothing of a run without digests.
+    """Yield name and error of every file that is not as it was written; nothing if the run has no digests.
 
-    Of a run that has not `ended` only the files of its start are compared: the others grow.
+    For a run that has not `ended` only the files from its start are compared, since the others grow.
     """
     try:
         known = _read(run_dir / SUMS)

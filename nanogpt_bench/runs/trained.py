@@ -1,6 +1,6 @@
-"""The weights of a run, from one of its checkpoints: which one, the settings they were trained under, the model.
+"""The weights of a run, from one of its checkpoints: choosing it, the settings of the training, the model.
 
-Only plain tensors and JSON are read, every byte of them checked against the digest beside the checkpoint.
+Only plain tensors and JSON are read, and every byte is checked against the digest beside the checkpoint.
 """
 
 import shlex
@@ -26,11 +26,11 @@ from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import BenchError, refusals
 
 EMBEDDING = "token_embedding.weight"
-#: the embedding, and an lm_head of its own, as floats or as codes
+#: names of the embedding and of an untied lm_head, as floats and as codes
 EMBEDDINGS, HEADS = ((name, f"{name}.codes") for name in (EMBEDDING, "lm_head.weight"))
-#: sections of a run's settings that say how its loss is measured
+#: sections of a run's settings that its loss depends on
 _SECTIONS = ("rule", "seed", "task", "data", "model", "optimizer", "train", "eval", "runtime")
-#: beside config.yaml, what a folder has into which a run has written
+#: files that show, beside config.yaml, that a folder is a run's
 _WRITTEN = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
 
 
@@ -40,43 +40,43 @@ class Trained:
 
     path: Path
     step: int
-    #: the run's settings at that step, by dotted key, without those that only watch a run
+    #: the run's settings at that step, by dotted key, without those of monitors, tracking and the like
     settings: Mapping[str, Any]
-    #: of the last start
+    #: environment.json as of the last start
     environment: Mapping[str, Any]
-    #: measured at that step; None where it was not
+    #: validation loss at that step; None where it was not measured
     val_loss: float | None
-    #: the lowest of all validations up to that step
+    #: the lowest validation loss up to that step
     best_val_loss: float | None
-    #: `tensors_of` the run's model; empty without weights
+    #: `tensors_of` the run's model; empty if it was loaded without weights
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
     @property
     def config(self) -> Config:
-        """The run's settings, without the source of its first weights."""
+        """The run's settings, without `model.init_from`."""
         return build_config({**self.settings, "model.init_from": None})
 
 
 def run_folder(name: str) -> Path | None:
-    """Return the run folder of this name, or with this config.yaml; None for anything else."""
+    """Return the run folder of this name, or that of this config.yaml; None for anything else."""
     path = Path(name)
     path = path.parent if path.name == "config.yaml" and path.is_file() else path
     return path if is_run(path) else None
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a run has written into a folder, more than its settings."""
+    """Return whether a folder has the files of a run, and not only its settings."""
     return (path / "config.yaml").is_file() and any((path / name).exists() for name in _WRITTEN)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint of a run, by its name and that of its folder."""
+    """Return whether a path is a file with the name and in the folder of a run's checkpoint."""
     return step_of(path.name) is not None and path.parent.name == CHECKPOINTS and path.is_file()
 
 
 def choose(run_dir: Path, which: str = "last") -> Path:
-    """Return a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`."""
+    """Return a run's checkpoint: `last` (the newest), `best` (with the lowest validation loss) or `step-N`."""
     known = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
     if not known:
         check_layout(run_dir)
@@ -106,7 +106,7 @@ def _again(run_dir: Path, option: str) -> str:
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
-    """Return a checkpoint's facts of its run, and its weights unless `weights` is False."""
+    """Return a checkpoint's settings and other facts, and its weights unless `weights` is False."""
     contents = read(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
@@ -125,7 +125,7 @@ def load(path: Path, *, weights: bool = True) -> Trained:
 
 
 def trained_shape(path: Path) -> GPTShape:
-    """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own."""
+    """Return the shape of a checkpoint's model; `tie_weights` is False where its lm_head was untied."""
     config = load(path, weights=False).config
     settings = config.model
     if settings.pretrained:
@@ -143,7 +143,7 @@ def trained_shape(path: Path) -> GPTShape:
     if len(embedding) != 2 or None in sizes.values():
         raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
     claimed, size = sizes["n_embd"] * (12 * sizes["n_layer"] * sizes["n_embd"]), path.stat().st_size
-    if claimed > size:  # before as much is allocated
+    if claimed > size:  # checked before so much memory is allocated
         raise BenchError(f"checkpoint {str(path)!r}: settings for {claimed:,} weights, a file of {size:,} bytes")
     return GPTShape(
         **sizes,
@@ -161,7 +161,7 @@ def _shape_in(file: Any, spelt: Sequence[str]) -> list[int]:
 
 
 def float_weights(trained: Trained) -> dict[str, Tensor]:
-    """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were."""
+    """Return the weights as float32: one-byte weights decoded, exactly; master copies where the run had them."""
     if any(PART in name for name in trained.tensors):
         raise BenchError(
             f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which only its own "
@@ -177,9 +177,9 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_floats(model: GPT, trained: Trained, called: str) -> None:
-    """Fill a float model with the weights of a checkpoint, which an error names `called`.
+    """Fill a float model with the weights of a checkpoint, which errors call `called`.
 
-    A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
+    A model with fewer positions takes the first ones; an untied lm_head gets a copy of the embedding if need be.
     """
     state = float_weights(trained)
     state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))

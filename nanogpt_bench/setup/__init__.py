@@ -1,1 +1,1 @@
-"""From settings to what a run is made of: model, formats, optimizer, task, processes."""
+"""From settings to the parts of a run: model, formats, optimizer, task, processes."""

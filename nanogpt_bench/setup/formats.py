@@ -1,4 +1,4 @@
-"""Formats of a configuration: each name read once, into what is quantised in which layers."""
+"""Formats of a configuration: names read once, and turned into what is quantised in which layers."""
 
 import functools
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from nanogpt_bench.system.errors import BenchError, one_line, refusals
 
 #: keys of a layer specification whose values are formats, or mappings that hold some
 _FORMAT_KEYS = ("weight", "activation", "gradient", "format")
-#: names of the weight of a tied lm_head
+#: both names of the weight of a tied lm_head
 _TIED = {"lm_head": ("token_embedding.weight", "lm_head.weight")}
-#: a format that was read, "none", or a layer specification that holds some
+#: a format, "none", or a layer specification that contains formats
 Read = fm.FloatFormat | str | dict[str, Any]
 
 
@@ -55,7 +55,7 @@ def _named(name: str) -> fm.FloatFormat:
 
 
 def format_name(name: Any, key: str = "model.format") -> str:
-    """Return the canonical name of a format, or "none"; `key` is what an error names.
+    """Return the canonical name of a format, or "none"; errors name the setting `key`.
 
     >>> format_name("e4m3")
     'E4M3'
@@ -64,7 +64,7 @@ def format_name(name: Any, key: str = "model.format") -> str:
 
 
 def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str, fm.LayerSpec]:
-    """Return what is quantised in which linear layer, where the rest of the model's configuration is filled in."""
+    """Return what is quantised in each linear layer; the rest of the model's configuration has to be filled in."""
     return _layers(
         _Asked(
             repr(model.formats),
@@ -82,7 +82,7 @@ def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str,
 
 @dataclass(frozen=True)
 class _Asked:
-    """All that decides on what is allowed: a key of the cache, for the runs of a sweep ask the same again."""
+    """All settings that the layers depend on: a key of the cache, since runs of a sweep have the same."""
 
     written: str
     storage: str
@@ -102,13 +102,13 @@ def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
         from nanogpt_bench.model.causal import outline
 
         own = outline(asked.pretrained)
-    layers: Any = own.layers if own else linear_sizes(*asked.size, vocab_size=16)  # a corpus will say how many
+    layers: Any = own.layers if own else linear_sizes(*asked.size, vocab_size=16)  # any size: the corpus is not known
     shared = own.shared if own else _TIED if asked.tie else {}
     options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}
     formats = dict(asked.formats)
     try:
         specs = fm.check_formats(formats, layers, shared=shared, **options)
-        if asked.products != "decoded" and specs:  # whose sizes have to fit, and a vocabulary is of any size
+        if asked.products != "decoded" and specs:  # products need sizes that fit: heads, of any vocabulary, are decoded
             options["products"] = asked.products
             specs = fm.check_formats({**formats, **_heads(specs, formats)}, layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
@@ -122,13 +122,13 @@ def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
 
 
 def _heads(specs: Mapping[str, fm.LayerSpec], formats: Mapping[str, Read]) -> dict[str, fm.LayerSpec]:
-    """Return the specifications of heads whose own format says nothing of products: their codes are decoded."""
+    """Return the specifications of heads whose format does not name products: their codes are decoded."""
     said = [name for name, value in formats.items() if isinstance(value, dict) and "products" in value]
     return {name: spec for name, spec in specs.items() if name.endswith("lm_head") and name not in said}
 
 
 def _always_float(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str | None:
-    """Return what to say of a pattern that names a module without linear layers, such as an embedding."""
+    """Return the error of a pattern that names a module without linear layers, such as an embedding."""
     reached = {part for name in linear for part in name.split(".")}
     layers = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
     for pattern in patterns:
@@ -143,7 +143,7 @@ def _always_float(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str
 
 
 def weight_format(value: Any) -> str:
-    """Return the weight's format in a format, a layer specification or an operand's, as `model.formats` has it.
+    """Return the weight's format in a value of `model.formats`: a format, or a layer's or an operand's specification.
 
     >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
     ('E4M3', 'none')

@@ -17,9 +17,9 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the parameters, the buffers and the optimizer's state and groups.
 
     A tensor subclass counts as the tensors inside it, a memory that several tensors share once, and a view as the
-    whole memory it keeps alive. Gradients are left out, unless the state keeps some that the model does not. So is
-    what an optimizer remembers beside its state, only to be quicker or until the next step: whether it is there depends
-    on the last step, and a run that is taken up makes it anew.
+    whole memory it keeps alive. Gradients are left out, unless the state has some that the model has not. Caches that
+    an optimizer has beside its state are left out, too: whether they exist depends on the last step, and a resumed run
+    makes them again.
 
     >>> model = nn.Linear(8, 4, bias=False)
     >>> held_bytes(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -31,13 +31,13 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 class GradientPeak:
-    """The most bytes that a model's gradients take at once in its next backward pass: counted as each of them comes."""
+    """The most bytes that a model's gradients take at once in its next backward pass, counted as each is computed."""
 
     def __init__(self, model: nn.Module) -> None:
-        #: None before that pass
+        #: None before the backward pass
         self.bytes: int | None = None
         self._most, self._own = 0, [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # Before an optimizer's own hooks, which may take a gradient away.
+        # Registered before an optimizer's hooks, which may free a gradient.
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._count) for parameter in self._own]
 
     def _count(self, _: Tensor) -> None:
@@ -46,10 +46,10 @@ class GradientPeak:
         self._most = max(self._most, memory_of(alive))
 
     def known(self) -> None:
-        """Called after a backward pass."""
+        """Fix the result; called after a backward pass."""
         for hook in self._hooks:
             hook.remove()
-        if not self._most and self.bytes is None:  # of shards nobody calls hooks
+        if not self._most and self.bytes is None:  # torch does not call hooks of sharded parameters
             self._most = memory_of([parameter.grad for parameter in self._own if parameter.grad is not None])
         self._hooks, self.bytes = [], self.bytes or self._most or None
 
@@ -98,19 +98,19 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [tensor for item in inner for tensor in tensors_in(item)]
 
 
-#: bytes of an optimizer's one average of a weight, by `optimizer.moments`; many have two
+#: bytes per weight of one running average, by `optimizer.moments`; many optimizers have two
 _AVERAGE = {"float32": 4, "bfloat16": 2, "8bit": 1}
-#: settings that decide on it
+#: settings that the memory of a run depends on
 DECIDING = ("rule", "task", "model.", "train.", "optimizer.", "eval.batches", "runtime.device")
 
 
 def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = True) -> None:
-    """Refuse a model or batches of more than the memory that is free, before anything of them is made.
+    """Refuse a model or batches that need more than the free memory, before they are made.
 
-    Counted is what nothing does without. A model: its weights. A training, in one process on a CPU: weights, gradients,
-    an average of each, logits, and what a block keeps for the backward pass. A text: its validation batches. Without a
-    `corpus` its tokens or labels are not counted. On a GPU, of which nothing is asked here, a model is made before it
-    goes there. Weights of others are looked at where they are read.
+    The count is a lower bound. Training in one process on a CPU: weights, gradients, one average per weight, logits,
+    and what a block keeps for the backward pass. Otherwise: the weights, also on a GPU, since a model is made on the
+    CPU before it is moved. Both: the validation batches. Without a `corpus` the weights of its tokens and labels are
+    not counted. A pretrained model is checked where it is read.
     """
     shape, train = model_shape(config, corpus), config.train
     tokens = 0 if config.task == "classify" else train.batch_size * shape.block_size  # documents may be few, and short
@@ -127,7 +127,7 @@ def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = 
 
 
 def bytes_each(config: Config) -> int:
-    """Return the fewest bytes that a weight takes with its gradient and one average of it, in a resolved configuration.
+    """Return the fewest bytes per weight, with its gradient and one running average, in a resolved configuration.
 
     >>> bytes_each(Config())
     8
@@ -135,7 +135,7 @@ def bytes_each(config: Config) -> int:
     pure = 2 if config.train.precision == "bf16-pure" else 4
     weight = pure if config.model.storage in (None, "float32", "master", "continuous") else 1
     options = config.optimizer
-    if options.name in PEERS:  # whose state is theirs
+    if options.name in PEERS:  # the size of their state is not known here
         return weight
     gradient = 0 if config.train.step_in_backward else pure
     keeps = "beta1" in OPTIONS.get(options.name or "", {}) or bool(options.momentum)
@@ -143,7 +143,7 @@ def bytes_each(config: Config) -> int:
 
 
 def parameters_of(shape: GPTShape) -> int:
-    """Return the weights of a GPT's matrices and embeddings, by arithmetic.
+    """Return the number of weights in a GPT's matrices and embeddings, by arithmetic.
 
     >>> parameters_of(GPTShape(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=10, tie_weights=True))
     880

@@ -1,4 +1,4 @@
-"""From the `optimizer` section to an optimizer, ours or another package's, its groups, and schedules of its options."""
+"""From the `optimizer` section to an optimizer, the library's or another package's, its groups and its schedules."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from nanogpt_bench.model.weights import constrained_weights, is_packaged, parts_
 from nanogpt_bench.setup.surgery import rate_of
 from nanogpt_bench.system.errors import BenchError, refusals
 
-#: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
+#: a function from the number of steps taken to batches (tokens, targets) on which a Fisher matrix is measured
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
@@ -83,18 +83,18 @@ class Course:
 
 
 def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix."""
+    """Return the optimizer of a resolved configuration; `batches` is for `fisher`, which measures a Fisher matrix."""
     with refusals("optimizer", ValueError, TypeError, ImportError):
         built: torch.optim.Optimizer = _built(model, config, batches)
     return built
 
 
-#: torch's optimizers round at every operation in place; ours with k = 0 take the same step and round once
+#: on the library's manifolds torch's would round at every operation; ours with k = 0 take the same step and round once
 _ROUNDING_ONCE = {"adamw": "stiffness_adamw", "sgd": "stiffness_sgd"}
 
 
 def _kind(config: Config) -> str:
-    """Return the name of the optimizer that steps: on the library's manifolds one of its own."""
+    """Return the name of the optimizer that steps: on the library's manifolds one of the library's."""
     name = config.optimizer.name or ""
     return _ROUNDING_ONCE.get(name, name) if config.model.storage in MANIFOLDS else name
 
@@ -123,7 +123,7 @@ def _built(model: nn.Module, config: Config, batches: Any) -> Any:
             return torch.optim.SGD(groups, lr=settings.lr or 0.0, momentum=momentum or 0.0)
         case "adamw":
             return torch.optim.AdamW(groups, fused=True, **adam)
-        case "torchao_adamw8bit" | "torchao_adamwfp8":  # whose steps torch.compile has to compile
+        case "torchao_adamw8bit" | "torchao_adamwfp8":  # their steps need torch.compile
             torchao: Any = import_module("torchao.optim")
             return (torchao.AdamW8bit if name == "torchao_adamw8bit" else torchao.AdamWFp8)(groups, **adam)
         case "optimi_adamw":
@@ -155,7 +155,7 @@ def _built(model: nn.Module, config: Config, batches: Any) -> Any:
 
 
 def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
-    """Return a group's highest learning rate: under Muon what is no hidden matrix has one of its own.
+    """Return a group's highest learning rate: under Muon parameters that are no hidden matrices have their own.
 
     >>> peak_lr({"direction": "adam"}, OptimizerConfig(lr=2e-3, float_lr=4e-3)), peak_lr({}, OptimizerConfig(lr=2e-3))
     (0.004, 0.002)
@@ -166,10 +166,10 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
 
 
 def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return a group of weights stepped by ULPs, which decay, one of all others, and one for each rate of constraints.
+    """Return a group of weights stepped by ULPs, with decay, one of all others, and one per rate of constraints.
 
-    The Riemannian optimizers' decay of quantised weights is a share a step, not one of lr, and that of floats is added
-    to the gradient: so quantised weights shrink as under AdamW at float_lr, and the others don't.
+    The Riemannian optimizers take decay of quantised weights as a share per step, not times lr, and add that of floats
+    to the gradient. So quantised weights get the decay that AdamW has at float_lr, and the others get none.
     """
     settings = config.optimizer
     on_manifolds = config.model.storage in MANIFOLDS
@@ -184,8 +184,8 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return groups
 
 
-#: by how much SDNQ's Muon has to have a larger rate for a step of ours: it leaves a matrix (m, n) of orthogonal rows or
-#: columns as it is, of 1 / sqrt(max(m, n)), where ours has 0.2; so much are 0.86M parameters' matrices on average
+#: SDNQ's Muon needs so many times the rate of ours for the same step: its update, a matrix (m, n) of orthogonal rows or
+#: columns, has an RMS of 1 / sqrt(max(m, n)), ours one of 0.2; the factor is the mean over the 0.8M model's matrices
 _SDNQ_RATE = 4.0
 
 
@@ -201,7 +201,7 @@ def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, A
 
 
 def _stiffness(config: Config) -> float | Callable[[int], float]:
-    """Return k; AdamW and SGD on the library's manifolds are k = 0."""
+    """Return the exponent k, or its schedule; AdamW and SGD on the library's manifolds have k = 0."""
     settings = config.optimizer
     if settings.stiffness is None:
         return 0.0
@@ -227,18 +227,18 @@ SDNQ_FORMATS = {"E2M5": "float8_e2m5fn", "E4M3": "float8_e4m3fn", "int8": "int8"
 Model = TypeVar("Model", bound=nn.Module)
 #: FP8 products take sizes that are multiples of this
 MULTIPLE = 16
-#: first NVIDIA generation whose tensor cores multiply FP8
+#: compute capability of the first NVIDIA GPUs whose tensor cores multiply FP8
 FP8_CAPABILITY = (8, 9)
 
 
 def keep_peer_weights(model: Model, config: Config) -> Model:
-    """Give every linear layer the weights that `model.peer` names, its head among them; embeddings stay float32."""
+    """Give every linear layer, the head too, the weights that `model.peer` names; embeddings stay float32."""
     peer = config.model.peer
     if peer is None:
         return model
     package, _, fmt = peer.partition("-")
     with refusals(f"model.peer: {peer!r}", ImportError, ValueError, TypeError, AssertionError, NotImplementedError):
-        if package == "sdnq":  # its own defaults, but for the least size: a scale for 32 weights, products of floats
+        if package == "sdnq":  # SDNQ's defaults (a scale per 32 weights, products of floats), in small layers, too
             from sdnq.training import sdnq_training_post_load_quant
 
             least = {"minimum_allowed_numel": 0, "minimum_allowed_channel_size": 0}
@@ -252,7 +252,7 @@ def keep_peer_weights(model: Model, config: Config) -> Model:
 
 
 def sdnq_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of an SDNQ optimizer with its own tensors as mappings of their parts, for a checkpoint."""
+    """Return the state of an SDNQ optimizer for a checkpoint: SDNQ's tensors become mappings of their parts."""
     apart = {
         index: {name: parts_of(value) if is_packaged(value) else value for name, value in entries.items()}
         for index, entries in state["state"].items()
@@ -261,7 +261,7 @@ def sdnq_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sdnq_state_back(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return what `sdnq_state` took apart, put into new tensors that the optimizer makes."""
+    """Return the state that `sdnq_state` took apart, its parts in new tensors that the optimizer makes."""
     places = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     made = {index: _filled(optimizer, places[index], entries) for index, entries in state["state"].items()}
     return {**state, "state": made}
@@ -287,8 +287,8 @@ def _filled(optimizer: Any, place: tuple[Any, Any], entries: Mapping[str, Any]) 
 def train_in_float8(model: Model, config: Config, device: torch.device) -> Model:
     """Replace the linear layers of the blocks by torchao's, where `model.torchao_float8` names a recipe of scales.
 
-    lm_head stays as it is, and so does a layer whose sizes are no multiples of 16: no hardware multiplies it.
-    The weights stay float32. Without FP8 products in hardware, the same roundings are emulated in float32.
+    lm_head stays as it is, and so do layers whose sizes are no multiples of 16, which FP8 hardware can't multiply.
+    The weights stay float32. Without FP8 hardware the same roundings are emulated in float32.
     """
     recipe = config.model.torchao_float8
     if recipe is None:

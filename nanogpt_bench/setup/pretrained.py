@@ -1,4 +1,4 @@
-"""`model.pretrained`: a model of transformers in the GPT's place, of floats or of the codes in its files."""
+"""`model.pretrained`: a model of transformers in the GPT's place, with float weights or the codes in its files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.setup.surgery import quantization
 from nanogpt_bench.system.errors import BenchError
 
-#: settings that say otherwise than the files
+#: settings that would contradict the files of a model stored in codes
 _OTHERWISE = ("embeddings", "headroom", "products", "constraint")
 
 
 def trains_stored(model: ModelConfig) -> bool:
-    """Return whether a resolved configuration trains codes as a published model has them."""
+    """Return whether a resolved configuration trains the codes in a published model's files."""
     return model.storage == "fp8" and bool(_stored(model))
 
 
@@ -28,7 +28,7 @@ def _stored(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def fill_stored(model: ModelConfig) -> bool:
-    """Fill in formats and granularity as a published model's files have them; return whether its codes are trained."""
+    """Fill in formats and granularity from a published model's files; return whether its codes are trained."""
     stored = _stored(model)
     if not stored:
         return False
@@ -71,19 +71,19 @@ def _of_layers(model: ModelConfig) -> dict[str, Any]:
 
 
 def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
-    """Return what the linear layers of a published model are stored in."""
+    """Return the formats in which a published model stores its linear layers."""
     return {name: fm.LayerSpec(each.format, granularity=each.granularity) for name, each in _of_layers(model).items()}
 
 
 def outlined_shape(name: str) -> GPTShape:
-    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions."""
+    """Return a pretrained model's shape as far as a GPT's has it; `block_size` is its number of positions."""
     found = outline(name)
     sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
 
 
 def pretrained_model(config: Config, corpus: Corpus) -> Any:
-    """Return the model that a resolved configuration names, in codes where it can be read so."""
+    """Return the pretrained model of a resolved configuration, in codes where it can be read into codes."""
     name = config.model.pretrained or ""
     also = open_also(config, corpus)
     for text, splits in [(corpus, (corpus.train, corpus.val)), *([(also, (also.val,))] if also else [])]:
@@ -96,7 +96,7 @@ def pretrained_model(config: Config, corpus: Corpus) -> Any:
 
 
 def _bytes_each(config: Config) -> float:
-    """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
+    """Return the bytes per parameter: weight, gradient and averages; while it is read, at least a float and a code."""
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     summed = 2 if config.train.accumulation > 1 else 0  # in bfloat16
     gradients = summed if config.train.step_in_backward else 4
@@ -112,12 +112,12 @@ def _bytes_each(config: Config) -> float:
 
 
 def read_as_codes(config: Config) -> dict[str, Any] | None:
-    """Return `quantization` where a pretrained model can be read into it; None where its floats are needed first."""
+    """Return the `quantization` into which a pretrained model can be read; None where its floats are needed first."""
     if not isinstance(config, Resolved) or config.model.storage != "fp8":
         return None
     if not config.layers and not trains_stored(config.model):
         return None
-    # Scales of activations depend on all tokens, which hides whether a model looks ahead.
+    # Scales of activations depend on all tokens, so the check that a model is causal needs the floats.
     if any(spec.activation is not None for spec in config.layers.values()):
         return None
     return quantization(config)

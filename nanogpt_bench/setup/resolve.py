@@ -18,12 +18,12 @@ _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
 def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
-    """Return the configuration with every key that has a value in the run filled in: rule, sizes, formats and seeds.
+    """Return the configuration with its null keys filled in: from the rule, the model's size, formats and defaults.
 
-    `start` is the shape of what `model.init_from` names where that can't be looked up any more.
+    `start` is the shape of the model of `model.init_from`, given where that checkpoint is gone.
 
     Raises:
-        TypeError: it is resolved already.
+        TypeError: `config` is resolved already.
     """
     if isinstance(config, Resolved):
         raise TypeError("a resolved configuration can't be resolved again")
@@ -47,7 +47,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
 
         stored = fill_stored(config.model)
     refuse_conflicts(config)
-    for key in ("activation_format", "gradient_format"):  # to measure against
+    for key in ("activation_format", "gradient_format"):  # formats of monitors
         _read_format(config.monitor, key, f"monitor.{key}")
     if stored:
         config.layers = stored_layers(config.model)
@@ -58,7 +58,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
 
 
 def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
-    """Return a configuration resolved for the run in `run_dir`; one that goes on is resolved from its own beginning."""
+    """Return a configuration resolved for the run in `run_dir`; a resumed one starts from the weights it began with."""
     if isinstance(config, Resolved):
         return config
     path = run_dir / "config.yaml"
@@ -98,7 +98,7 @@ _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "
 
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
-    """Return the shape of the checkpoint to start from, and refuse settings that its weights can't fill."""
+    """Return the shape of the checkpoint to start from; refuse settings of another shape."""
     from nanogpt_bench.setup.start import pinned, start_shape
 
     assert model.init_from is not None
@@ -112,7 +112,7 @@ def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
 
 
 def _own_shape(model: ModelConfig) -> GPTShape:
-    """Return the shape of a pretrained model, and refuse settings that say otherwise."""
+    """Return the shape of a pretrained model; refuse settings of another shape."""
     for name in ("init_from", "size"):
         if getattr(model, name) is not None:
             raise BenchError(
@@ -142,7 +142,7 @@ def _check_shape(model: ModelConfig, shape: GPTShape, called: str) -> None:
 
 
 def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
-    """Refuse the name of a size that is not the checkpoint's; one that is says nothing more."""
+    """Refuse a `model.size` that is not the checkpoint's; one that is gets dropped."""
     named = SIZES[model.size] if model.size else shape
     for name in ("n_layer", "n_head", "n_embd"):
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
@@ -163,7 +163,7 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(config.model, torchao_float8=preset.torchao_float8, products=preset.products)
     if config.model.storage == "peer":
         _fill(config.model, peer=preset.peer)
-    one_dtype = config.model.peer == "torchao-int8"  # in its products
+    one_dtype = config.model.peer == "torchao-int8"  # its products take operands of one dtype
     _fill(config.train, precision="float32" if one_dtype else preset.precision)
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage in ROUNDED:
@@ -179,13 +179,13 @@ def _fill_rule(config: Config, preset: Rule) -> None:
         _fill(
             optimizer, float_lr=optimizer.lr
         )  # one rate for all, not that of embeddings which are learnt from nothing
-    if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
+    if (name := rule_name(config)) in RULES:  # also where the settings of a rule were given one by one
         _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
     _fill(optimizer, **options)
 
 
 def _default_storage(config: Config) -> str:
-    """Return the storage of a run without a rule: what its formats and its optimizer call for."""
+    """Return the storage of a run without a rule, from its formats and its optimizer."""
     if config.model.peer:
         return "peer"
     if not config.model.formats:
@@ -194,14 +194,14 @@ def _default_storage(config: Config) -> str:
 
 
 def _read_format(section: Any, name: str, key: str) -> None:
-    """Give a format that is not of linear layers its canonical name; "none" is none."""
+    """Give a format that is not of linear layers its canonical name; "none" becomes None."""
     if getattr(section, name) is not None:
         read = format_name(getattr(section, name), key)
         setattr(section, name, None if read == "none" else read)
 
 
 def rule_name(config: Config) -> str:
-    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom"."""
+    """Return the rule of a resolved configuration: the one it names, one with the same settings, or "custom"."""
     return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
 
 
@@ -210,7 +210,7 @@ def _follows(config: Config, entry: Rule) -> bool:
     return (
         (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
         and optimizer.name == entry.optimizer
-        and (entry.storage != "float32" or config.train.precision == entry.precision)  # else any, as where it is named
+        and (entry.storage != "float32" or config.train.precision == entry.precision)  # other rules allow any precision
         and config.model.torchao_float8 == entry.torchao_float8
         and config.model.products == entry.products
         and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)

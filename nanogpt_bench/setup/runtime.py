@@ -1,4 +1,4 @@
-"""The runtime of a run: threads, seed, device, one process or replicas, the loss compiled, products of bfloat16."""
+"""The runtime of a run: threads, seed, device, one process or several, compilation, bfloat16 products on old CPUs."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +17,19 @@ CUDA = "cuda"
 
 
 def check_device(wanted: str) -> None:
-    """Refuse a GPU that is asked for and not there."""
+    """Refuse `cuda` where there is no GPU."""
     if wanted == CUDA and not torch.cuda.is_available():
         raise no_device("this machine")
 
 
 def no_device(where: str) -> BenchError:
-    """Return the error of a GPU that is asked for and not there."""
+    """Return the error of `cuda` where there is no GPU."""
     return BenchError(f"runtime.device: {CUDA!r} is not available on {where}; allowed: auto, cpu")
 
 
 @contextmanager
 def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seeds for the run, and put back what was there."""
+    """Set threads and seed for the run, and afterwards restore them; yield the device."""
     wanted = config.runtime.device
     check_device(wanted)
     device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
@@ -43,7 +43,7 @@ def runtime(config: Config) -> Iterator[torch.device]:
         torch.set_num_threads(threads)
 
 
-#: capabilities, by torch's names, of processors on which its product of bfloat16 takes ten times float32's
+#: torch's names of CPU capabilities with which its bfloat16 product takes ten times as long as float32's
 WITHOUT = ("NO AVX", "AVX2")
 _ATEN = torch.ops.aten
 PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
@@ -52,8 +52,8 @@ PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.badd
 class ProductsByFloat32(TorchDispatchMode):
     """Take products of bfloat16 matrices as products of float32 ones, rounded once at the end.
 
-    A product of two bfloat16 numbers is exact in float32, in which the sums are kept anyway: operands, sums and the
-    rounded result are those of a unit for bfloat16, in another order of summation. Everything else is left alone.
+    A product of two bfloat16 numbers is exact in float32, and bfloat16 hardware sums in float32, too: only the order
+    of summation differs. Other operations are left alone.
     """
 
     def __torch_dispatch__(
@@ -69,8 +69,8 @@ class ProductsByFloat32(TorchDispatchMode):
 def bfloat16_products(config: Config, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which a run's products of bfloat16 matrices are taken, forward and backward.
 
-    It is a `ProductsByFloat32` where the run has such products and the processor no instructions for them, else
-    nothing. Compiled models keep torch's own, since a compiler does not see through such a context.
+    It is a `ProductsByFloat32` where the run has such products and the processor no instructions for them, and
+    otherwise does nothing. In compiled models it would be without effect.
     """
     wanted = config.train.precision in ("bf16-mixed", "bf16-pure") and not config.runtime.compile
     if wanted and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in WITHOUT:
@@ -79,7 +79,7 @@ def bfloat16_products(config: Config, device: torch.device) -> AbstractContextMa
 
 
 class CompiledLoss:
-    """`model.loss`, compiled; run as written while a layer is hooked: tracing hooks would compile anew at each look."""
+    """`model.loss`, compiled; uncompiled while monitors have hooks in layers, which would force a new compilation."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -107,7 +107,7 @@ def _hooks(model: nn.Module) -> int:
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse processes that nothing says how to use, and a batch that they can't share."""
+    """Refuse `train.parallel` in one process, a batch that processes can't share evenly, and too few GPUs."""
     size = ranks.size
     if ranks is ALONE:
         refuse_parallel(config.train.parallel, "this")

@@ -1,4 +1,4 @@
-"""`model.init_from`: the weights that a training starts from, those of a GPT-2 checkpoint or of a run."""
+"""`model.init_from`: training that starts from the weights of a GPT-2 checkpoint or of a run."""
 
 import copy
 from dataclasses import replace
@@ -20,7 +20,7 @@ KEY = "model.init_from"
 
 
 def pinned(name: str) -> str:
-    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is."""
+    """Return the newest checkpoint in place of a run's folder, and any other name as it is."""
     path = Path(name)
     if is_checkpoint(path) or not is_run(path):
         return name
@@ -29,7 +29,7 @@ def pinned(name: str) -> str:
 
 
 def start_shape(name: str) -> GPTShape:
-    """Return the shape of the model that the weights called `name` fill."""
+    """Return the shape of the model whose weights are called `name`."""
     path = Path(name)
     if is_checkpoint(path):
         with refusals(KEY):
@@ -51,7 +51,7 @@ def _names_a_checkpoint(path: Path) -> bool:
 
 
 def start_facts(config: Config) -> dict[str, Any]:
-    """Return what environment.json says of the run that a training starts from; nothing where it starts from none."""
+    """Return what environment.json records of the checkpoint that training starts from; empty where it is no run's."""
     path = Path(config.model.init_from or "")
     if not config.model.init_from or not is_checkpoint(path):
         return {}
@@ -60,7 +60,7 @@ def start_facts(config: Config) -> dict[str, Any]:
 
 
 def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
-    """Return the float model of that shape with the weights that a resolved configuration starts from."""
+    """Return the float model of a shape with the weights that a resolved configuration starts from."""
     name, seed = config.model.init_from or "", config.seed
     trained = None
     if is_checkpoint(Path(name)):
@@ -75,7 +75,7 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
             load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
     if not shape.labels:
         return language
-    model = build_model(shape, seed)  # a classifier: that body, and a head whose weights are random
+    model = build_model(shape, seed)  # a classifier: the language model's body, and a head with random weights
     body = {name: value for name, value in language.state_dict().items() if not name.startswith("lm_head.")}
     model.load_state_dict({**model.state_dict(), **body})
     return model
@@ -107,12 +107,12 @@ def same_text(trained: Trained, corpus: Corpus) -> bool:
 
 
 def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
-    """Return the settings with which a run goes on that started from another one, and the model's shape where needed.
+    """Return the settings to resume a run that started from another one, and the model's shape where needed.
 
-    `saved` are those in the run's config.yaml.
+    `saved` are the settings in the run's config.yaml.
 
-    What was named by a run's folder is the checkpoint that it stood for when the run began, however many followed.
-    Where that checkpoint is gone, the run's own ones have its weights, and its settings the shape.
+    A run's folder in `model.init_from` means the checkpoint that was its newest when this run began. Where that
+    checkpoint is gone, this run's own checkpoints have the weights, and `saved` has the shape.
     """
     name = config.model.init_from
     if not name:
@@ -128,6 +128,6 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
 
 
 def check_start(config: Resolved, found: object) -> None:
-    """Refuse to begin without the weights to begin with."""
+    """Refuse a run without a checkpoint whose starting weights are gone."""
     if found is None and config.begun is not None:
         raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and there is no whole checkpoint")

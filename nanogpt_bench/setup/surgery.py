@@ -1,4 +1,4 @@
-"""From `model.formats` to quantised layers; and weights under constraints; the model's own code knows nothing of it."""
+"""From `model.formats` to quantised layers, and from `model.constraint` to constrained weights, in a finished model."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers, rows_of_outputs
 from nanogpt_bench.system.errors import BenchError, counted, refusals
 
-#: layers left in float that are named
+#: how many of the layers left in float are named
 _NAMED = 4
 
 
 def quantize(model: nn.Module, config: Resolved) -> nn.Module:
-    """Replace the linear layers that `model.formats` names, and constrain the weights that are to be."""
+    """Replace the linear layers that `model.formats` names, and constrain the weights of `model.constraint`."""
     settings = config.model
-    if config.layers and not quantized_layers(model):  # of a pretrained model they may have been read so
+    if config.layers and not quantized_layers(model):  # a pretrained model may have been read into codes
         model = _in_formats(model, config)
     constrain(model, settings)
     return model
@@ -32,7 +32,7 @@ def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
     weights = {name: rows_of_outputs(layer).detach().clone() for name, layer in named.items()}
     with refusals("model.formats", ValueError, TypeError):
         model = fm.quantize_model(model, **quantization(config))
-    # The float weights again, on the continuous manifold of their format and scale.
+    # The float weights come back, on the continuous manifold of their format and scale.
     for name, layer in quantized_layers(model).items() if continuous else ():
         assert layer.weight_format is not None, "a layer whose weights are quantised"
         layer.manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
@@ -41,7 +41,7 @@ def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
 
 
 def quantization(config: Resolved) -> dict[str, Any]:
-    """Return the arguments of `fm.quantize_model` that a resolved configuration means."""
+    """Return the arguments of `fm.quantize_model` for a resolved configuration."""
     settings: Any = config.model
     return {
         "formats": dict(config.layers),
@@ -54,19 +54,19 @@ def quantization(config: Resolved) -> dict[str, Any]:
 
 
 def _grid_options(config: Config) -> dict[str, Any]:
-    """Return what is asked for where there is no master copy."""
+    """Return the further arguments where there is no master copy."""
     settings, writeback = config.model, config.optimizer.writeback
     if settings.storage not in MANIFOLDS:
         return {}
     rule = fm.optim.WRITEBACKS[writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
     if config.optimizer.draws is not None:
-        options["draws"] = config.optimizer.draws  # for optimizers that have none of their own
+        options["draws"] = config.optimizer.draws  # for optimizers without an option draws
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)
     if settings.storage == "fp8" and rule.residual_bits:
-        options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
+        options["keep_remainder"] = True  # the residual starts from the remainder of rounding the initial weights
     return options
 
 
@@ -85,14 +85,14 @@ def left_in_float(model: nn.Module) -> str:
     return f"left in float: {left / report.parameters:.0%} of the weights, {left:,} of {report.parameters:,}{where}"
 
 
-#: the layers that are constrained
+#: the layers that `model.constraint` constrains
 ATTENTION = ("attn.qkv", "attn.proj")
 #: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
 
 
 def fill_constraint(config: Config) -> None:
-    """Fill in what a constraint calls for: layers and their rate, and optimizer and storage where no rule says them."""
+    """Fill in optimizer and storage under `model.constraint`, where no rule names them."""
     model, optimizer = config.model, config.optimizer
     if model.constraint is None:
         return
@@ -102,7 +102,7 @@ def fill_constraint(config: Config) -> None:
 
 
 def fill_rates(config: Config) -> None:
-    """Fill in the rate of constrained weights and, where no weight is stepped by ULPs, one rate and no decay."""
+    """Fill in the rate of constrained weights; where no weight is stepped by ULPs, also one rate and no decay."""
     model, optimizer = config.model, config.optimizer
     if model.constraint is None or optimizer.name not in RIEMANNIAN:
         return
@@ -114,7 +114,7 @@ def fill_rates(config: Config) -> None:
 
 
 def check_constrained_layers(config: Resolved) -> None:
-    """Refuse weights that are to lie on a grid as well."""
+    """Refuse constrained weights that would also have to lie on a grid."""
     model = config.model
     for name in constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ():
         spec = config.layers.get(name)
@@ -133,7 +133,7 @@ def constrained_layers(model: ModelConfig) -> list[str]:
 
 @torch.no_grad()
 def constrain(model: nn.Module, settings: ModelConfig) -> None:
-    """Put the weights that a resolved configuration constrains onto their manifold, the nearest point of it."""
+    """Move the weights that a resolved configuration constrains to the nearest point of their manifold."""
     if settings.constraint is None:
         return
     for name in constrained_layers(settings):
@@ -146,10 +146,10 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
 
 
 def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:
-    """Return the rate by which geoopt's step turns each row or column of a weight by `optimizer.constrained_lr`.
+    """Return the rate with which geoopt's step turns each row or column of a weight by `optimizer.constrained_lr`.
 
-    Under Adam a step is as long as its rate: the row's on the sphere, the whole matrix' on the Stiefel manifold, where
-    it is shared out among orthonormal vectors.
+    Under Adam a step is as long as its rate: per row on the sphere, and for the whole matrix on the Stiefel manifold,
+    where it is divided among orthonormal vectors.
     """
     rate = settings.constrained_lr or 0.0
     one = settings.name != "riemannian_adam" or isinstance(weight.manifold, geoopt.Sphere)

@@ -1,4 +1,4 @@
-"""The task of a run: the shape of its model, batches, losses and figures, of a text or of documents with labels."""
+"""The task of a run, a text or documents with labels: the shape of its model, batches, losses and other measures."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from nanogpt_bench.data.batches import Corpus, batch, documents_of, drawn, eval_
 from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.system.free_memory import check_memory
 
-#: bytes that a token of a held batch takes, as an input and as a target
+#: bytes per token of a batch in memory, as an input and as a target
 BYTES_HELD = 16
 #: inputs and targets
 Pair = tuple[Tensor, Tensor]
@@ -24,15 +24,15 @@ Figures = dict[str, float | None]
 
 
 def document_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross-entropy of every document (N,), the mean over its labels, in nats a label."""
+    """Return the binary cross-entropy of every document (N,), the mean over its labels, in nats per label."""
     return functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(1)
 
 
 def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of logits (N, L), above 0 where a label is given, against labels (N, L) of 0 and 1.
+    """Return micro and macro F1 of logits (N, L), which predict a label above 0, against labels (N, L) of 0 and 1.
 
-    F1 = 2 TP / (2 TP + FP + FN): micro over all labels together, macro the mean of every label's. One whose denominator
-    is 0, a label that no document has and none is given, counts 0, as scikit-learn has it.
+    F1 = 2 TP / (2 TP + FP + FN): micro over all labels together, macro the mean over the labels. A label that no
+    document has and that is never predicted, so that the denominator is 0, counts 0, as in scikit-learn.
 
     >>> f1_scores(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
     (0.6666666666666666, 0.3333333333333333)
@@ -45,9 +45,9 @@ def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def r_precision(logits: Tensor, labels: Tensor) -> float | None:
-    """Return the mean over documents of the share of their R labels that is among the R highest of their logits.
+    """Return the mean over documents of the share of a document's R labels that is among its R highest logits.
 
-    Of equal logits the first counts as higher. A document without labels is left out; None where all are.
+    Of equal logits the first counts as higher. Documents without labels are left out; None if there are no others.
 
     >>> r_precision(torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
     0.5
@@ -75,24 +75,24 @@ class Passes:
     logits: Callable[[Tensor], Tensor]
 
 
-#: chooses the validation batches
+#: the seed by which validation batches are drawn
 EVAL_SEED = 1337
 
 
 class Language:
-    """Predict the next token in blocks of a text; losses are in nats a token."""
+    """The task of predicting the next token in blocks of a text; losses are in nats per token."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self._config, self._corpus = config, corpus
         self._block = config.model.block_size or 0
 
     def batch(self, step: int, micro_step: int) -> Pair:
-        """Return what a step, from 0, trains on: a pure function of the data's seed, the step and the micro-step."""
+        """Return a micro-batch of a step (from 0): a pure function of the seed, the step and the micro-step."""
         size, seed = self._config.train.batch_size, self._config.seed
         return batch(self._corpus.train, size, self._block, seed=seed, step=step, micro_step=micro_step)
 
     def tokens(self, step: int) -> int:
-        """Return how many tokens a step, from 0, trains on."""
+        """Return how many tokens a step (from 0) trains on."""
         train = self._config.train
         return train.batch_size * train.accumulation * self._block
 
@@ -104,23 +104,23 @@ class Language:
         return eval_batches(self._corpus.val, evaluation.batches, size, self._block, seed=EVAL_SEED)
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
-        """Return the loss of each of some batches."""
+        """Return the loss of each batch."""
         return [passes.loss(tokens, targets).item() for tokens, targets in batches]
 
     def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> Figures:
-        """Return what is recorded beside the mean loss of the validation batches."""
+        """Return what is recorded with `loss`, the mean over the validation batches."""
         return {
             metrics.VAL_PERPLEXITY.name: math.exp(loss) if loss < 700 else None,
             metrics.VAL_BITS_PER_BYTE.name: self.bits_per_byte(loss),
         }
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Return a loss as bits a UTF-8 byte of the validation text."""
+        """Return a loss in bits per UTF-8 byte of the validation text."""
         return loss / math.log(2) * self._corpus.val_tokens_per_byte
 
 
 class Classify:
-    """Tell a document's labels from its first tokens; losses are in nats a label. Methods as those of `Language`."""
+    """The task of predicting a document's labels from its first tokens; losses in nats per label. As `Language`."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self._config, self._block = config, config.model.block_size or 0
@@ -135,7 +135,7 @@ class Classify:
         return sum(int(self._train.lengths(which, self._block).sum()) for which in drawn)
 
     def held_out(self) -> list[Pair]:
-        """Return the fixed validation batches: no document is in two of them, and the last may be a small one."""
+        """Return the fixed validation batches: no document is in two of them, and the last may be smaller."""
         evaluation, size = self._config.eval, self._config.train.batch_size
         drawn = held_out(self._val, evaluation.batches, size, seed=EVAL_SEED)
         return [self._val.rows(which, self._block) for which in drawn]
@@ -151,7 +151,7 @@ class Classify:
         return {metric.name: value for metric, value in zip(metrics.OF_LABELS, found, strict=True)}
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Return None: the loss says nothing of bytes."""
+        """Return None: a loss per label has no bits per byte."""
         return None
 
     def _drawn(self, step: int, micro_step: int) -> NDArray[Any]:
@@ -166,7 +166,7 @@ def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:
 
 
 def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
-    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's, if there is one."""
+    """Return the shape of a resolved configuration's model, with vocabulary and labels of a corpus, if given."""
     settings = config.model
     return GPTShape(
         n_layer=settings.n_layer or 0,
@@ -183,5 +183,5 @@ def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
 
 
 def task_of(config: Config, corpus: Corpus) -> Language | Classify:
-    """Return what a resolved configuration learns on a corpus."""
+    """Return the task of a resolved configuration on a corpus."""
     return Classify(config, corpus) if config.task == "classify" else Language(config, corpus)

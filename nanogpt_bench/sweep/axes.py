@@ -14,7 +14,7 @@ from nanogpt_bench.system.errors import BenchError, unknown
 
 SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")
-#: significant digits of a number drawn or spaced out between two bounds, so that it can be read
+#: significant digits of a number between two bounds, so that it is easily read
 SIGNIFICANT_DIGITS = 4
 FORMATS = "model.formats."
 
@@ -23,7 +23,7 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, even on a linear or a logarithmic scale."""
+    """Numbers from `low` to `high`, evenly spaced or drawn on a linear or a logarithmic scale."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ class Range:
     whole: bool = False
 
     def at(self, share: float) -> float | int:
-        """The number `share` (0 to 1) of the way from low to high."""
+        """Return the number `share` (0 to 1) of the way from `low` to `high`."""
         if self.scale == "log":
             value = self.low * (self.high / self.low) ** share
         else:
@@ -48,7 +48,7 @@ class Axis:
     values: tuple[Any, ...] | Range
 
     def grid(self) -> tuple[Any, ...]:
-        """Every value, for a grid.
+        """Return all values, for a grid.
 
         >>> Axis("optimizer.lr", Range(1e-4, 1e-2, points=3)).grid()
         (0.0001, 0.001, 0.01)
@@ -60,7 +60,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """The number of values of a grid, at most: rounded to whole numbers, values of a range may coincide."""
+        """The most values in a grid; values of a range may coincide when they are rounded to whole numbers."""
         if not isinstance(self.values, Range):
             return len(self.values)
         if self.values.points is None:
@@ -68,7 +68,7 @@ class Axis:
         return self.values.points
 
     def draw(self, source: random.Random) -> Any:
-        """One value at random."""
+        """Return one value at random."""
         if not isinstance(self.values, Range):
             return source.choice(self.values)
         if self.values.points is not None:
@@ -83,9 +83,9 @@ def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
 
 
 def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[Point]:
-    """Yield `samples` points at random, each at every value of the axis `seed` if there is one.
+    """Yield `samples` random points, each at every value of the axis `seed` if there is one.
 
-    A point depends on its number, the seed and the keys alone: more samples leave the earlier ones as they are.
+    A point depends only on its number, `seed` and the keys: with more samples the earlier ones stay the same.
     """
     drawn = tuple(axis for axis in axes if axis.key != "seed")
     seeds = tuple(axis for axis in axes if axis.key == "seed")
@@ -96,7 +96,7 @@ def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[P
 
 
 def read_axis(key: str, values: Any) -> Axis:
-    """Return the axis that a sweep file gives as `key: values`; refuses what makes no sense."""
+    """Return the axis that a sweep file gives as `key: values`, checked."""
     if key not in FIELDS and not mapping_above(key):
         raise unknown_key(key)
     if isinstance(values, Mapping):
@@ -147,9 +147,9 @@ def _number(key: str, name: str, value: Any) -> float:
 
 
 def read_settings(content: Mapping[Any, Any]) -> Point:
-    """Return settings, nested or dotted, entries of model.formats among them, as {dotted key: value}.
+    """Return settings, nested or dotted, also single entries of model.formats, as {dotted key: value}.
 
-    Raises `GivenTwice` for a setting, or an entry of one, that is given dotted and nested.
+    Raises `GivenTwice` for a setting, or an entry of a mapping, that is given both dotted and nested.
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
@@ -167,9 +167,9 @@ def read_settings(content: Mapping[Any, Any]) -> Point:
 
 
 def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """Return settings with a point's put in: `model.formats` whole, its entries merged into it.
+    """Return `base` with the settings of a point, and single entries of `model.formats` merged into that mapping.
 
-    A format gives the weight of its pattern; `model.formats.PATTERN.OPTION` one of a layer's other options.
+    An entry's format is that of the weights; `model.formats.PATTERN.OPTION` sets another option of the layers.
 
     >>> assemble({"model.format": "E4M3"}, {"model.formats.*.ste": "clipped", "model.format": "E5M2"})
     {'model.formats': {'*': {'weight': 'E5M2', 'ste': 'clipped'}}}
@@ -188,7 +188,7 @@ def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
 
 
 def _option(key: str) -> str | None:
-    """The layer option that a key of model.formats ends with, if any."""
+    """The layer option at the end of a key of model.formats; None without one."""
     import fp8manifold as fm
 
     last = key.rsplit(".", 1)[-1]

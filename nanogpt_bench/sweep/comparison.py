@@ -1,4 +1,4 @@
-"""A comparison: the shipped sweep over rows, with other formats, rules, lengths and settings put into it."""
+"""A comparison: the packaged sweep `compare.yaml`, with other formats, rules, lengths and settings put into it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +19,11 @@ from nanogpt_bench.system.errors import BenchError, counted
 
 SHIPPED = "compare.yaml"
 REFERENCE = "bf16-mixed"
-# Rules tried on a format when only formats are given, and the format when only rules are.
+#: the rules if only formats are given, and the format if only rules are
 DEFAULT_RULES = ("master", "nearest", "stochastic", "stiffness-anneal", "muon-stochastic", "muon-residual8")
 DEFAULT_FORMATS = ("E4M3",)
 STEPS, FORMAT = "train.max_steps", "model.format"
-#: settings that grow with the number of steps
+#: settings that change in proportion to the number of steps
 INTERVALS, WARM_UP = ("eval.interval", "monitor.interval", "shadow.interval"), "optimizer.warmup_steps"
 MOST_WARM_UP = 100
 
@@ -43,15 +43,15 @@ def comparison(
     reference: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> SweepFile:
-    """Return the shipped comparison, or one of these formats and rules.
+    """Return the packaged comparison, or one of these formats and rules.
 
-    Settings that are `given` go into every row that they mean something for; the intervals follow the steps.
+    The settings `given` go into every row whose rule takes them; intervals change in proportion to the steps.
     """
     sweep, given = shipped(), dict(given or {})
     steps = _steps(given, max_steps) or sweep.base[STEPS]
     first = given.pop("seed", sweep.axes[0].grid()[0])
     base = of_length(sweep.base, steps) | ({} if data_dir is None else {"data.dir": data_dir.as_posix()})
-    if given.get("model.init_from") is not None:  # whose size is the model's
+    if given.get("model.init_from") is not None:  # the size is that of the checkpoint
         base.pop("model.size")
     chosen = choose_rows(formats, rules)
     check_count(len(chosen) * seeds, f"{counted(len(chosen), 'row')} at --seeds {seeds:,}")
@@ -66,9 +66,9 @@ def comparison(
 
 
 def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> tuple[Point, ...]:
-    """Return the settings of every row: the shipped ones, or the reference and all formats x rules.
+    """Return the settings of every row: the packaged ones, or the reference and all formats x rules.
 
-    Rules that keep float weights have no format and give one row each; `all` stands for every rule whose packages are
+    Rules of float weights give one row each, without a format. `all` stands for every rule whose packages are
     installed, with the formats that its products take.
     """
     if formats is None and rules is None:
@@ -83,14 +83,14 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
         raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
     floats = [(name, "none") for name in named if RULES[name].storage in WITHOUT_FORMATS]
     quantised = [name for name in named if RULES[name].storage not in WITHOUT_FORMATS]
-    # A rule whose products don't take a format is no row of `all`, and refused where it is named.
+    # If its products don't take a format, `all` leaves a rule out; a rule that is named is refused later.
     takes = {name: name in (rules or ()) or RULES[name].products is None for name in quantised}
     crossed = [(name, fmt) for fmt in grids for name in quantised if takes[name] or fmt in FP8_FORMATS]
     return tuple(row_of(*pair) for pair in dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
 
 
 def row_of(rule: str, fmt: str) -> Point:
-    """Return the settings of a row, those of 8-bit weights as the shipped rows have them."""
+    """Return the settings of a row; one with a format has those that packaged rows with a format have."""
     if fmt == "none":
         return {"rule": rule}
     quantised = next(row for row in shipped().rows if FORMAT in row)
@@ -98,7 +98,7 @@ def row_of(rule: str, fmt: str) -> Point:
 
 
 def row_settings(rule: str, fmt: str, *, seed: int, max_steps: int, data_dir: str) -> dict[str, Any]:
-    """Return all settings of one row's run as {dotted key: value}; learning rates are the rule's own."""
+    """Return all settings of one row's run as {dotted key: value}; learning rates are the rule's."""
     own = of_length({**shipped().base, **row_of(rule, fmt)}, max_steps)
     return {**own, "seed": seed, "data.dir": data_dir}
 
@@ -109,7 +109,7 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def of_length(settings: Mapping[str, Any], steps: int, before: int | None = None) -> Point:
-    """Return settings for so many steps, with intervals and warm-up in proportion to those `before`.
+    """Return settings for another number of steps (`before`: the old one), intervals and warm-up in proportion.
 
     >>> of_length({"train.max_steps": 300, "eval.interval": 30, "optimizer.warmup_steps": 30}, 2000)
     {'train.max_steps': 2000, 'eval.interval': 200, 'optimizer.warmup_steps': 100}
@@ -122,12 +122,12 @@ def of_length(settings: Mapping[str, Any], steps: int, before: int | None = None
 
 
 def taken(given: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    """Return the settings given that mean something for a row's rule."""
+    """Return those of the settings `given` that a row's rule takes."""
     return {key: value for key, value in given.items() if applies(key, value, RULES[row["rule"]])}
 
 
 def read_given(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key; refuses those that the rows differ in."""
+    """Return the settings of a command line by dotted key; refuse those in which the rows differ."""
     if not words:
         return {}
     given = parse_overrides(words)
@@ -135,11 +135,11 @@ def read_given(words: Sequence[str]) -> dict[str, Any]:
         if key in FIELDS and (option := FIELDS[key].facts["rows_by"]):
             raise BenchError(f"--{key}: the rows of a comparison differ in it; give {option}")
     config = build_config(given)
-    return {key: get(config, key) for key in given}  # 1e-3 is a number
+    return {key: get(config, key) for key in given}  # with their types: 1e-3 has become a number
 
 
 def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
-    """Yield in lines which rows a setting given is for, where that is not all of them."""
+    """Yield a line about every given setting that not all rows take, and about a learning rate."""
     for key, value in given.items():
         takers = [label(row) for row in sweep.rows if applies(key, value, RULES[row["rule"]])]
         if key == "optimizer.lr":
@@ -149,7 +149,7 @@ def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
 
 
 def _steps(given: dict[str, Any], asked: int | None) -> int | None:
-    """Take the steps of every run out of what was given, since other settings follow from them."""
+    """Remove the number of steps from `given`, and return it or that of --max-steps; None without either."""
     steps: int | None = given.pop(STEPS, None)
     if None not in (steps, asked) and steps != asked:
         raise BenchError(f"--{STEPS} {steps} and --max-steps {asked} are two numbers of steps; give one")

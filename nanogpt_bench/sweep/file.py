@@ -1,4 +1,4 @@
-"""The sweep file: which settings are the same for all runs, which are the axes, and how they are searched."""
+"""The sweep file: the settings of all runs, rows, axes, and how they are searched."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ Kind = TypeVar("Kind", bound=Section)
 
 
 class SensitivityOptions(Section):
-    """The layers that `--sensitivity` quantises, one at a time."""
+    """The layers that `--sensitivity` quantises, one pattern at a time."""
 
     patterns: list[str] = setting(
         lambda: ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "*"], "layer patterns, one row each"
     )
     blocks: bool = setting(True, "one more row for every block")
-    operand: str = setting("weight", "what is quantised there", choices=("weight", "activation", "gradient"))
+    operand: str = setting("weight", "operand that is quantised", choices=("weight", "activation", "gradient"))
 
 
 class Confirm(Section):
-    """The runs that count: every combination at its best values, on seeds that it was not tuned on."""
+    """The runs that count: every combination at its best values, with seeds on which it was not tuned."""
 
-    seeds: list[int] = setting(list, "of the runs of every combination")
-    steps: int | None = setting(None, "of each; null: train.max_steps", minimum=1)
+    seeds: list[int] = setting(list, "seeds of the runs of every combination")
+    steps: int | None = setting(None, "steps of each run; null: train.max_steps", minimum=1)
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -48,16 +48,14 @@ class Tune(Confirm):
     """The search for the best values of `keys` at every combination of the axes, before the runs that count."""
 
     keys: list[str] = setting(
-        lambda: ["optimizer.lr"], "settings that are searched; a rule that lacks one is searched in the rest"
+        lambda: ["optimizer.lr"], "keys to search; for a rule without one of them the others are searched"
     )
-    start: dict[str, float] = setting(dict, "where the search of a key begins; not given: the rule's own")
-    factor: float = setting(2.0, "between neighbours of the grid; around its best half of it follows", minimum=1.05)
-    span: float = setting(256.0, "how far from its start a key is searched, as a factor", above=1.0)
-    #: searched after `keys`, such as optimizer.weight_decay: [0.0, 0.1]; neighbours are neighbours in the list
-    choices: dict[str, list[int | float]] = setting(
-        dict, "keys with the values that are tried, the rule's own among them"
-    )
-    #: points that differ in nothing else share one search
+    start: dict[str, float] = setting(dict, "first value of a key; not given: the rule's")
+    factor: float = setting(2.0, "ratio of neighbouring values; around the best its square root is tried", minimum=1.05)
+    span: float = setting(256.0, "how far from its first value a key is searched, as a factor", above=1.0)
+    #: searched after `keys`, such as optimizer.weight_decay: [0.0, 0.1]; a value's neighbours are those in the list
+    choices: dict[str, list[int | float]] = setting(dict, "keys with a list of values to try, the rule's among them")
+    #: points that differ only in these share one search
     settings: dict[str, Any] = setting(dict, "settings of the trials in place of the points' own")
 
     @field_validator("start", mode="before")
@@ -89,17 +87,17 @@ class Tune(Confirm):
 
 
 class Points(Section):
-    """The choice of a sweep's points, and the number of its runs that are trained at a time."""
+    """The choice of a sweep's points, and how many runs are trained at a time."""
 
     search: str = setting("grid", "every combination, or random points", choices=("grid", "random"))
     samples: int = setting(20, "random: how many points", minimum=1)
-    sample_seed: int = setting(0, "random: chooses the points", minimum=0)
-    workers: int | None = setting(None, "runs at a time; null: one a core", minimum=1)
+    sample_seed: int = setting(0, "random: the seed by which points are drawn", minimum=0)
+    workers: int | None = setting(None, "runs at a time; null: one per core", minimum=1)
 
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A sweep file as read: settings by dotted key, axes in the order of the file."""
+    """The content of a sweep file: settings by dotted key, axes in the order of the file."""
 
     path: Path
     base: Mapping[str, Any]
@@ -108,35 +106,35 @@ class SweepFile:
     samples: int
     sample_seed: int
     workers: int | None
-    #: settings of each row of the table: a rule and a format, and what else it has; every point is trained in each
+    #: settings of each row of the table: a rule, a format, and others; every point of the axes is trained for each row
     rows: tuple[Mapping[str, Any], ...] = ()
-    #: settings of runs to measure against; or the name of a row to measure against
+    #: settings of reference runs, or the name of the row that is the reference
     reference: Mapping[str, Any] | str | None = None
     tune: Tune | None = None
     confirm: Confirm | None = None
     sensitivity: SensitivityOptions = field(default_factory=SensitivityOptions)
 
     def axis(self, key: str) -> Axis | None:
-        """The axis of a setting, None where there is none."""
+        """Return the axis of a setting; None without one."""
         return next((axis for axis in self.axes if axis.key == key), None)
 
 
-#: keys of a sweep file
+#: the keys of a sweep file
 KEYS = (
     *("config", "settings", "rows", "axes", "search", "samples", "sample_seed", "workers", "reference"),
     *("tune", "confirm", "smoke", "sensitivity"),
 )
-#: sections that smoke may change
+#: the sections that `smoke` may change
 SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def find_sweep(name: str) -> Path:
-    """Return the path of a sweep file: `name` itself, or the shipped file of that name."""
+    """Return the path of a sweep file: `name` itself, or the packaged file of that name."""
     return find_shipped(name, FOLDER, "sweep file")
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
-    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too."""
+    """Read a sweep file; `overrides` win over its settings, also over those of `smoke`, which is used if `smoke`."""
     try:
         return _read(path, overrides, smoke)
     except GivenTwice as error:
@@ -190,7 +188,7 @@ def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
             if not isinstance(given, dict):
                 raise BenchError(f"{where} in {path.name}: {given!r} is not allowed; give keys and values")
     small = {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
-    if "settings" in smoke:  # one by one, however nested either is
+    if "settings" in smoke:  # key by key, dotted or nested
         own = _settings(tree.get("settings") or {}, "settings")
         small["settings"] = own | _settings(smoke["settings"], "smoke.settings")
     return small
@@ -220,7 +218,7 @@ def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any
 
 
 def _beside(path: Path, name: str) -> Path:
-    """A configuration named in a sweep file: beside that file, or as `run` would find it."""
+    """The configuration named in a sweep file: beside that file, or where `run` would find it."""
     beside = path.parent / name
     try:
         return beside if beside.is_file() else find_config(name)
@@ -238,7 +236,7 @@ def _settings(content: Any, key: str) -> dict[str, Any]:
 
 
 def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The sections tune and confirm, which go together and share no seed."""
+    """The sections tune and confirm, which need each other and share no seed."""
     if tree.get("tune") is None and tree.get("confirm") is None:
         return {}
     for name, other in (("tune", "confirm"), ("confirm", "tune")):
@@ -264,7 +262,7 @@ def _section(kind: type[Kind], tree: Mapping[str, Any], name: str) -> Kind:
 
 
 def _made(kind: type[Kind], content: Mapping[str, Any], prefix: str) -> Kind:
-    """A section of what a file gives; what it gives as null has its default."""
+    """A section with a file's values; null means the default."""
     try:
         return kind.model_validate({key: value for key, value in content.items() if value is not None})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The plan of a sweep or a comparison: its runs, with their names and settings, checked before anything is trained."""
+"""The plan of a sweep or a comparison: its runs with names and settings, checked before any training."""
 
 import hashlib
 import json
@@ -22,16 +22,16 @@ from nanogpt_bench.system.errors import BenchError, printable, unknown
 
 LONGEST_NAME = 120
 FLOAT_LR = "optimizer.float_lr"
-#: settings that a label says through its first words, or leaves to the name
+#: settings that a label does not repeat: rule and format are its first words, and the seed is in the folder's name
 _SAID = ("rule", "model.format", "seed")
 
 
-#: most runs of a comparison or a sweep: checking their settings takes a minute, and their page has many megabytes
+#: the most runs of a comparison or a sweep: for so many checking takes a minute, and the page has many megabytes
 MOST_RUNS = 10_000
 
 
 def check_count(runs: int, source: str) -> None:
-    """Refuse more runs than `MOST_RUNS`, before any is planned; `source` asks for them."""
+    """Refuse more runs than `MOST_RUNS` before any is planned; the error names their `source`."""
     if runs > MOST_RUNS:
         count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
         raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
@@ -39,7 +39,7 @@ def check_count(runs: int, source: str) -> None:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training: a row of the table at one seed, its folder's name and its settings by dotted key."""
+    """One training: a row of the table with one seed; the name of its folder, and its settings by dotted key."""
 
     label: str
     rule: str
@@ -47,9 +47,9 @@ class PlannedRun:
     seed: int
     name: str
     settings: dict[str, Any]
-    #: the point of a sweep's axes that it trains at
+    #: its point of the sweep's axes
     axes: Mapping[str, Any] = field(default_factory=dict)
-    #: True for a run that is no row of the table, only a trial for the settings of rows
+    #: True for a trial, which belongs to no row of the table
     aside: bool = field(default=False, kw_only=True)
 
     @property
@@ -60,7 +60,7 @@ class PlannedRun:
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
-    """Return every run of the file: the references at every seed first, then the points, each once."""
+    """Return all runs of a sweep file: the references at every seed, then the points, each once."""
     if not sweep.axes and not sweep.rows:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
@@ -72,10 +72,10 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
 
 
 def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping[str, Any], Point]]:
-    """Yield (settings of all runs, point) of every point in every row of the file; without rows of the points alone.
+    """Yield (base settings, point) for every point in every row of the file; for every point if there are no rows.
 
-    A row's rule and format are part of its points, and so is what rows of one rule and format differ in: the label says
-    it. Its other settings are as those of all runs.
+    A row's rule and format become part of its points, and so do settings in which rows of the same rule and format
+    differ: labels show them. The row's other settings become part of its base settings.
     """
     for row in sweep.rows or ({},):
         alike = [other for other in sweep.rows if all(other.get(key) == row.get(key) for key in _SAID)]
@@ -85,7 +85,7 @@ def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping
 
 
 def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
-    """The point where a reference is the same training; else the reference, by another label than the point's."""
+    """The point, if the reference `run` is the same training; else the reference, labelled differently."""
     if resolve(build_config(point.settings)) == resolve(build_config(run.settings)):
         return point
     label = f"{run.label} (reference)"
@@ -93,7 +93,7 @@ def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
 
 
 def count_points(sweep: SweepFile) -> int:
-    """Return how many points the file has, at most, without making them."""
+    """Return the most points that the file can have, without making them."""
     rows = max(1, len(sweep.rows))
     if sweep.search == "random":
         return rows * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
@@ -108,10 +108,10 @@ def points_of(sweep: SweepFile) -> list[Point]:
 
 
 def references_of(sweep: SweepFile, points: Iterable[Point], *keys: str) -> Iterator[tuple[Mapping[str, Any], Point]]:
-    """Yield (settings, point) of the file's reference at all `keys` of the points; none where it has no settings.
+    """Yield (settings, point) of the file's reference, if it has settings, for all values of `keys` in the points.
 
-    There is one for every combination of values of the axes without which losses can't be set against each other, such
-    as steps: a reference trains on what the points measured against it train on, as far.
+    There is also one for every combination of values of settings in which compared runs have to agree, such as
+    train.max_steps: a reference trains on the same data, and as long, as the points that are compared with it.
     """
     if isinstance(sweep.reference, Mapping):
         base = reference_settings(sweep.base, sweep.reference)
@@ -121,7 +121,7 @@ def references_of(sweep: SweepFile, points: Iterable[Point], *keys: str) -> Iter
 
 
 def left_out_of_reference(sweep: SweepFile) -> str:
-    """Return the optimizer's options that a reference given as settings does without, in one line; "" for none."""
+    """Return a line that names the optimizer's options in `settings` that the reference does not get; "" for none."""
     if not isinstance(sweep.reference, Mapping):
         return ""
     own = reference_settings(sweep.base, sweep.reference)
@@ -136,7 +136,7 @@ def left_out_of_reference(sweep: SweepFile) -> str:
 
 
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedRun:
-    """Return the run at a point, its settings checked; `label` instead of one made from the point."""
+    """Return the run at a point, its settings checked; `label` replaces the label made from the point."""
     idle = _idle(base, point)
     axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle}
     settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
@@ -147,17 +147,17 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     except BenchError as error:
         where = ", ".join(f"{key} {value!r}" for key, value in axes.items())
         raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None
-    settings |= {key: get(built, key) for key in settings}  # 1e-3 and 0.001 are one learning rate
+    settings |= {key: get(built, key) for key in settings}  # so that 1e-3 and 0.001 are the same learning rate
     axes |= {key: settings[key] for key in axes if key in settings}
     if built.rule is None and built.optimizer.lr is None and rule_name(config) in RULES:
-        settings["optimizer.lr"] = config.optimizer.lr  # not in the settings of before, when it was another one
+        settings["optimizer.lr"] = config.optimizer.lr  # recorded, so that a changed default is noticed on resuming
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
     return PlannedRun(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
 
 
 def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
-    """Settings that the other rules of the axis share, and that this one has no use for."""
+    """The settings that this point's rule does not take, although they are given for other rules of the axis."""
     rule = RULES.get(str(point.get("rule")))
     if rule is None:
         return frozenset()
@@ -169,7 +169,7 @@ def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """The point; without formats where the rule keeps float weights, so that it is in the grid once."""
+    """The point; without formats if its rule keeps float weights, so that the grid has it once."""
     if not _keeps_floats(base, point):
         return dict(point)
     rest = {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
@@ -181,7 +181,7 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
 
 
 def applies(key: str, value: Any, rule: Rule) -> bool:
-    """Return whether a setting means something under a rule.
+    """Return whether a rule takes a setting.
 
     >>> applies("optimizer.momentum", 0.9, RULES["sgd"]), applies("optimizer.momentum", 0.9, RULES["fp32"])
     (True, False)
@@ -210,10 +210,10 @@ def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
 
 
 def describe(config: Config, axes: Mapping[str, Any]) -> str:
-    """Return the label of a point: format and rule, and the other axes by the last word of their key."""
+    """Return the label of a point: format and rule, then the other axes by the last words of their keys."""
     shorts = [key.rsplit(".", 1)[-1] for key in axes]
     fmt, everywhere = format_summary(config), config.model.formats.get("*")
-    if fmt == "mixed" and axes.get("model.format") and everywhere is not None:  # that of the axis, others beside it
+    if fmt == "mixed" and axes.get("model.format") and everywhere is not None:  # some layers have other formats
         fmt = weight_format(everywhere)
     words = [row_label(rule_name(config), fmt)]
     for key, short in zip(axes, shorts, strict=True):
@@ -233,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def folder_name(label: str, axes: Mapping[str, Any]) -> str:
-    """Return a name for a folder; one that says less than the label ends in a hash of the point.
+    """Return a folder's name for a label; if it had to be changed or shortened, it ends with a hash of the point.
 
     >>> folder_name("E4M3 nearest lr=0.001 seed=42", {})
     'E4M3-nearest-lr=0.001-seed=42'
@@ -246,10 +246,10 @@ def folder_name(label: str, axes: Mapping[str, Any]) -> str:
 
 
 def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
-    """Return the label of the row to measure against, None for the first BF16 one.
+    """Return the label of the reference row; None for the first BF16 row.
 
-    `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
-    and format; any other is refused.
+    If `reference` has settings, its runs are the first of `planned`. A name is a row's label, or stands for the first
+    row of that rule and format; any other is refused.
     """
     if not isinstance(reference, str):
         return None if reference is None else planned[0].label
@@ -263,7 +263,7 @@ def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[Pla
 
 
 def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs without repetitions; refuses two of other settings that would share a folder."""
+    """Return the runs without repetitions; refuse two with different settings that would share a folder."""
     by_name: dict[str, PlannedRun] = {}
     for run in planned:
         other = by_name.setdefault(run.name, run)
@@ -273,7 +273,7 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
 
 
 def check_inputs(planned: Iterable[PlannedRun]) -> None:
-    """Refuse a corpus that a run could not use, before anything is written."""
+    """Refuse a corpus that a run can't use, before anything is written."""
     from nanogpt_bench.data.batches import open_corpus
 
     seen: set[str] = set()

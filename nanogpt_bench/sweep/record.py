@@ -1,4 +1,4 @@
-"""The runs of a sweep on disk: each one's outcome, and sweep.json."""
+"""The runs of a sweep on disk: their folders, their outcomes, and sweep.json."""
 
 import json
 import platform
@@ -34,7 +34,7 @@ from nanogpt_bench.system.files import is_unused, write_text
 from nanogpt_bench.system.untrusted import read_json
 
 DATE = "%Y-%m-%d %H:%M UTC"
-#: figures of a run, from its summary.json
+#: entries of a run's summary.json that sweep.json repeats
 OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
     *("arrived", "tokens_per_s", "seconds"),
@@ -42,11 +42,11 @@ OUTCOMES = (
 
 
 class SweepRecord:
-    """The runs of a sweep in `folder`: a folder a run, sweep.json, the report.
+    """The runs of a sweep in `folder`: a folder per run, sweep.json, the report.
 
-    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
-    or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
-    first BF16 row. The table has the rows labelled `order` first.
+    Runs are added one by one, since some are planned from the results of others. `mode` is grid, random, compare,
+    tune or sensitivity. Gaps are measured to the row labelled `baseline`, without one to the first BF16 row. The table
+    has the rows labelled `order` first.
     """
 
     def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
@@ -57,11 +57,11 @@ class SweepRecord:
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
         self._before = self._entries_of_before()
-        #: entry in sweep.json of every added run
+        #: entries of sweep.json, by the name of the run
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True where an earlier start has ended it. Else what it left without a checkpoint is removed."""
+        """Add a run; return whether it has ended already. Else remove its folder, unless it has a checkpoint."""
         self.check(run)
         self.planned.append(run)
         if self._read(run):
@@ -71,7 +71,7 @@ class SweepRecord:
         return False
 
     def _read(self, run: PlannedRun) -> bool:
-        """Read a run's folder; returns whether it has come to its own end."""
+        """Read a run's folder; return whether the run has ended by itself."""
         summary = self.summary(run)
         self._ended[run.name] = has_ended(summary)
         self._entries[run.name] = {
@@ -102,27 +102,27 @@ class SweepRecord:
         return summary_of(self.run_dir(run))
 
     def final_loss(self, run: PlannedRun) -> float | None:
-        """The final loss of a run that came to its last step; one that failed, or ended early, has none."""
+        """Return the final loss of a run that reached its last step; None if it failed or ended early."""
         summary = self.summary(run)
         return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, with the error of one that could not write its own summary; write sweep.json."""
+        """Record the end of a run, and its `error` if it could not write its own summary; write sweep.json."""
         if error is not None:
             self.note_failure(run, error)
         self._read(run)
         self.write_manifest()
 
     def ended(self, run: PlannedRun) -> bool:
-        """Return whether a run came to its own end; one that was ended from outside did not."""
+        """Return whether a run ended by itself, and not from outside."""
         return self._ended[run.name]
 
     def left(self) -> list[PlannedRun]:
-        """The runs that have not come to their own end, and those whose results are gone."""
+        """Return the runs that have not ended by themselves, and those whose results are gone."""
         return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
-        """Record the state of every run once all workers have stopped, whether or not its end was reported."""
+        """Record the state of every run once all workers have stopped, also of runs whose end was not reported."""
         for run in self.planned:
             if not self.ended(run):
                 self._read(run)
@@ -132,7 +132,7 @@ class SweepRecord:
         self.write_manifest()
 
     def rows(self) -> list[Row]:
-        """The rows in the order of the table, each with those of its runs that have begun; one given up has none."""
+        """Return the rows in the order of the table, each with its runs that have begun; a row given up has none."""
         grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
             if not run.aside:
@@ -148,7 +148,7 @@ class SweepRecord:
         return measure(rows, find_reference(rows, self.baseline))
 
     def write_page(self) -> Path:
-        """Write the tables, the page and the figures; returns the page's path."""
+        """Write the tables, the page and the figures; return the page's path."""
         rows, now = self.rows(), {"Command": command_line(), "Date": self._started.strftime(DATE)}
         title = f"nanogpt-bench {self.mode if self.mode == 'compare' else f'sweep ({self.mode})'}"
         first = {"Command": now["Command"], "Machine": platform.platform(), "Date": now["Date"]}
@@ -156,10 +156,10 @@ class SweepRecord:
         return write_report(rows, self.folder, title=title, facts=facts, baseline=self.baseline)
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
-        """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
+        """Write a summary for a run that could not do so itself, so that its folder shows how it failed.
 
-        A full disk or a kill is no failure of the run, which goes on when it is started again; to a full disk nothing
-        more is written. Any other error is one, with its traceback, and the run is tried again as well.
+        A kill or a full disk is no failure of the run, which can be resumed; nothing more is written to a full disk.
+        Any other error is a failure and is written with its traceback; that run is tried again, too.
         """
         known = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
@@ -213,7 +213,7 @@ class SweepRecord:
         return entries
 
     def check(self, run: PlannedRun) -> None:
-        """Refuse a run that an earlier start has done with other settings."""
+        """Refuse a run that an earlier start of the sweep has trained with other settings."""
         before = self._before.get(run.name)
         if before is None:
             return
@@ -226,10 +226,10 @@ class SweepRecord:
                 )
 
     def write_manifest(self) -> None:
-        """Write sweep.json as things are."""
+        """Write sweep.json as of now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = [self._entries[run.name] for run in self.planned]
-        # What an earlier start did beyond today's plan stays known: its settings guard its folder.
+        # Entries of earlier starts beyond this plan stay: `check` compares their settings when they are planned again.
         entries += [{**entry, "of_plan": False} for name, entry in self._before.items() if name not in self._entries]
         facts = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
         content = {**facts, "command": command_line(), "runs": entries}

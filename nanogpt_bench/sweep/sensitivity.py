@@ -1,4 +1,4 @@
-"""`sweep --sensitivity`: one layer pattern, or block, quantised at a time and trained."""
+"""`sweep --sensitivity`: training with one layer pattern, or block, quantised at a time."""
 
 import json
 import statistics
@@ -25,13 +25,13 @@ AXES = ("model.format", "seed")
 
 @dataclass(frozen=True)
 class Study:
-    """The runs of a table: the reference at every seed, and every pattern x format at every seed."""
+    """The runs of a sensitivity table: for every seed the reference, and every pattern x format."""
 
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
     operand: str
     reference: tuple[PlannedRun, ...]
-    #: by (pattern, format), one run a seed
+    #: runs by (pattern, format), one per seed
     cells: Mapping[tuple[str, str], tuple[PlannedRun, ...]]
 
     @property
@@ -40,7 +40,7 @@ class Study:
 
 
 def plan_study(sweep: SweepFile) -> Study:
-    """Return the study that a sweep file describes: its axes are formats, and seeds if several are wanted."""
+    """Return the study that a sweep file describes; its axes may only be model.format and seed."""
     for axis in sweep.axes:
         if axis.key not in AXES:
             raise BenchError(
@@ -71,7 +71,7 @@ def plan_study(sweep: SweepFile) -> Study:
 def _references(
     sweep: SweepFile, base: Mapping[str, Any], config: Config, points: Sequence[Mapping[str, Any]]
 ) -> tuple[PlannedRun, ...]:
-    """The same training with float weights: as the file says, or AdamW at the precision of the others."""
+    """The same training with float weights: by the file's reference, or AdamW in the precision of the others."""
     own = sweep.reference
     if own is None:
         own = {"rule": "fp32" if config.train.precision == "float32" else "bf16-mixed"}
@@ -91,10 +91,10 @@ def _cell_run(
 
 
 def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
-    """Return the content of sensitivity.json: gaps in nats, pattern by format, null where a run has no final loss.
+    """Return the content of sensitivity.json: gaps in nats, pattern by format, null where no run has a final loss.
 
-    A gap is the mean over seeds of the final val loss less that of the reference at the same seed; `spread` is its
-    sample standard deviation, null with one seed; `status` names how a cell's runs ended that did not finish.
+    A gap is the mean over seeds of the final validation loss minus that of the reference at the same seed; `spread` is
+    its sample standard deviation, null with one seed; `status` names the ends of a cell's unfinished runs.
     """
     base = {run.seed: record.final_loss(run) for run in study.reference}
     run = study.cells[study.patterns[0], study.formats[0]][0]
@@ -125,7 +125,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
-    """The ends of the cell's runs, by the kind of a failure where there is one; None when all finished."""
+    """The ends of a cell's unfinished runs: the kind of failure, or the status; None if all finished."""
     ends = []
     for run in runs:
         summary = record.summary(run)
@@ -135,5 +135,5 @@ def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
 
 
 def write_gaps(study: Study, record: SweepRecord) -> Path:
-    """Write sensitivity.json as things are."""
+    """Write sensitivity.json as of now."""
     return write_text(record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n")

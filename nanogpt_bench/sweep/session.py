@@ -1,6 +1,6 @@
 """A sweep from its plan to its report: grid or random points, rates tuned and confirmed, the sensitivity of layers.
 
-Runs train in worker processes under one bar.
+Runs train in worker processes, with one progress bar.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from nanogpt_bench.sweep.workers import Event, Local, Pool, check_workers, divid
 from nanogpt_bench.system.errors import counted, one_line, printable, rough_time
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
-#: seconds before the first estimate of the time left, and between two estimates, where there is no terminal; in long
-#: runs two estimates are this share of the elapsed time apart
+#: without a terminal: seconds before the first estimate of the time left, and the least between two of them, which are
+#: at least this share of the elapsed time apart
 FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
-#: called with a run that has ended; returns the runs that follow from it
+#: a function that is called with a run that has ended, and returns the runs that follow from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
 
 
 @dataclass
 class Entry:
-    """One run under the bar: its size in the unit of the other runs, and the share of it that has been done."""
+    """One run of the progress bar: its size, in the unit of the other runs' sizes, and the share that is done."""
 
     name: str
     size: float = 1.0
@@ -52,15 +52,15 @@ class Entry:
 
 
 class Bar:
-    """The events of a pool on a terminal; a context manager, since a bar there has to be left."""
+    """The progress bar, which shows the events of a pool; a context manager, since the terminal has to be restored."""
 
     def __init__(self, console: Console) -> None:
         self.entries: list[Entry] = []
-        #: sizes of the runs that will be added, as far as they are known
+        #: returns the sizes of the runs that will be added, as far as they are known
         self.to_come: Callable[[], Sequence[float]] = tuple
         self._console = console
         self._next_estimate, self._begun = FIRST_ESTIMATE, time.monotonic()
-        #: time and share of the first steps, before which processes were started
+        #: time and share at the first steps; before, processes were starting
         self._first: tuple[float, float] | None = None
         words = TextColumn("{task.description}")
         self._bar = Progress(BarColumn(), words, console=console, transient=True, disable=not console.is_terminal)
@@ -81,7 +81,7 @@ class Bar:
         return time.monotonic() - self._begun
 
     def show(self, event: Event) -> None:
-        """Apply an event, print a line of a run that has ended, and move the bar."""
+        """Apply an event, print a line about a run that has ended, and move the bar."""
         if event.job is not None:
             entry = self.entries[event.job]
             if event.kind == "progress":
@@ -99,7 +99,7 @@ class Bar:
             self.say(self.words())
 
     def share(self) -> float:
-        """The share of all work that has been done, that of the runs to come included."""
+        """Return the share of all work that is done; runs to come count as work."""
         sizes = [*(entry.size for entry in self.entries), *self.to_come()]
         return sum(entry.size * entry.done for entry in self.entries) / sum(sizes) if sizes else 0.0
 
@@ -107,7 +107,7 @@ class Bar:
         return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
 
     def left(self) -> str:
-        """The time left at the pace since the first steps, in words, short by about a run's length; none if unknown."""
+        """Return the time left in words, at the pace since the first steps; too short by about a run; "" if unknown."""
         since, before = self._first or (0.0, self.share())
         done = self.share() - before
         rest = 1.0 - self.share()
@@ -115,12 +115,12 @@ class Bar:
 
 
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
-    """Return the most threads that a run's own settings name, None where none does."""
+    """Return the most threads that a run's settings name; None if no run's do."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
 
 def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
-    """Refuse a device that is not there, or, on this machine, more memory than is free."""
+    """Refuse a device that the executor does not have, or runs that need more memory than is free on this machine."""
     from nanogpt_bench.setup.memory import DECIDING, check_fits
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
@@ -132,7 +132,7 @@ def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
 
 
 class Session:
-    """Trains what a record has not, several runs at a time; `to_come` are the sizes of runs still to be planned."""
+    """Trains the runs that a record does not have yet, several at a time; `to_come` as in `Bar`."""
 
     def __init__(
         self, record: SweepRecord, workers: int | None, executor: Local, to_come: Callable[[], Sequence[float]] = tuple
@@ -147,7 +147,7 @@ class Session:
         self._threads = 1
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
-        """Train the runs and those that follow from them; False when a signal ended it before."""
+        """Train the runs and those that follow from them; return False if a signal ended it early."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
         self._record.write_manifest()
@@ -174,7 +174,7 @@ class Session:
         return True
 
     def _left(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
-        """The run if it is still to be done, else what is to be done of those that follow from it."""
+        """Return the run if it has to be trained; else those to be trained of the runs that follow from it."""
         if not self._record.add(run):
             return [run]
         return [left for following in on_end(run) for left in self._left(following, on_end)]
@@ -183,7 +183,7 @@ class Session:
         for run in runs:
             run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
             threads = self._threads
-            if resume and (before := run_dir / "config.yaml").is_file():  # for the same sums in the same order
+            if resume and (before := run_dir / "config.yaml").is_file():  # as many threads give the same numbers
                 threads = load_config(before).runtime.threads or threads
             settings = {"runtime.threads": threads, **PASSING, **run.settings}
             self._waiting.append(len(self._jobs))
@@ -199,28 +199,28 @@ class Session:
             if stop.asked:
                 return
             run = None if event.job is None else self._runs[event.job]
-            if run is not None and event.kind == "done":  # of the worker; the training itself may have failed
+            if run is not None and event.kind == "done":  # the worker is done, but the training may have failed
                 summary = self._record.summary(run)
                 if summary.get("status") == "failed" and summary.get("failure"):
                     event = Event(event.job, "failed", {"error": summary["failure"]})
             self._bar.show(event)
             if run is not None and event.kind in ("done", "failed"):
                 self._record.end(run, event.data["error"] if event.kind == "failed" else None)
-                if self._record.ended(run):  # else it was ended from outside: nothing follows from that
+                if self._record.ended(run):  # nothing follows from a run that was ended from outside
                     self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
 
 
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
-    """The order of runs: trials, then one seed of every row before the next seed, and long runs before short ones."""
+    """The sort key of runs: trials, then one seed of all rows before the next seed, long runs before short ones."""
     return (not run.aside, run.seed, -run.cost)
 
 
 def close(
     record: SweepRecord, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
 ) -> int:
-    """Write the report, print the table given, or else or with `rows` that of all runs; returns the exit code.
+    """Write the report, print `table` and, without it or with `rows`, that of all runs; return the exit code.
 
-    The last line printed is the page's path. What is left is said on standard error, with the `command` that goes on.
+    The last line is the page's path. Standard error names the runs that are left, and the `command` to continue.
     """
     page = record.write_page()
     if table is not None:
@@ -248,9 +248,9 @@ def sweep_grid(
     mode: str | None = None,
     again: str | None = None,
 ) -> int:
-    """Train every point of the file and report; the last line is the report's path.
+    """Train every point of the file and report; the last printed line is the report's path.
 
-    `mode` is written to sweep.json in place of the search. `again` is the command that goes on, where it is another.
+    `mode` replaces the search in sweep.json. `again` is the command that continues the sweep, if not the same one.
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
@@ -262,7 +262,7 @@ def sweep_grid(
 def _check(
     sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedRun], workers: int | None, executor: Local
 ) -> None:
-    """Refuse what can't be trained before anything is written, the default corpus apart."""
+    """Refuse runs that can't be trained before anything is written, except the default corpus."""
     check_workers(workers, "workers", threads_set(planned), executor.cores())
     for run in planned:
         record.check(run)
@@ -275,7 +275,7 @@ def _check(
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
-    """Search the best rates of every point, train it at these on other seeds, report and write tuning.json."""
+    """Search the best rates of every point, train it at these with other seeds, report, and write tuning.json."""
     record = SweepRecord(out, "tune")
     tuning = Tuning(sweep, record)
     record.order, record.baseline = tuning.labels, tuning.baseline

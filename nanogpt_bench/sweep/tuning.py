@@ -1,4 +1,4 @@
-"""Tuning: the best rates of every combination of the axes, then the runs that count, at these, on other seeds."""
+"""Tuning: searching the best rates of every combination of the axes, then the runs that count, with other seeds."""
 
 import json
 import math
@@ -30,14 +30,14 @@ from nanogpt_bench.system.files import write_text
 
 FILE = "tuning.json"
 STEPS = "train.max_steps"
-#: a point of the grid: for every key, its half steps from the start
+#: a point of the search: for every key, the number of half steps from its first value
 Place = tuple[int, ...]
 FULL, HALF = 2, 1
 
 
 @dataclass
 class Search:
-    """The search for the best values at one point, from those of its run `start`, and the points confirmed at them."""
+    """The search for the best values of keys, from those of the run `start`, and the points confirmed at the best."""
 
     base: Mapping[str, Any]
     start: PlannedRun
@@ -45,7 +45,7 @@ class Search:
     confirmed: list[PlannedRun] = field(default_factory=list)
     trials: dict[Place, list[PlannedRun]] = field(default_factory=dict)
     losses: dict[Place, float] = field(default_factory=dict)
-    #: names of the runs of the round at hand that have not ended
+    #: names of the current round's runs that have not ended
     pending: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Search:
                 raise BenchError(f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0")
 
     def value(self, key: str, index: int) -> float | None:
-        """The value of a key so many half steps from its start, to four digits; None beyond the span or the list."""
+        """Return a key's value `index` half steps from its first, to four digits; None beyond the span or the list."""
         first, factor = self.first[key], self.options.factor
         if key not in self.options.choices:
             far = FULL * math.log(self.options.span) / math.log(factor) + 1e-9
@@ -81,7 +81,7 @@ class Search:
         return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
-        """The runs to try next, all that follow from those that have ended; none when the search is over."""
+        """Return the next trials that follow from the ended ones; empty when the search is over."""
         while places := next_places(self.losses, len(self.first), self.has):
             for place in places:
                 self._try(place)
@@ -92,7 +92,7 @@ class Search:
         return runs
 
     def _try(self, place: Place) -> None:
-        """Plan the runs of a place; one beyond what a setting takes is worse than all, as if they had diverged."""
+        """Plan the runs of a place; values that a setting does not take count as diverged."""
         try:
             values = {**self.start.axes, **self.values(place)}
             runs = [plan_point(self.base, {**values, "seed": seed}) for seed in self.options.seeds]
@@ -103,7 +103,7 @@ class Search:
             self.losses[place] = math.inf
 
     def ends(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
-        """Record the end of a run; returns whether it was the last of its round."""
+        """Record the end of a run; return whether it was the last of its round."""
         self.pending.discard(run.name)
         if self.pending:
             return False
@@ -114,13 +114,13 @@ class Search:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The values of the lowest mean loss so far; None while there is none."""
+        """The values with the lowest mean loss so far; None without a finite one."""
         place = best_place(self.losses) if self.losses else None
         return None if place is None or math.isinf(self.losses[place]) else self.values(place)
 
 
 class Tuning:
-    """All searches and what follows from them: the runs that come next, and tuning.json."""
+    """All searches of a sweep, the runs that follow from them, and tuning.json."""
 
     def __init__(self, sweep: SweepFile, record: SweepRecord) -> None:
         assert sweep.tune is not None
@@ -128,7 +128,7 @@ class Tuning:
         _check(sweep, sweep.tune)
         self.sweep, self.tune, self.confirm, self._record = sweep, sweep.tune, sweep.confirm, record
         self.searches: list[Search] = []
-        #: called with a line about every search that is over
+        #: called with a line when a search is over
         self.say: Callable[[str], None] = lambda _: None
         points = points_of(sweep)
         for base, point in (*references_of(sweep, points), *((sweep.base, point) for point in points)):
@@ -137,7 +137,7 @@ class Tuning:
         self.baseline, self.labels = baseline_of(sweep.reference, confirmed), [run.label for run in confirmed]
 
     def _add(self, base: Mapping[str, Any], point: Point) -> None:
-        """Take a combination of the axes in; those that differ only in what the trials have set share a search."""
+        """Add a combination of the axes; combinations that differ only in keys of `tune.settings` share a search."""
         confirmed = plan_point(base, point if self.confirm.steps is None else {**point, STEPS: self.confirm.steps})
         confirmed = replace(confirmed, label=plan_point(base, point).label)
         for other in (other for search in self.searches for other in search.confirmed if other.name == confirmed.name):
@@ -145,7 +145,7 @@ class Tuning:
                 raise BenchError(
                     f"two rows would both be called {other.label!r}; name the row: reference: {other.label}"
                 )
-            return  # a rule with float weights, at another format
+            return  # the same run: a rule with float weights, repeated for another format
         trial = {**self.tune.settings, **({} if self.tune.steps is None else {STEPS: self.tune.steps})}
         start = plan_point(base, {key: value for key, value in point.items() if key not in trial} | trial)
         search = next((search for search in self.searches if search.start.settings == start.settings), None)
@@ -155,23 +155,23 @@ class Tuning:
         search.confirmed.append(confirmed)
 
     def first(self) -> list[PlannedRun]:
-        """The trials to begin with."""
+        """Return the first trials."""
         return [run for search in self.searches for run in search.round()]
 
     def confirmations(self, search: Search, values: Mapping[str, Any]) -> Iterator[PlannedRun]:
-        """Yield the runs that count, of every point of a search, at these values."""
+        """Yield the runs that count, for every point of a search, at these values."""
         for point in search.confirmed:
             for seed in self.confirm.seeds:
                 run = plan_point(search.base, {**point.axes, **values, "seed": seed})
                 yield replace(run, label=point.label)
 
     def checked(self) -> list[PlannedRun]:
-        """Runs with all settings that will be trained, to be checked before anything is."""
+        """Return the first trials and confirmations at the first values, to be checked before any training."""
         own = (run for search in self.searches for run in self.confirmations(search, search.first))
         return [*self.first(), *own]
 
     def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
-        """The runs that follow from one that has ended: the next trials, or the confirmation."""
+        """Return the runs that follow from one that has ended: the next trials, or the confirmation."""
         search = next((search for search in self.searches if run.name in search.pending), None)
         if search is None or not search.ends(run, self._record.final_loss):
             return ()
@@ -188,7 +188,7 @@ class Tuning:
         return following
 
     def to_come(self) -> list[float]:
-        """The sizes of the runs that are still to be planned, of trials the half steps: for the time that is left."""
+        """Return the sizes of runs still to be planned (of trials: the half steps), to estimate the time left."""
         sizes: list[float] = []
         for search in self.searches:
             if search.pending:
@@ -197,7 +197,7 @@ class Tuning:
         return sizes
 
     def write(self) -> Path:
-        """Write tuning.json as things are."""
+        """Write tuning.json as of now."""
         content = {
             **{key: getattr(self.tune, key) for key in ("factor", "span", "seeds", "steps")},
             "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},
@@ -206,7 +206,7 @@ class Tuning:
         return write_text(self._record.folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a search: what it found, every trial with its losses, and what that cost."""
+        """Return one entry per search: its best values, every trial with its losses, and the cost."""
         return [self._row(search) for search in self.searches]
 
     def _row(self, search: Search) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class Tuning:
 
 
 def _check(sweep: SweepFile, tune: Tune) -> None:
-    """Refuse keys that can't be searched, and axes that say what tune and confirm say."""
+    """Refuse keys that can't be searched, and axes of settings that tune or confirm also give."""
     if sweep.search != "grid":
         raise BenchError(f"tune in {sweep.path.name} searches at every point of a grid; leave search: random out")
     for key in (*tune.keys, *tune.start):
@@ -272,11 +272,11 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
 
 
 def next_places(losses: Mapping[Place, float], keys: int, has: Callable[[Place], bool]) -> list[Place]:
-    """Return the places to try next, all at once, none when the search is over: a coordinate descent.
+    """Return the places to try next, all at once; empty when the search is over. It is a coordinate descent.
 
-    `losses` has those of all places tried, infinite where a run diverged; `has` tells whether there is such a place.
-    First come the start and its neighbours, a full step to either side on the first key; then, one key at a time and as
-    long as the best place is not amid neighbours that were tried, those that were not; last those half a step from it.
+    `losses` has the places tried so far, with inf where a run diverged; `has` tells whether a place exists. First come
+    the start and its neighbours a full step to either side on the first key; then, key by key, the untried neighbours
+    of the best place, until none is left; last its neighbours at half a step.
 
     >>> next_places({}, keys=1, has=lambda _: True)
     [(0,), (-2,), (2,)]
@@ -296,13 +296,13 @@ def next_places(losses: Mapping[Place, float], keys: int, has: Callable[[Place],
 
 
 def neighbours(place: Place, key: int, step: int) -> Iterator[Place]:
-    """Yield the places `step` half steps below and above on a key."""
+    """Yield the places `step` half steps below and above on one key."""
     for way in (-step, step):
         yield (*place[:key], place[key] + way, *place[key + 1 :])
 
 
 def best_place(losses: Mapping[Place, float]) -> Place:
-    """Return the place of the lowest loss; of several the lowest one, which is where training is the most stable.
+    """Return the place with the lowest loss; of several the one with the lowest values, where training is more stable.
 
     >>> best_place({(0,): 1.0, (2,): 1.0, (4,): math.inf})
     (0,)
@@ -311,7 +311,7 @@ def best_place(losses: Mapping[Place, float]) -> Place:
 
 
 def is_inside(losses: Mapping[Place, float], key: int) -> bool:
-    """Return whether values of a key below and above that of the best place were tried."""
+    """Return whether values of a key both below and above that of the best place were tried."""
     if not losses:
         return False
     tried: Iterable[int] = [place[key] for place in losses]

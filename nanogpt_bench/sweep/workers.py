@@ -1,8 +1,8 @@
-"""Workers that train one run at a time each, jobs for them, and the number of them that the cores take.
+"""Workers, each of which trains one run at a time; their jobs; and how many of them fit the cores.
 
-A worker is a process of this machine, alone in a `ProcessPoolExecutor`, or a task of a Ray cluster. It is made
-ready once, and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path,
-"argv": [...], "resume": bool}.
+A worker is a process on this machine, alone in a `ProcessPoolExecutor`, or runs tasks on a Ray cluster. It is prepared
+once and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...],
+"resume": bool}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def begin(threads: int, output: str) -> None:
-    """Make a process ready: threads, output, a run's imports; SIGTERM ends it, Ctrl-C is for its parent to decide."""
+    """Prepare a worker's process: threads, output, imports; SIGTERM ends it, Ctrl-C is left to its parent."""
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -50,33 +50,33 @@ def begin(threads: int, output: str) -> None:
         os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
-    from nanogpt_bench.loop import train  # noqa: F401  (imported before the first job comes, to be ready for it)
+    from nanogpt_bench.loop import train  # noqa: F401  (imported now, so that the first job starts at once)
 
 
 def _end_with_parent() -> None:
-    """End a process without a parent: nobody gives it a job, and a run is better saved than lost."""
+    """Send SIGTERM to this process when its parent has ended, so that it saves its run and ends."""
     if (parent := parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> dict[str, Any]:
-    """Train a run and return its end: {"kind": "done"}, or {"kind": "failed", "error": {...}}."""
+    """Train a job's run and return how it ended: {"kind": "done"}, or {"kind": "failed", "error": {...}}."""
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
 
-    sys.argv = list(job["argv"])  # the command that environment.json records is the one that was typed
+    sys.argv = list(job["argv"])  # environment.json has to record the command that was typed
     try:
         with stop_requests_once(numbers) as stop:
             config, run_dir = build_config(job["settings"]), Path(job["run_dir"])
             ended = run(config, run_dir, resume=job.get("resume", False), stop=stop)["stop"] or {}
-    except Exception as error:  # whatever it is, it ends this row and not the others
+    except Exception as error:  # any error ends only this run
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
         return {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace}}
     finally:
         if (parent := parent_process()) is not None and not parent.is_alive():
             os._exit(128 + SIGNALS[0])
-    # A full disk, too, is a failure, and the run resumes at the next start.
+    # A run ended by a full disk or a signal counts as failed, and is resumed at the next start.
     return {"kind": "failed", "error": ended} if ended.get("kind") in ("disk", "signal") else {"kind": "done"}
 
 
@@ -85,9 +85,9 @@ def failed(message: str, kind: str = "killed") -> dict[str, Any]:
     return {"kind": "failed", "error": {"kind": kind, "message": message}}
 
 
-#: how a process is started, and what it does with a job; tests put others in their place
+#: how processes are started, and the function that trains a job; tests replace them
 CONTEXT, SERVE = "spawn", serve
-#: seconds before a worker that has nothing to save, or was left by an error, is killed
+#: seconds that workers have to end, when nothing is left to train or after an error, before they are killed
 SECONDS_TO_STOP = 10.0
 
 
@@ -97,14 +97,14 @@ def cores() -> int:
 
 
 def threads_asked() -> int:
-    """Return the threads that this process would compute with: OMP_NUM_THREADS, or what torch makes of the machine."""
+    """Return the threads with which torch would compute in this process: OMP_NUM_THREADS, or torch's choice."""
     import torch
 
     return torch.get_num_threads()
 
 
 def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
-    """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for."""
+    """Refuse more runs at a time than the cores can give `threads` each, or one each if None."""
     there = cores() if there is None else there
     most = most_workers(threads, there)
     if workers is not None and workers > most:
@@ -118,10 +118,10 @@ def check_workers(workers: int | None, source: str, threads: int | None = None, 
 def divide(
     workers: int | None, runs: int, threads: int | None, asked: int, there: int | None = None
 ) -> tuple[int, int]:
-    """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
+    """Return (workers, threads of each): the cores divided among the workers, of which there are at most `runs`.
 
-    A run gets the `threads` that the settings give; otherwise its share of the cores, and no more than `asked`, which
-    is what this process computes with. Without `workers` there is one for every so many cores.
+    A run gets the `threads` of its settings; without any its share of the cores, at most `asked`, the threads of this
+    process. Without `workers` there are as many as the cores can give their threads.
     """
     there = cores() if there is None else there
     count = max(1, min(workers or most_workers(threads, there), runs))
@@ -129,13 +129,13 @@ def divide(
 
 
 def most_workers(threads: int | None, there: int) -> int:
-    """Return how many runs of so many threads each the cores take at a time, at least one."""
+    """Return how many runs of `threads` each fit the cores at a time; at least one."""
     return max(1, there // (threads or 1))
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something a job did: `kind` is started, progress, done or failed; `tick` (job None) when nothing happened."""
+    """Something that happened to a job: `kind` is started, progress, done or failed; or `tick` (job None): nothing."""
 
     job: int | None
     kind: str
@@ -143,27 +143,27 @@ class Event:
 
 
 class Worker:
-    """A place where one run trains at a time: a process alone in an executor, whose end breaks no other's."""
+    """A process that trains one run at a time, alone in an executor, so that its end breaks no other worker."""
 
     def __init__(self, threads: int = 1) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
         before = set(multiprocessing.active_children())
         context = multiprocessing.get_context(CONTEXT)
         self._executor = ProcessPoolExecutor(1, context, initializer=begin, initargs=(threads, self._output.name))
-        self._executor.submit(os.getpid)  # which starts it
+        self._executor.submit(os.getpid)  # any task starts the process
         (self._process,) = set(multiprocessing.active_children()) - before
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Queue a job; the result is its end, as `serve` returns it, unless the worker ends first."""
+        """Queue a job; the future has what `serve` returns, or an error if the worker ends first."""
         try:
             return self._executor.submit(SERVE, job)
-        except BrokenProcessPool as error:  # it has died since its last job
+        except BrokenProcessPool as error:  # the process has died since its last job
             future: Future[dict[str, Any]] = Future()
             future.set_exception(error)
             return future
 
     def why(self, error: BaseException) -> dict[str, Any]:
-        """Return the end of a job whose future has none, but this error: a kill, or a crash with its last line."""
+        """Return the end of a job whose future has an error: a kill, or a crash with its last line of output."""
         if not isinstance(error, BrokenProcessPool):
             return failed(f"{type(error).__name__}: {one_line(error)}", "crash")
         self._executor.shutdown()
@@ -181,7 +181,7 @@ class Worker:
         self._process.kill()
 
     def close(self, deadline: float | None) -> None:
-        """Wait for the process, until `deadline` (monotonic seconds) if there is one, then end it."""
+        """Wait for the process, at most until `deadline` (monotonic seconds) if there is one, then kill it."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not connection.wait([self._process.sentinel], seconds):
@@ -191,7 +191,7 @@ class Worker:
 
 
 class Local:
-    """Starts workers, on this machine."""
+    """The executor of this machine, which starts workers."""
 
     def cores(self) -> int:
         return cores()
@@ -208,13 +208,13 @@ class Local:
 
 EXECUTORS = ("local", "ray")
 _LONGEST_REASON = 200
-#: environment of Ray: no usage reports, no advice, no log among the results
+#: environment variables for Ray: no usage reports, no advice, no log among the results
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # its C++ part writes to standard error itself, such as how it waits for a node
 }
-#: bytes that Ray keeps for objects, of which there are none but small ones
+#: bytes of Ray's object store, in which there are only small objects
 _OBJECTS = 80 * 2**20
 
 
@@ -228,7 +228,7 @@ def check_executor(name: str, address: str | None) -> None:
 
 @contextmanager
 def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]:
-    """Yield the executor called `name`; runs are written below `folder`, which all its workers have to see."""
+    """Yield the executor called `name`; runs are written below `folder`, which all workers have to see."""
     check_executor(name, address)
     if name == "local":
         yield Local()
@@ -255,7 +255,7 @@ def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]
 
 
 class RayCluster(Local):
-    """The nodes of a cluster; `marker` is the file by which a node proves that it sees the folder of the runs."""
+    """The executor of a Ray cluster; a node that sees the file `marker` sees the folder of the runs."""
 
     def __init__(self, ray: Any, marker: Path) -> None:
         self.ray, self.marker = ray, marker
@@ -270,18 +270,18 @@ class RayCluster(Local):
             raise no_device("any node of the cluster")
 
     def worker(self, threads: int) -> RayWorker:
-        self.marker.touch()  # in the folder by now is what says whose it is
+        self.marker.touch()  # not earlier: until sweep.json is in the folder, a file in it could be anybody's
         return RayWorker(self.ray, threads, self.marker)
 
 
 class RayWorker(Worker):
-    """One task of the cluster at a time; a run is ended as Ray cancels a task, by SIGINT."""
+    """A worker that runs one task of the cluster at a time; Ray cancels a task, and so ends its run, by SIGINT."""
 
     def __init__(self, ray: Any, threads: int, marker: Path) -> None:
         self._ray, self._given = ray, (str(marker), os.getcwd())
         self._task: Any = None
         self._future: Future[dict[str, Any]] | None = None
-        # Runs resume themselves: what Ray would repeat is a run that has a folder already.
+        # No retries: the next start of the sweep resumes the run from its folder.
         self._serve = ray.remote(_serve_there).options(num_cpus=threads, max_retries=0)
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
@@ -308,7 +308,7 @@ class RayWorker(Worker):
 
 
 def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any]:
-    """Train a run on a node, in the folder where the command was given."""
+    """Train a job's run on a node, in the folder in which the command was started."""
     runs = str(Path(marker).parent)
     try:
         os.stat(marker)
@@ -320,10 +320,10 @@ def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any
 
 
 class Pool:
-    """Workers from entry to exit; leaving stops whatever still runs.
+    """A context with workers; leaving it stops those that still run.
 
-    One thread a worker by default: two workers on two cores don't fight, and a run's arithmetic does not depend on the
-    machine.
+    By default each worker has one thread: two workers on two cores don't compete, and a run's numbers do not depend on
+    the number of cores.
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
@@ -340,7 +340,7 @@ class Pool:
         self.stop()
 
     def stop(self, *, patient: bool = False) -> None:
-        """Terminate every worker, its run saved first, and wait until all are gone, however long if `patient`."""
+        """Terminate the workers, which save their runs, and wait until all have ended; `patient`: without a limit."""
         for worker in self._workers:
             worker.terminate()
         deadline = None if patient else time.monotonic() + SECONDS_TO_STOP
@@ -353,10 +353,10 @@ class Pool:
             worker.kill()
 
     def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
-        """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s.
+        """Train the jobs in `order`; yield events until all have ended, and a tick after `tick` s without an event.
 
-        Whoever takes the events may append to `jobs` and, where it is a deque, to `order`: every worker with nothing to
-        do takes one.
+        The caller may append to `jobs` between events and, if it is a deque, to `order`; every idle worker takes the
+        next job.
         """
         waiting = order if isinstance(order, deque) else deque(order)
         idle, running = list(self._workers), dict[Future[dict[str, Any]], _Running]()
@@ -390,7 +390,7 @@ class _Running(NamedTuple):
     records: NewRecords
 
 
-#: of a file that has grown more, the last bytes are read
+#: the most new bytes that are read of a file: its last ones
 MOST_BYTES = 1 << 16
 _NAMES = {
     "train_loss": metrics.TRAIN_LOSS.name,
@@ -402,7 +402,7 @@ _NAMES = {
 
 
 class NewRecords:
-    """The records of one job's run, read as they come."""
+    """The records of one job's run, read while it trains."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._path = Path(job.get("run_dir", "")) / "metrics.jsonl"
@@ -411,7 +411,7 @@ class NewRecords:
         self._read = 0
 
     def new(self) -> dict[str, Any] | None:
-        """Return the newest figures, None where there are no new ones."""
+        """Return the newest values; None without new records."""
         try:
             size = self._path.stat().st_size
             with self._path.open("rb") as file:

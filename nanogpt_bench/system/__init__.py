@@ -1,1 +1,1 @@
-"""Errors, files, signals and what else the bench needs of the machine it runs on."""
+"""Errors, files, signals, memory, processes and the hub: what the bench needs of its machine."""

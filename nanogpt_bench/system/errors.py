@@ -1,6 +1,6 @@
-"""The one exception that the command line turns into a line and exit code 2, and the words of such lines.
+"""`BenchError`, which the command line prints as one line with exit code 2, and helpers for its messages.
 
-Any function of the harness may raise it; a docstring has `Raises` for other exceptions only.
+Any function of the bench may raise it; docstrings have `Raises` for other exceptions only.
 """
 
 import difflib
@@ -9,27 +9,27 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-#: of a word whose nearest spelling is looked for
+#: characters of a word that are compared to find its nearest spelling
 LONGEST_WORD = 200
-#: of an error's message, which may quote what a file holds
+#: the most characters of an error's message, which may quote a file
 LONGEST_MESSAGE = 4000
-#: by which a system says that a disk is full, a quota or a limit reached, or that it can't be written (any more)
+#: errors of a disk: full, over a quota or a limit, or not to be written (any more)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class BenchError(ValueError):
-    """Something that the user asked for can't be done; `str(error)` is one line that says what and how to fix it."""
+    """An error of use; `str(error)` is one line that says what is wrong and how to fix it."""
 
     def __init__(self, message: object) -> None:
         super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
 
 
 class DiskError(BenchError):
-    """A refusal by a disk: nothing that the user gave was wrong, and the exit code is 1."""
+    """An error of the disk and not of use; the exit code is 1."""
 
 
 def refused(what: str, error: OSError) -> BenchError:
-    """Return the error for what a system refused, `what` and its reason: a `DiskError` where that is the disk's.
+    """Return the error of an operation that the system refused; a `DiskError` where the reason is the disk.
 
     >>> refused("--out 'a' can't be written", OSError(errno.ENOSPC, "No space left on device"))
     DiskError("--out 'a' can't be written: No space left on device")
@@ -39,7 +39,7 @@ def refused(what: str, error: OSError) -> BenchError:
 
 @contextmanager
 def refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Make refusals of errors of some kinds, each beginning with `what`; without kinds, of other refusals.
+    """Turn errors of these kinds into BenchErrors that begin with `what`; without kinds, do so with BenchErrors.
 
     >>> with refusals("--out", OSError):
     ...     raise OSError("no")
@@ -56,7 +56,7 @@ def refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known spelling closest to `word`, or None when nothing is close.
+    """Return the known word closest to `word`, or None if none is close.
 
     >>> nearest("train.max_stps", ["train.max_steps", "seed"])
     'train.max_steps'
@@ -68,7 +68,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _one_edit_apart(word: str, other: str) -> bool:
-    """Return whether one letter too many, too few or another, or two neighbours swapped, make one into the other."""
+    """Return whether two words differ by one letter added, left out or changed, or by two neighbours swapped."""
     short, long = sorted((word, other), key=len)
     if len(short) < 3 or len(long) - len(short) > 1:
         return False
@@ -80,7 +80,7 @@ def _one_edit_apart(word: str, other: str) -> bool:
 
 
 def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
-    """Return the error for an unknown `word`: names it, the nearest valid spelling and everything allowed.
+    """Return the error of an unknown `word`: it names the nearest known word and all known words.
 
     >>> str(unknown("rule", "nearset", ["nearest", "stochastic"]))
     "unknown rule 'nearset'; did you mean 'nearest'? allowed: nearest, stochastic"
@@ -89,7 +89,7 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
 
 
 def not_known(word: object, known: Iterable[str]) -> str:
-    """Return in words that a word is not one of those allowed, the nearest of them, and all.
+    """Return a message that `word` is not known, with the nearest known word and all known words.
 
     >>> not_known("yesterdya", ["today", "yesterday"])
     "'yesterdya' is not known; did you mean 'yesterday'? allowed: today, yesterday"
@@ -103,12 +103,12 @@ def _allowed(word: object, known: list[str]) -> str:
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return a message, or an exception's, with every run of white space, line breaks included, as one blank."""
+    """Return a message, or an exception's, with all white space and line breaks turned into single spaces."""
     return " ".join(str(error).split())
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with what a terminal obeys as numbers: escape sequences, marks of direction.
+    """Return a text on one line, with characters that would control a terminal replaced by their escapes.
 
     >>> printable("a\\x1b[31m\\u202eb")
     'a\\\\x1b[31m\\\\u202eb'
@@ -117,7 +117,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters, the middle of a longer one left out.
+    """Return a text cut to at most `most` characters by leaving out its middle.
 
     >>> shortened("abcdefghij", 7)
     'ab … ij'
@@ -127,7 +127,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def disk_failure(error: OSError) -> str | None:
-    """Return what a disk refused as one line, None for an error that is not the disk's.
+    """Return the message of an error of the disk; None for any other error.
 
     >>> disk_failure(OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl"))
     "'runs/a/metrics.jsonl' can't be written: No space left on device"
@@ -138,12 +138,12 @@ def disk_failure(error: OSError) -> str | None:
     return one_line(f"{what} can't be written: {error.strerror}")
 
 
-#: with which a spreadsheet takes a text for a formula, to be computed when the file is opened
+#: beginnings of a text that a spreadsheet takes for a formula, and computes when the file is opened
 BEGINS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def counted(number: int, what: str) -> str:
-    """Return how many there are of what; `what` is one of them.
+    """Return a number with a noun, in the plural unless it is one; `what` is the singular.
 
     >>> counted(1, "step"), counted(1200, "step")
     ('1 step', '1,200 steps')
@@ -166,14 +166,14 @@ def rough_time(seconds: float) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line beside the results, on standard error."""
+    """Print a line to standard error, since results go to standard output."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def cell(value: object) -> object:
-    """The value as it goes into a cell: nothing for None, a text that could be a formula behind an apostrophe.
+    """Return a value for a spreadsheet's cell: empty for None, and an apostrophe before a text like a formula.
 
-    Numbers stay as they are, negative ones and those given as text too.
+    Numbers stay as they are, also negative ones and those given as text.
 
     >>> cell("=1+1"), cell("-x"), cell(-0.178), cell("-0.178"), cell("E4M3 nearest"), cell(None)
     ("'=1+1", "'-x", -0.178, '-0.178', 'E4M3 nearest', '')

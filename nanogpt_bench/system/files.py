@@ -1,4 +1,4 @@
-"""Files replaced whole, so that a reader sees the old or the new one; their hashes; folders that one process has."""
+"""Files replaced whole, so that a reader sees the old or the new one; hashes; folders for one process at a time."""
 
 import hashlib
 import json
@@ -15,19 +15,19 @@ from filelock import FileLock, Timeout
 from nanogpt_bench.system.errors import BenchError, refused
 from nanogpt_bench.system.untrusted import read_json
 
-#: flags of a file that is opened only if it is no link
+#: flags that open a file only if it is no link
 NO_LINKS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
-#: of a file's name that the name of its part begins with
+#: characters of a file's name with which the name of its part begins
 LONGEST_STEM = 100
 _PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """An open file beside `path`; it takes the place of `path` when the block ends without an error.
+    """Yield an open file beside `path`; it replaces `path` when the block ends without an error.
 
-    It has a name that nobody can foresee, and is made only if there is nothing of that name, so that a link laid in the
-    folder leads no writing elsewhere. A link at `path` itself is replaced, and what it points to stays as it is.
+    Its name can't be foreseen, and it is created only if the name is free, so that a link planted in the folder can't
+    redirect the writing. A link at `path` itself is replaced, and its target stays as it is.
     """
     part = path.with_name(f".{path.name[:LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
@@ -43,17 +43,17 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what processes that were killed while they replaced files in a folder have left."""
+    """Remove the parts of files that killed processes left in a folder."""
     for path in folder.iterdir():
         if _PART.fullmatch(path.name):
             path.unlink()
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` by `text` in UTF-8; an OSError names `path`, and what was there stays."""
+    """Replace the file at `path` by `text` in UTF-8; on an OSError, which names `path`, the old file stays."""
     try:
         with replacing(path) as file:
-            # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes in UTF-8.
+            # Half a surrogate pair, as in a folder's name that is not UTF-8, can't be encoded in UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -66,7 +66,7 @@ def sha256(path: Path) -> str:
 
 
 def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
-    """Refuse to put a file where there is another one; an empty one may be replaced, and one that `wrote` knows."""
+    """Refuse to replace a file, unless it is empty or `wrote` recognises it as one of the same command."""
     if not path.exists():  # a link to nothing is replaced, and nothing is lost
         return
     if not path.is_file():
@@ -76,7 +76,7 @@ def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], in
 
 
 def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
-    """Return the test of a JSON file's content for a shape."""
+    """Return a test whether a file is JSON whose content passes `shape`."""
 
     def wrote(path: Path) -> bool:
         with suppress(OSError, ValueError):
@@ -87,7 +87,7 @@ def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
 
 
 def rows_with(*names: str) -> Callable[[Any], bool]:
-    """Return the test of a content for a list of mappings that all have these names.
+    """Return a test whether a content is a list of mappings that all have these names.
 
     >>> rows_with("a")([{"a": 1, "b": 2}]), rows_with("a")([]), rows_with("a")({"a": 1})
     (True, False, False)
@@ -101,7 +101,7 @@ def rows_with(*names: str) -> Callable[[Any], bool]:
 
 
 def mapping_with(*names: str) -> Callable[[Any], bool]:
-    """Return the test of a content for a mapping that has these names.
+    """Return a test whether a content is a mapping that has these names.
 
     >>> mapping_with("a")({"a": 1, "b": 2}), mapping_with("a")(["a"])
     (True, False)
@@ -109,15 +109,15 @@ def mapping_with(*names: str) -> Callable[[Any], bool]:
     return lambda content: isinstance(content, Mapping) and set(names) <= content.keys()
 
 
-#: an empty file in the folder; it is there while somebody works in it, and after one who was killed
+#: an empty file in a folder; it exists while a process has the folder, and after that process was killed
 LOCK = ".lock"
 
 
 @contextmanager
 def locked(folder: Path, what: str) -> Iterator[None]:
-    """Make a folder and keep other processes out of it; what was made and is still empty is gone afterwards.
+    """Make a folder and keep other processes out of it; a folder that was made and stays empty is removed.
 
-    Where the file system has no locks, nobody is kept out. `what` begins the line of a refusal.
+    Where the file system has no locks, nobody is kept out. `what` begins the error's line.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -130,17 +130,17 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     except Timeout:
         raise BenchError(f"{what} {str(folder)!r} is in use by another process; wait until that ends") from None
     except (OSError, NotImplementedError):
-        pass  # whatever is the matter with the folder, the first file of the work will tell
+        pass  # if the folder is not usable, the first file written to it says why
     try:
         yield
     finally:
         if lock.is_locked:
             with suppress(OSError):
-                if not (folder / LOCK).stat().st_size:  # ours is empty
+                if not (folder / LOCK).stat().st_size:  # a file with content is not ours
                     (folder / LOCK).unlink()
             lock.release()
         for path in made:
-            with suppress(OSError):  # it has come into use
+            with suppress(OSError):  # it is not empty
                 path.rmdir()
 
 
@@ -148,7 +148,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this process alone.
 
-    Of several processes at the same instant each gets another one. What was made and is still empty is gone afterwards.
+    Processes that do so at the same instant get different ones. A folder that was made and stays empty is removed.
     """
     missing = [parent for parent in path.parents if not parent.exists()]
     folder, number = path, 1
@@ -166,10 +166,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield folder
     finally:
         for made in (folder, *missing):
-            with suppress(OSError):  # it has come into use
+            with suppress(OSError):  # it is not empty
                 made.rmdir()
 
 
 def is_unused(folder: Path) -> bool:
-    """Return whether a folder is missing, or holds only our lock or one left by a process that was killed."""
+    """Return whether a folder is missing or has only a lock, this process' or one left by a killed process."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

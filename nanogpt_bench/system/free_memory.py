@@ -1,4 +1,4 @@
-"""The memory that this process can still have, and the refusal of what needs more."""
+"""The memory that this process can still get, and the refusal of what needs more."""
 
 import re
 from contextlib import suppress
@@ -7,15 +7,15 @@ from pathlib import Path
 from nanogpt_bench.system.errors import BenchError
 
 _GIB = 2**30
-#: bytes beyond which a number is said as this one: a float may not hold it
+#: the most bytes that a message names: larger numbers may not fit a float
 _ENDLESS = 10**300
 _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-#: kinds of a group's memory that the system gives back when needed: files that were read
+#: entries of a control group's memory that the system frees when needed: the cache of files
 _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still have, by the system and by its group's limit; None if unknown."""
+    """Return the bytes that this process can still get, from the system and in its control group; None if unknown."""
     found = []
     with suppress(OSError, ValueError):
         text = _MEMINFO.read_text(encoding="ascii")
@@ -33,7 +33,7 @@ def _of_group(name: str) -> str:
 
 
 def check_memory(needed: float, what: str) -> None:
-    """Refuse what needs more bytes than are free; `what` is its name."""
+    """Refuse `what`, as the error calls it, if it needs more bytes than are free."""
     free = free_memory()
     if free is not None and needed > free:
         asked = min(needed, _ENDLESS) / _GIB

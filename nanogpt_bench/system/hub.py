@@ -1,4 +1,4 @@
-"""Files from the Hugging Face hub: out of the local cache where they are there, and an answer in seconds where not."""
+"""Files from the Hugging Face hub: from the local cache if they are there, else downloaded or refused in seconds."""
 
 import contextlib
 import queue
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from nanogpt_bench.system.errors import BenchError, one_line
 
-#: seconds that the hub has to answer before it counts as out of reach
+#: seconds without an answer after which the hub counts as out of reach
 PATIENCE = 8.0
 T = TypeVar("T")
 
 
 def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
-    """Return the path of a model repository's file in the local cache, fetched if missing; `asked` begins errors."""
+    """Return the path of a model repository's file in the local cache, downloaded if missing; `asked` begins errors."""
     if find_spec("huggingface_hub") is None:
         raise BenchError(
             f"{asked} {repository!r} is no folder here, and the hub needs huggingface_hub; "
@@ -27,7 +27,7 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
     try:
         with contextlib.suppress(errors.LocalEntryNotFoundError):
             return Path(hf_hub_download(repository, name, local_files_only=True))
-        HfApi().model_info(repository, timeout=PATIENCE)  # the client tries to download for longer
+        HfApi().model_info(repository, timeout=PATIENCE)  # the download itself would try for longer
         return Path(hf_hub_download(repository, name))
     except errors.HFValidationError as error:
         raise BenchError(f"{asked} {one_line(error)}") from None
@@ -37,7 +37,7 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
         raise BenchError(f"{asked} {repository!r} is neither a folder here nor a model on the hub") from None
     except errors.RemoteEntryNotFoundError:
         raise BenchError(f"{asked} {repository!r} on the hub has no {name}") from None
-    except Exception as error:  # the client lets builtin and its transport's own errors through
+    except Exception as error:  # the client lets errors of Python and of its transport through
         raise BenchError(
             f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: {one_line(error)}); "
             "give the folder of a local copy with config.json and model.safetensors"
@@ -45,9 +45,9 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:
-    """Return `call()`, or raise TimeoutError after `seconds`, if any; what the call raises is raised here.
+    """Return `call()`, or raise its error, or TimeoutError after `seconds` (None: never).
 
-    The call goes on in a daemon thread when time is up or a signal interrupts the waiting, so it must not hold anything
+    When time is up or a signal interrupts the waiting, the call goes on in a daemon thread: it must not hold anything
     that has to be closed.
     """
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()

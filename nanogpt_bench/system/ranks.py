@@ -1,4 +1,4 @@
-"""Processes that train one run, started by torchrun: what they agree on, and how they are joined and left together."""
+"""Processes that train one run, started by torchrun: joining them, exchanging values, and ending together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from nanogpt_bench.system.errors import BenchError, one_line
 
-#: what is said by whoever outlives a process, and what the command ends with then
+#: message and exit code of a process when another process of the run has ended
 LOST = "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and --resume goes on"
 LOST_CODE = 1
-#: how long a process that failed waits for others, which may be about to fail alike: torchrun ends them otherwise
+#: seconds that a failed process waits for the others, which may be about to fail alike, before torchrun ends them
 PATIENCE_S = 5.0
-#: in what gloo and torch say once the other end of a connection is gone
+#: parts of the messages of gloo, NCCL and torch when the other end of a connection is gone
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused", "NCCL")
 
 
 class Ranks:
-    """This process among those of a run; alone, every answer is its own.
+    """This process among the processes of a run, which may be one.
 
-    `store` is torch's store of words that all of them see, and that outlives each.
+    `store` is torch's key-value store, which all processes share and which outlives each of them.
 
     >>> alone = Ranks()
     >>> alone.first, alone.any(False), alone.mean(0.5), alone.broadcast("runs/a")
@@ -36,7 +36,7 @@ class Ranks:
         self._store, self._asked = store, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Itself: a group can't be copied."""
+        """Return itself: a process group can't be copied."""
         return self
 
     @property
@@ -50,7 +50,7 @@ class Ranks:
         return number if self.size == 1 else max(self.each(number))
 
     def mean(self, number: float) -> float:
-        """The mean of the processes' numbers; NaN where one is."""
+        """The mean of the processes' numbers; NaN if one is NaN."""
         return number if self.size == 1 else sum(self.each(number)) / self.size
 
     def each(self, number: float) -> list[float]:
@@ -59,7 +59,7 @@ class Ranks:
         return self.total(own)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """The sum of each of some numbers over the processes, in float64."""
+        """The sums over the processes, in float64, of each of the numbers."""
         if self.size == 1:
             return list(numbers)
         import torch
@@ -76,14 +76,14 @@ class Ranks:
         key = f"broadcast/{self._asked}"
         if self.first:
             self._store.set(key, text)
-        self.any(False)  # by now it is there: who waited for a process that has ended would wait long
+        self.any(False)  # waits until the text is there: the store itself would wait long for a process that has ended
         return str(self._store.get(key).decode())
 
     @contextmanager
     def together(self, kind: type[BenchError] = BenchError) -> Iterator[None]:
-        """Make what fails in one process fail in all: on the disk with the same OSError, else with the same line.
+        """Make an error in one process an error in all: an OSError the same, another one as `kind` with its line.
 
-        The others raise `kind`. Nothing in it may wait for other processes.
+        The block must not wait for other processes.
         """
         failure: OSError | BenchError | None = None
         try:
@@ -97,7 +97,7 @@ class Ranks:
             raise self._shared(failure, failed[0], kind)
 
     def _shared(self, failure: OSError | BenchError | None, source: int, kind: type[BenchError]) -> Exception:
-        """The error to raise here for the first of those that failed."""
+        """The error to raise in this process: its own, or that of the first process that failed."""
         self._asked += 1
         key = f"failed/{self._asked}"
         if self.rank == source:
@@ -110,7 +110,7 @@ class Ranks:
         return OSError(int(number), *rest) if rest else kind(number)
 
     def say_once(self, line: str) -> None:
-        """Print a line beside the results, unless another process has said one."""
+        """Print a line to standard error, unless another process has printed one."""
         if self.size == 1:
             print(line, file=sys.stderr)
         elif self._store.add("said", 1) == 1:
@@ -129,12 +129,12 @@ def is_worker() -> bool:
 
 
 def joined() -> Ranks:
-    """Return this process among those that torchrun started; alone where it did not."""
+    """Return this process among those that torchrun started; `ALONE` without torchrun."""
     return _joined[0] if _joined else ALONE
 
 
 def as_rank(command: Callable[[], int]) -> int:
-    """Join the other processes, run a command, end when all have; only the first prints, and a lost one ends all."""
+    """Join the other processes, run a command, and end together; the first one prints, and a lost one ends all."""
     store, rank, size = _join()
     ranks = Ranks(rank, size, store)
     _joined[:] = [ranks]
@@ -153,7 +153,7 @@ def as_rank(command: Callable[[], int]) -> int:
             raise
         ranks.say_once(LOST)
         sys.stdout.flush()
-        os._exit(LOST_CODE)  # nothing that waits for the others may hold the exit up
+        os._exit(LOST_CODE)  # an ordinary exit could wait for the others
     finally:
         _joined.clear()
     _leave(store, size, code)
@@ -161,7 +161,7 @@ def as_rank(command: Callable[[], int]) -> int:
 
 
 def _join() -> tuple[Any, int, int]:
-    """Return the store, this process' number and their number, once the group is there."""
+    """Return the store, this process' rank and the number of processes, once all have joined."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -178,7 +178,7 @@ def _join() -> tuple[Any, int, int]:
 
 
 def _leave(store: Any, size: int, code: int) -> None:
-    """Wait until all processes are here: torchrun ends those that remain when one ends with an error."""
+    """Wait until all processes are done: when one ends with an error, torchrun ends the others."""
     from torch import distributed
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -188,5 +188,5 @@ def _leave(store: Any, size: int, code: int) -> None:
         if code and time.monotonic() > deadline:
             return
         time.sleep(0.02)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first to be gone has torchrun end the others, which are going
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # when the first process has ended, torchrun terminates the others
     distributed.destroy_process_group()

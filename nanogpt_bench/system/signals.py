@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks a command to stop where nothing is lost, the second ends it at once."""
+"""SIGTERM and SIGINT: the first signal asks a command to stop where nothing is lost, a second ends it at once."""
 
 import os
 import signal
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-#: exit code of a command that a signal ended and that goes on from there when it is started again
+#: exit code of a command that a signal ended and that can be resumed
 RESUMABLE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: signals that come within this time are one request: some wrappers signal a process and then its whole group
+#: seconds within which signals count as one: some wrappers signal a process and then its whole group
 SAME_REQUEST_SECONDS = 0.1
 
 
 class StopRequest:
-    """The request of a signal; the work checks it where stopping loses nothing."""
+    """The request to stop that a signal made; a command checks it where stopping loses nothing."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -37,7 +37,7 @@ class StopRequest:
         return "" if self._signal is None else self._signal.name
 
     def note(self, number: int) -> bool:
-        """Take a signal in; False for one that comes after the request, and is no repetition of it."""
+        """Note a signal; return False for a second one that is no repetition within `SAME_REQUEST_SECONDS`."""
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._at = signal.Signals(number), now
@@ -49,22 +49,22 @@ class StopRequest:
 def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
     """Turn the first SIGTERM or SIGINT into a request, the second into `before_exit` and exit code 128 + its number.
 
-    What was handled how is restored on leaving. Outside of the main thread, where Python lets nobody handle signals,
-    no request ever comes.
+    The former handlers are restored on leaving. Outside of the main thread, where Python allows no handlers, no
+    request ever comes.
     """
 
     def end(number: int) -> None:
         before_exit()
-        os._exit(128 + number)  # no clean-up: what is whole on disk stays so, and nothing may hold the exit up
+        os._exit(128 + number)  # no clean-up, which could take long: files on disk are whole at any time
 
     with _requests(SIGNALS, end) as request:
         yield request
 
 
 def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> AbstractContextManager[StopRequest]:
-    """Turn the first SIGTERM into a request and ignore those that follow; other signals stay as they are handled.
+    """Turn the first SIGTERM into a request and ignore later ones; other signals keep their handlers.
 
-    For a process whose parent answers for it: its parent may signal it, and then its whole group.
+    For a worker: its parent may signal it, and then its whole group.
     """
     return _requests(numbers, lambda _: None)
 

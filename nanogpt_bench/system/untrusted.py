@@ -1,8 +1,8 @@
-"""Files that someone else may have made, read within bounds: their size and how deep they nest.
+"""Reading files that someone else may have made, within bounds on their size and depth.
 
-A YAML alias counts as often as it is used, so that a few lines can't stand for a billion values. Nothing but plain
-data comes out: a tag that names a class is refused by the loader. So is what two readers would take for two things: a
-name given twice, and numbers such as 010 and 1:30.
+A YAML alias counts as often as it is used, so that a few lines can't stand for a billion values. The result is plain
+data: a tag that names a class is refused. So is what readers understand differently: a name given twice, and numbers
+such as 010 and 1:30.
 """
 
 import json
@@ -15,14 +15,14 @@ import yaml
 from nanogpt_bench.system.errors import one_line, shortened
 
 MOST_BYTES = 8 * 2**20
-#: of a YAML file, which is read character by character
+#: fewer for a YAML file, which is read character by character
 MOST_YAML_BYTES = 2**20
-#: sections within sections, lists within lists
+#: levels of sections within sections, lists within lists
 DEEPEST = 100
 MOST_YAML_VALUES = 20_000
-#: commas and brackets of a JSON document: so many values, of which each takes some 64 bytes however short it is
+#: commas and brackets of a JSON document, about the number of its values, each of which takes 64 bytes or more
 MOST_JSON_MARKS = 2_000_000
-#: of a name that is given twice, or a number that is not allowed, as an error shows it
+#: characters of a name or a number that an error shows
 LONGEST_NAME = 100
 
 #: plain numbers of YAML 1.1 that YAML 1.2 reads as others: octal 010, sexagesimal 1:30
@@ -31,18 +31,18 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,20
 
 
 class Refused(ValueError):
-    """A file beyond the bounds, or not of its kind; `str(error)` says what is wrong, without the file's name."""
+    """The error of a file beyond the bounds, or not of its kind; `str(error)` does not have the file's name."""
 
 
 class GivenTwice(Refused):
-    """A name that one mapping gives twice, so that one of its values would be dropped."""
+    """The error of a name that a mapping has twice, so that one of its values would be dropped."""
 
 
 def read_text(path: Path, most: int = MOST_BYTES, *, links: bool = True) -> str:
-    """Return the content of an ordinary UTF-8 file; without `links`, one that is a symbolic link is refused.
+    """Return the content of an ordinary UTF-8 file; with `links` False, a symbolic link is refused.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
         Refused: a folder, a device or a pipe, more than `most` bytes, or not UTF-8.
     """
     with open_file(path, links=links) as file:
@@ -56,7 +56,7 @@ def read_text(path: Path, most: int = MOST_BYTES, *, links: bool = True) -> str:
 
 
 def open_file(path: Path, *, links: bool = True) -> Any:
-    """Open an ordinary file to read its bytes; as `read_text`."""
+    """Open an ordinary file to read its bytes; `links` and errors as in `read_text`."""
     if not links and path.is_symlink():
         raise Refused("it is a symbolic link, which is not followed here")
     if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
@@ -65,14 +65,14 @@ def open_file(path: Path, *, links: bool = True) -> Any:
 
 
 def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
-    """Return the content of a JSON file of `times` the usual size at most; raises as `read_text` and `parse_json`."""
+    """Return the content of a JSON file of at most `times` the usual size; raises as `read_text` and `parse_json`."""
     return parse_json(read_text(path, times * MOST_BYTES, links=links))
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return what a JSON document says.
+    """Return the content of a JSON document.
 
-    Raises ValueError for no JSON, which has neither NaN nor infinities, a name given twice, or beyond the bounds.
+    Raises ValueError if it is no JSON (which has no NaN and Inf), has a name twice, or is beyond the bounds.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}
@@ -125,10 +125,10 @@ def read_yaml(path: Path, *, links: bool = True) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a YAML text says, plain data only.
+    """Return the content of a YAML text, as plain data.
 
-    Raises ValueError for no YAML, a tag that names a class, a key given twice, a number that is read in two ways, or
-    beyond the bounds.
+    Raises ValueError if it is no YAML, has a tag that names a class, a key twice or an ambiguous number, or is beyond
+    the bounds.
 
     >>> parse_yaml("train: {max_steps: 3}")
     {'train': {'max_steps': 3}}
@@ -184,7 +184,7 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         lines: dict[Any, int] = {}
-        for name, _ in node.value:  # before `<<` puts in what a mapping may well give otherwise
+        for name, _ in node.value:  # before `<<` merges names in, which the mapping may override
             said, line = self._said_by(name), name.start_mark.line + 1
             if said in lines:
                 where = f"line {line}" if lines[said] == line else f"lines {lines[said]} and {line}"
@@ -193,9 +193,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _said_by(self, name: Any) -> Any:
-        """A key as a mapping holds it: 1 and 0x1 are one, 1 and "1" are two."""
+        """A key as a mapping has it: 1 and 0x1 are the same, 1 and "1" are not."""
         if not isinstance(name, yaml.ScalarNode):
-            return id(name)  # no key of plain data, which its mapping is refused for
+            return id(name)  # such a key is refused later
         try:
             return self.construct_object(name)
         except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""Everything that reads a file of someone else's: what it reads when that is whole, and how it is called."""
+"""Every reader of files that come from elsewhere: a whole file for it, and the call that reads the file."""
 
 import contextlib
 import io

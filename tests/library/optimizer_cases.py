@@ -62,7 +62,7 @@ def stored_weight(
 
 
 def with_factors(x: Any, factors: bool = True) -> Any:
-    """The same, a tensor or a model, with scales that are no powers of two but the first: of codes, which stay."""
+    """A tensor or model whose scales are multiplied, all but the first by no power of two; its codes stay."""
     for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
         if isinstance(p, fm.FP8Tensor) and p.scale.numel():
             factor = 1 + torch.rand(p.scale.numel(), generator=torch.Generator().manual_seed(5))

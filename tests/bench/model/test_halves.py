@@ -1,4 +1,4 @@
-"""A model measured without its floats: 16 bits a weight as they are in the file, then codes as they are read."""
+"""A model evaluated without float32 weights: with the 16 bits per weight of its file, then in codes."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)]
 )
 def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(kind, dtype, text_file, tmp_path, monkeypatch):
-    """Figures are those of floats that are held beside their codes."""
+    """The results equal those of a model that holds float weights and codes."""
     model = written(tmp_path / kind, kind, dtype)
     words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "3", "--model.block_size=16"]
     words += ["--formats", "E4M3,E2M1", "--scales", "tensor,channel"]

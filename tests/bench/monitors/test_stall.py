@@ -1,4 +1,4 @@
-"""Stall: what is counted on the grid and with master weights, what arrives, and when it is looked at."""
+"""Stall: its counts on the grid and with master weights, the share of the updates that moves weights, and its steps."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_shares_are_the_counts():
 
 
 def test_special_values():
-    """A NaN asked for and refused is a lost update; +0 and -0 are one weight."""
+    """An update to NaN that is not taken is lost; +0 and -0 are the same weight."""
     one, nan = torch.ones(1), torch.tensor([math.nan])
     assert (update_lost(one, nan, one), update_lost(one, nan, nan), update_lost(nan, one, nan)) == (1.0, 0.0, 0.0)
     assert update_lost(torch.zeros(1), -torch.zeros(1), torch.zeros(1)) == 0.0
@@ -166,7 +166,7 @@ def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_
 
 
 def test_what_arrived_of_all_layers_is_of_their_movement_together():
-    """A layer that was asked for next to nothing says next to nothing, however many weights it has."""
+    """A layer with tiny updates hardly counts in the mean over layers, however many weights it has."""
     model = model_on("grid")
     groups = [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}]
     optimizer = fm.optim.StiffnessAdamW(groups, stiffness=0.0, writeback="nearest")

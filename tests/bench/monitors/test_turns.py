@@ -20,7 +20,7 @@ OF_THE_STEP = (
     *("stall/update_lost", "stall/update_ulps", "stall/arrived", "stall/zero_gradient_zone"),
     *("grad/l2", "grad/update_to_noise", "geometry/stiffness_mean"),
 )
-#: those that are told of the largest layer; all others are means
+#: metrics whose value over all layers is the largest layer's; all others are means
 LARGEST = ("quant/kurtosis", "quant/amax/")
 
 

@@ -25,7 +25,7 @@ KEYS = ("filter", "calculate", "labelExpr", "expr", "test", "signal", "init", "u
 
 
 def expressions(node: Any) -> list[str]:
-    """Every text in a description that stands where an expression or an address may stand; data have none."""
+    """Every text of a chart's description where Vega allows an expression or an address; data allow neither."""
     if isinstance(node, list):
         return [found for part in node for found in expressions(part)]
     if not isinstance(node, dict):

@@ -184,7 +184,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
-    """Every reader with what it reads, whole."""
+    """Every reader with an undamaged file."""
     folder = tmp_path_factory.mktemp("whole")
     run(tiny(model__format="E4M3", monitor__interval=3), folder / "a")
     shutil.rmtree(folder / "a" / "checkpoints", ignore_errors=True)

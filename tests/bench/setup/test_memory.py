@@ -37,7 +37,7 @@ class Packed(Tensor):
 
 
 def bytes_with(**kept: Any) -> int:
-    """The bytes that an optimizer without memory of its own holds with this in its state."""
+    """The bytes that an optimizer is counted to hold with these entries in its state."""
     layer = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     optimizer.state[layer.weight].update(kept)
@@ -87,7 +87,7 @@ def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make, per_pa
 
 
 class Asked(StopRequest):
-    """A stop that is asked for once a step is reached."""
+    """A stop request that comes when a step is reached."""
 
     def at(self, step):
         def follow(progress):

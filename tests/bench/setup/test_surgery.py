@@ -55,7 +55,7 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
 
 @each("storage", ["grid", "fp8"])
 def test_draws_are_the_weights_own_as_well(storage):
-    """So that what writes beside the optimizer draws as it does, and a checkpoint says so."""
+    """Other writers of a weight then draw as its optimizer does, and a checkpoint records how."""
     asked = quantized("--model.format=E4M3", f"--model.storage={storage}", "--optimizer.draws=dither")
     assert {layer.weight.manifold.draws for layer in quantized_layers(asked).values()} == {"dither"}
     plain = quantized("--model.format=E4M3", f"--model.storage={storage}")

@@ -133,7 +133,7 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
     diverged = [trial for row in content["rows"] for trial in row["trials"] if None in trial["losses"].values()]
     assert diverged
     assert all(trial["loss"] is None and "failed" in trial["status"].values() for trial in diverged)
-    # The table has the confirmed runs alone, at the best rates and the length asked for.
+    # The table has only the confirmed runs, at the best rates and the length that was set.
     lines = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
     assert [(line["run"], line["seeds"]) for line in lines] == [("fp32", "3"), ("muon", "3"), ("sgd", "3")]
     entries = {entry["label"]: entry for entry in runs_of(Path("out")).values()}

@@ -196,7 +196,7 @@ def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, a
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_shadow_is_compared_at_the_same_clipping(tiny, tmp_path, accumulation):
-    """Were it not, a clipped gradient would have no signal beside its difference from the shadow's."""
+    """If it were not, a clipped gradient's distance to the shadow's would be larger than the gradient itself."""
     shadow = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
     config = tiny(
         **{**settings_of({}, accumulation, CLIP, **shadow), "model__formats": "{'*': {gradient: {weight: E3M4}}}"}
@@ -251,7 +251,7 @@ def test_exact_is_the_plain_loop(rule, tiny):
 
 
 def test_previous_clips_by_the_norm_of_the_step_before(tiny):
-    """The first step by its own, as the plain loop; its record says what was clipped."""
+    """The first step clips by its own norm, as the plain loop does; the records say which steps were clipped."""
     plain, _ = taken(tiny(**stepped("adamw")))
     within, _ = taken(tiny(**stepped("adamw", train__step_in_backward=True, optimizer__clip_by="previous")))
     assert plain[0] == within[0]

@@ -1,4 +1,4 @@
-"""Which ends of a run are its own, and what the same command tries again."""
+"""Ends of a run: which of them are results, and which the same command tries again."""
 
 import pytest
 from bench_runs import summary_of

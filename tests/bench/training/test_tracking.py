@@ -140,7 +140,7 @@ def test_tensorboard_holds_every_scalar(tiny, tmp_path):
 
 
 class FakeWandb:
-    """Takes the place of wandb.init: what it is called with, and a run that remembers."""
+    """A stand-in for wandb.init that records its arguments and returns a run that records its calls."""
 
     def __init__(self, monkeypatch, key):
         import wandb

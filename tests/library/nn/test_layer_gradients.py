@@ -127,7 +127,7 @@ def multiplied(layer: QuantizedLinear, operand: str) -> Tensor:
 
 @each("operand", ["weight", "activation"])
 def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand: str) -> None:
-    """And on average gives the operand itself; looking on draws nothing."""
+    """The average of many passes is the operand itself; a layer in eval mode draws nothing."""
     layer = layer_of(LayerSpec(**{operand: {"format": "E4M3", "rounding": "stochastic"}}))  # type: ignore[arg-type]
     exact = layer.weight.detach() if operand == "weight" else X
     total, seen = torch.zeros_like(exact), set()

@@ -99,7 +99,7 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name: str, writeback: str) -> 
 
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
 def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name: str) -> None:
-    """Also where a point divided by its scale is a hair beside the format's value: of many draws none may move it."""
+    """A point divided by its scale may miss the format's value by a rounding error; no draw may move it even then."""
     grid = fm.FP8Manifold("E1M6", 0.3).projx(torch.arange(1, 128) / 32 * 0.3)
     off = (grid / torch.tensor(0.3) - fm.round_to_grid(grid / torch.tensor(0.3), "E1M6")).abs()
     x = grid[off.argmax()].expand(1000, 100).clone()

@@ -292,7 +292,7 @@ def test_the_residual_of_the_float_weights_is_taken_over() -> None:
 
 # ------------------------------------------------------------------------------------ weights that are not codes
 def on_manifold(p: fm.FP8Parameter, storage: str, scale: Any) -> Any:
-    """The same weights as floats: on the grid, off it on the continuous manifold, or ordinary."""
+    """The parameter's weights as floats: on the grid, off it on the continuous manifold, or ordinary."""
     fmt = p.format
     if storage == "plain":
         return torch.nn.Parameter(p.dequantize() * 1.01)

@@ -98,7 +98,7 @@ def test_native_steps_have_the_bits_of_eager_ones(kind: str, make: Any, options:
 
 
 def strided(g: Tensor, how: str) -> Tensor:
-    """The same values in memory of another kind; of one row's worth, where they are expanded."""
+    """The gradient's values under other strides; if `expanded`, every row is the first one."""
     if how == "transposed":
         return g.t().contiguous().t()
     if how == "sliced":

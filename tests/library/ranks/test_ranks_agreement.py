@@ -145,7 +145,7 @@ def test_loaded_states_and_remainders_are_compared(pair: Pool, kind: str) -> Non
 
 
 def loaded_everywhere() -> list[Tensor]:
-    """The same state in all processes goes on; the comparison is made once more, by all of them."""
+    """Weights after all processes load the same state in the middle: none of them is refused."""
     net = synced(model())
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
     for step in range(4):

@@ -187,7 +187,7 @@ def test_views_compile(call: Any) -> None:
 
 
 def test_a_view_is_known_again() -> None:
-    """The same view of a parameter, made anew for every call, needs one graph."""
+    """A view of a parameter that is made again for every call needs one graph."""
     p, counter = parameter(), CompileCounterWithBackend("inductor")
     compiled = torch.compile(lambda w: w.square().sum(), fullgraph=True, backend=counter)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from fp8manifold import LayerSpec, dequantize_model, quantize_model
 @each("granularity", GRANULARITIES)
 @each("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> None:
-    """The same values, codes and scales as storage grid, where that has the granularity, at one headroom."""
+    """Codes, scales and outputs equal those of storage `grid` with the same headroom; `grid` has no blocks."""
     linear = nn.Linear(64, 6)
     twin = copy.deepcopy(linear)
     layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "fp8", headroom=2.0)
