@@ -1,9 +1,11 @@
 """Native code has the bits of plain PyTorch, checks what it is given, and is missed by nobody where it is not built."""
 
 import contextlib
+import copy
 import importlib.util
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import bits_of, normal
+from test_step_paths import CASES, everything, take
 
 import fp8manifold as fm
 from fp8manifold import _native, optim
@@ -188,14 +191,6 @@ def test_an_offset_means_nothing_without_randomness() -> None:
     x = normal(5)
     for function in (fm.encode, fm.round_to_grid):
         assert torch.equal(function(x, "E3M4", offset=-1), function(x, "E3M4"))
-
-
-def test_a_view_that_is_negated_later_is_negated() -> None:
-    """``torch.conj(z).imag`` shares the memory of ``z`` and has a bit that says so."""
-    z = torch.complex(normal(40, seed=1), normal(40, seed=2))
-    view = torch.empty(40).copy_(z.imag)._neg_view()
-    assert view.is_neg()
-    assert torch.equal(fm.round_to_grid(view, "E4M3"), fm.round_to_grid(-z.imag, "E4M3"))
 
 
 def build_hook() -> ModuleType:
@@ -413,3 +408,58 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
             [sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True, check=True
         )
         assert "_kernels.so" in names.stdout
+
+
+# -------------------------------------------------------------------------- other widths of vectors
+#: of each width that code is made for, but the widest: its name, and what a processor has that runs it
+WIDTHS = {"x86-64": {"sse2"}, "x86-64-v3": {"avx2", "bmi2", "fma"}}
+
+
+def flags_of_this_processor() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.fixture(params=WIDTHS, scope="module")
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if platform.machine() != "x86_64" or shutil.which("gcc") is None:
+        pytest.skip("code of several widths is made by gcc for x86-64 alone")
+    if not WIDTHS[request.param] <= flags_of_this_processor():
+        pytest.skip(f"this processor does not run {request.param}")
+    folder = sources(tmp_path_factory.mktemp("width"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "gcc")
+        assert build_hook().build(folder, print, ("-DONE_CLONE", f"-march={request.param}")) is not None
+    return folder
+
+
+def results() -> dict[str, Any]:
+    assert _native.is_available()
+    found: dict[str, Any] = {}
+    for name, (kind, make, options) in CASES.items():
+        optimizer = getattr(optim, kind)(make(), **copy.deepcopy(options))
+        for step in range(2):
+            take(optimizer, step)
+        found[name] = everything(optimizer)
+    for fmt in ("E4M3", "E5M2", "E7M0", "E2M5"):
+        x = normal(1003, seed=1) * torch.exp2(normal(1003, seed=2).mul(5).round())
+        codes = fm.encode(x, fmt)
+        arrays = [codes, fm.decode(codes, fmt), fm.FP8Parameter(x, fmt, seed=4).dequantize()]
+        arrays += [fm.round_to_grid(x, fmt), fm.round_to_grid(x, fmt, "stochastic", seed=3)]
+        found[fmt] = [bits_of(each) for each in arrays]
+    found["content"] = _arrays.content(normal(1003), (1, 2, 3), 5)
+    return found
+
+
+@needs_native
+@needs_sources
+def test_every_width_has_the_same_bits(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = results()
+    monkeypatch.setattr(_native, "__file__", str(narrow / "__init__.py"))
+    _native._found.cache_clear()
+    try:
+        found = results()
+    finally:
+        _native._found.cache_clear()
+    assert not [name for name in own if own[name] != found[name]]

@@ -357,23 +357,6 @@ def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
     assert extra <= 16 * 24 + 256 + (16 * layer if name == "FisherNaturalGradient" else 0)
 
 
-@sampled
-@combined
-def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moments: str) -> None:
-    granularities = ["tensor", "channel"] + (["block"] if moments != "8bit" else [])  # there blocks follow the scales
-    for granularity, factors in itertools.product(granularities, (False, True)):
-        kind: dict[str, Any] = {"seed": 2, "granularity": granularity, "headroom": 8.0, "factors": factors}
-        stored = stored_weight("E4M3", (6, 64), **kind)
-        scale = stored.expanded_scale().clone()
-        grid = on(fm.FP8Manifold("E4M3", scale, stored.rounding, stored.seed), stored.dequantize())
-        optimizers = [make(name, [p], writeback=writeback, moments=moments, weight_decay=0.01) for p in (stored, grid)]
-        for t in range(6):
-            take_steps(optimizers, ([stored], [grid]), range(t, t + 1), 0.1)
-            assert torch.equal(fm.encode(grid.detach().as_subclass(Tensor) / scale, "E4M3"), stored.codes), kind
-        assert optimizers[0].widened_scales == 0
-        assert (stored.codes != stored_weight("E4M3", (6, 64), **kind).codes).any()
-
-
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
@@ -405,20 +388,6 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
     for what in ("step", "all"):
         torch._dynamo.reset()
         assert all(torch.equal(a, b) for a, b in zip(trained(name, what), expected, strict=True)), what
-
-
-def test_a_step_breaks_the_graph() -> None:
-    p = stored_weight()
-    p.grad = torch.ones(p.shape)
-    optimizer = StiffnessAdamW([p])
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.step()
-        return x + 1
-
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(step, backend="eager", fullgraph=True)(X)
-    assert not optimizer.state
 
 
 # ----------------------------------------------------------------------------------------- gradients that are too large
@@ -514,34 +483,3 @@ def test_a_run_that_diverges_stays_finite(name: str) -> None:
             assert all(x.isfinite().all() for x in values([p, q])), (fmt, t)
             assert not (p.codes > 2 * p.format.sign_bit - 1).any()
         assert all(x.isfinite().all() for w in (p, q) for x in optimizer.state[w].values() if isinstance(x, Tensor))
-
-
-@by_name
-def test_loss_scaling_over_stored_and_ordinary_weights(name: str) -> None:
-    """Unscaled and clipped gradients step as such; an overflow is left out by the scaler, a NaN by the optimizer."""
-    pair: Any = [[stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"]
-    scaled, plain = (make(name, parameters) for parameters in pair)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=100)
-
-    def backward(parameters: list[Any], optimizer: Any, t: int, factor: float = 1.0) -> None:
-        optimizer.zero_grad()
-        loss = ((parameters[0] @ parameters[1]) * normal(3, seed=t)).sum() * factor
-        (scaler.scale(loss) if optimizer is scaled else loss).backward()
-
-    for t in range(4):
-        for parameters, optimizer in zip(pair, (scaled, plain), strict=True):
-            backward(parameters, optimizer, t)
-            if optimizer is scaled:
-                scaler.unscale_(scaled)
-            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-        scaler.step(scaled)
-        scaler.update()
-        plain.step()
-        assert same_bits(values(pair[0]), values(pair[1]))
-    for bad in (math.inf, math.nan):
-        backward(pair[0], scaled, 9, bad)
-        before = snapshot(scaled)
-        scaler.step(scaled)
-        scaler.update()
-        assert snapshot(scaled) == before
-    assert scaler.get_scale() == 2.0**12

@@ -7,7 +7,7 @@ import geoopt
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal, on_grid, values
+from optimizer_cases import normal, values
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -106,31 +106,6 @@ def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel() -> None:
     again = mine.manifold.proju(point, momentum)  # type: ignore[attr-defined]
     assert (again - momentum).abs().max() > 0.1 * momentum.abs().max()
     assert (mine - peer).abs().max() > 0.01
-
-
-@pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")  # of the last steps, on a grid
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding: Any) -> None:
-    """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
-    weight = on_manifold(fm.FP8Manifold("E4M3", rounding=rounding))
-    target = normal(3, 5, seed=2)
-    search = geoopt.optim.RiemannianLineSearch([weight])
-
-    def closure() -> float:
-        search.zero_grad()
-        loss = (weight - target).square().sum()
-        loss.backward()
-        return loss.item()
-
-    first = closure()
-    for _ in range(12):
-        search.step(closure)
-    assert on_grid(weight)
-    assert closure() < 0.5 * first
-
-
-def on_manifold(manifold: Any) -> Any:
-    return geoopt.ManifoldParameter(manifold.projx(normal(3, 5, seed=1)), manifold=manifold)
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)

@@ -16,7 +16,6 @@ SIDE, SPREAD, SEED = 200, 0.05, 0  # 40,000 weights, and their standard deviatio
 BOUND = 4
 """Standard errors: of a hundred figures chance takes one beyond in one seed of a hundred; dithered draws are 7 off."""
 by_factors = pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
-by_format = pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5"])
 
 
 def weights(fmt: str, factors: bool = False, **options: Any) -> tuple[fm.FP8Parameter, nn.Parameter]:
@@ -81,24 +80,6 @@ def test_streams_without_a_drift_pull_no_weight_to_0(name: str, fmt: str, steps:
     assert is_right(pull(name, fmt, steps, factors))
 
 
-@by_factors
-def test_weights_go_where_they_are_pushed_while_their_scales_double(factors: bool) -> None:
-    pair = weights("E2M5", factors, headroom=1.1)
-    start, ulp = pair[0].dequantize(), fm.ulp(pair[0].dequantize() / pair[0].expanded_scale(), "E2M5")
-    moves = 0.3 * ulp * pair[0].expanded_scale() * start.sign()
-    optimizers = [optim.StiffnessSGD([p], **SGD) for p in pair]
-    for _ in range(60):
-        for p, optimizer in zip(pair, optimizers, strict=True):
-            step_from(optimizer, p, -moves)
-    assert optimizers[0].widened_scales > SIDE / 8
-    assert is_right(outward(start, less(*pair)))
-
-
-@pytest.mark.parametrize(("name", "fmt", "steps"), SHORT)
-def test_dithered_draws_do_pull(name: str, fmt: str, steps: int) -> None:
-    assert not is_right(pull(name, fmt, steps, draws="dither"))
-
-
 WRITTEN: dict[str, Any] = {"writeback": "stochastic"}
 #: a decay of 0.005 a step
 DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -134,36 +115,3 @@ def left(name: str, fmt: str, factors: bool = False, **draws: str) -> tuple[floa
 @pytest.mark.parametrize("name", DECAYING)
 def test_decay_is_what_was_asked_for(fmt: str, factors: bool, name: str) -> None:
     assert is_right(left(name, fmt, factors), within=0.002)
-
-
-def test_dithered_decay_is_too_strong() -> None:
-    assert left("StiffnessAdamW", "E4M3", draws="dither")[0] == pytest.approx(0.067, abs=0.005)
-
-
-def lerped(average: Tensor, value: Tensor) -> None:
-    average.lerp_(value, 0.05)
-
-
-def added(average: Tensor, value: Tensor) -> None:
-    average.mul_(0.95).add_(value, alpha=0.05)
-
-
-def copied(average: Tensor, value: Tensor) -> None:
-    average.copy_(0.95 * average + 0.05 * value)
-
-
-@by_format
-@pytest.mark.parametrize("average", [lerped, added, copied])
-@torch.no_grad()
-def test_an_average_is_right_whatever_the_tensors_draws(fmt: str, average: Any) -> None:
-    """Averages of weights that wander: the mean over weights and over time."""
-    stored, exact = weights(fmt, draws="dither", headroom=4.0)  # for operators no scale widens
-    start, value = stored.dequantize(), exact.detach().clone()
-    generator, errors = torch.Generator().manual_seed(1), []
-    for _ in range(150):
-        value += 0.1 * SPREAD * torch.randn(SIDE, SIDE, generator=generator)
-        average(stored, value)
-        average(exact, value)
-        errors.append(less(stored, exact))
-    assert is_right(outward(start, errors[-1]))
-    assert is_right(outward(start, torch.stack(errors).mean(0)))

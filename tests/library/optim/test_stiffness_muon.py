@@ -43,24 +43,6 @@ def test_float_parameters_take_torchs_steps(nesterov: bool, adjust: str | None) 
         assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
 
 
-@torch_muon
-def test_the_products_are_torchs_bit_for_bit() -> None:
-    from torch.optim._muon import _zeropower_via_newtonschulz as theirs
-
-    for i, shape in enumerate(SHAPES):
-        x = normal(*shape, seed=i)
-        assert torch.equal(
-            orthogonal_factor(x, COEFFICIENTS, 5, 1e-7, torch.bfloat16), theirs(x, COEFFICIENTS, 5, 1e-7)
-        )
-
-
-@torch_muon
-def test_defaults_and_signature_are_torchs() -> None:
-    weight = [nn.Parameter(torch.ones(2, 2))]
-    theirs, ours = torch.optim.Muon(weight).defaults, StiffnessMuon(weight).defaults
-    assert {name: ours[name] for name in theirs} == theirs
-
-
 SCHEDULERS = pytest.mark.parametrize(
     "make",
     [

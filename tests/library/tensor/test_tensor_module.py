@@ -10,8 +10,9 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import normal, through_disk
-from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store
+from tensor_cases import INPUT, Net, every_granularity, loss_of, parameter, same_store
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8manifold as fm
 
@@ -161,74 +162,6 @@ def test_geoopts_methods() -> None:
     assert torch.equal(p.dequantize(), values)
 
 
-def test_gradient_helpers() -> None:
-    net = Net()
-    (1000 * loss_of(net)).backward()
-    norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    assert norm > 1
-    total = torch.stack([p.grad.square().sum() for p in net.parameters() if p.grad is not None]).sum()
-    assert total.item() == pytest.approx(1.0, rel=1e-4)
-    nn.utils.clip_grad_value_(net.parameters(), 0.01)
-    assert all(p.grad.abs().max() <= 0.01 for p in net.parameters() if p.grad is not None)
-    net.zero_grad()
-    assert all(p.grad is None for p in net.parameters())
-    loss_of(net).backward()
-    net.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
-    net.first.weight.requires_grad_(False)
-    net.first.weight.grad = None
-    loss_of(net).backward()
-    assert net.first.weight.grad is None
-    assert net.second.weight.grad.any()  # type: ignore[union-attr]
-    p = parameter()
-    p.grad = torch.ones(4, 64)
-    assert p.grad.sum() == 256
-
-
-def test_hooks_see_the_parameter() -> None:
-    net, seen = Net(), []
-    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad.shape)))
-    net.first.weight.register_hook(lambda g: g * 2)
-    loss_of(net).backward()
-    assert seen == [(fm.FP8Parameter, (64, 32))]
-    plain = Net()
-    loss_of(plain).backward()
-    assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)  # type: ignore[operator, arg-type]
-
-
-def test_parameters_to_vector_and_back() -> None:
-    net = Net()
-    vector = nn.utils.parameters_to_vector(net.parameters())
-    assert type(vector) is Tensor
-    assert vector.numel() == sum(p.numel() for p in net.parameters())
-    assert torch.equal(vector[: 32 * 64].view(64, 32), net.first.weight.dequantize())
-    nn.utils.vector_to_parameters(torch.zeros_like(vector), net.parameters())
-    assert all(not p.detach().any() for p in net.parameters())
-    assert all(type(p) is fm.FP8Parameter for p in net.stored)
-
-
-def test_initialisers_write_into_the_codes() -> None:
-    p = parameter()
-    nn.init.uniform_(p, -0.1, 0.1)
-    assert 0.05 < p.abs().max() <= 0.11
-    nn.init.zeros_(p)
-    assert not p.any()
-
-
-def test_calling_with_other_parameters() -> None:
-    net, other = Net(), Net()
-    stepped(other)
-    assert torch.equal(torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT))
-
-
-def test_checkpointed_activations() -> None:
-    net, again = Net(), Net()
-    loss_of(net).backward()
-    out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
-    (out - TARGET).square().mean().backward()
-    assert torch.equal(net.first.weight.grad, again.first.weight.grad)  # type: ignore[arg-type]
-
-
 def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
     """In one line, with nothing of the layer changed; after the backward pass it moves."""
     layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8")[0]
@@ -240,3 +173,87 @@ def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
     del loss
     assert layer.to(torch.bfloat16).weight.dtype is torch.bfloat16
     assert layer.weight.grad.dtype is torch.bfloat16
+
+
+# ---------------------------------------------------------------------- in the hands of other tools
+def quantized(storage: Any = "fp8", fmt: str = "E5M2", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return fm.quantize_model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)), fmt, storage, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch 2.13 of itself
+def test_an_exported_program_can_be_decomposed() -> None:
+    model = quantized().requires_grad_(False)
+    program = torch.export.export(model, (INPUT,)).run_decompositions()
+    assert torch.equal(program.module()(INPUT), model(INPUT))
+    held = [t for t in program.state_dict.values() if t.dtype == torch.uint8]
+    assert [tuple(t.shape) for t in held] == [(64, 32), (4, 64)]
+    assert not any("fp8manifold" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_an_exported_program_that_trains_is_not_decomposed() -> None:
+    program = torch.export.export(quantized(), (INPUT,))
+    with pytest.raises(RuntimeError, match="can require gradients"):
+        program.run_decompositions()
+
+
+@every_granularity
+def test_fake_tensors_are_quantized(granularity: Any) -> None:
+    spec = fm.LayerSpec(fm.OperandSpec("E2M1", granularity=granularity))
+    with FakeTensorMode():
+        model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+        model(torch.ones(3, 64)).sum().backward()
+    like = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+    assert type(model.weight) is fm.FP8Parameter
+    for name in ("codes", "scale", "counter", "remainder"):
+        fake, real = getattr(model.weight, name), getattr(like.weight, name)
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+    assert model.weight.grad.shape == (4, 64)
+
+
+@each("policy", ["dynamic", "static", "delayed"])
+def test_fake_master_weights_are_quantized(policy: Any) -> None:
+    spec = fm.LayerSpec(fm.OperandSpec("E4M3", policy=policy), fm.OperandSpec("E4M3", policy=policy))
+    with FakeTensorMode():
+        model = fm.quantize_model(nn.Linear(64, 4), spec, "master")
+        assert model(torch.ones(3, 64)).shape == (3, 4)
+
+
+def test_a_grid_of_fake_tensors_is_refused() -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="take storage='fp8', or quantise a model"):
+        fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
+
+
+def test_a_single_value_is_formatted_as_a_number() -> None:
+    p = fm.FP8Parameter(torch.tensor([[0.3, -0.7]]), "E4M3")
+    assert f"{p.detach()[0, 0]:.2f} {p[0, 1]:+.3f} {p[0, 0]}" == "0.31 -0.688 0.3125"
+    assert f"{fm.FP8Parameter(torch.tensor(0.3), 'E4M3'):.1e}" == "3.1e-01"
+    assert f"{p}" == repr(p)
+
+
+def test_weights_are_made_empty_by_accelerate() -> None:
+    """accelerate makes each parameter again on the meta device, from its attributes: format and options stay."""
+    import accelerate
+
+    with accelerate.init_empty_weights():
+        model = quantized(rounding="nearest", granularity="tensor", seed=3)
+    like = quantized(rounding="nearest", granularity="tensor", seed=3)
+    for empty, full in ((model[0].weight, like[0].weight), (model[2].weight, like[2].weight)):
+        assert type(empty) is fm.FP8Parameter
+        assert (empty.device.type, empty.requires_grad) == ("meta", True)
+        assert (empty.format, empty.seed, empty.rounding) == (full.format, full.seed, full.rounding)
+        assert empty.granularity == full.granularity
+    model.to_empty(device="cpu").load_state_dict(like.state_dict())
+    assert torch.equal(model(INPUT), like(INPUT))
+
+
+@every_granularity
+def test_a_parameter_of_a_stored_tensor_is_its_parameter(granularity: Any) -> None:
+    stored = parameter("E3M4", granularity=granularity, keep_remainder=True).detach()
+    p = fm.FP8Parameter(stored)
+    assert same_store(p, stored)
+    assert p.codes is stored.codes
+    assert p.requires_grad
+    assert not fm.FP8Parameter(stored, requires_grad=False).requires_grad
+    assert fm.FP8Parameter(stored, "E5M2").format.name == "E5M2"
