@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from laws import each
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, step_from
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, step_from, values
 from paths import PATHS, by
 from torch import Tensor, nn
 
