@@ -156,9 +156,11 @@ def test_an_observer_sees_what_was_stored() -> None:
     assert torch.allclose(views[0].target, views[0].after, rtol=0.1)
 
 
-def test_no_step_that_moves_nothing_fits() -> None:
-    p = zeros()
-    optimizer = optim.StiffnessAdamW([p], lr=0.0)
-    step_from(optimizer, p, normal(*SHAPE, seed=1))
-    assert optimizer.fitted_scales == 0
-    assert (p.scale == 1).all()
+def test_no_step_that_moves_nothing_or_counts_in_spacings_fits() -> None:
+    """The scale of zeros comes down later where a spacing is the measure of a step."""
+    for kind, lr in ((optim.StiffnessAdamW, 0.0), (optim.RiemannianAdam, 0.5), (optim.Madam, 0.03)):
+        p = zeros()
+        optimizer = kind([p], lr=lr)
+        step_from(optimizer, p, normal(*SHAPE, seed=1))
+        assert optimizer.fitted_scales == 0
+        assert (p.scale == 1).all()

@@ -113,6 +113,21 @@ def test_scale_and_exponent_follow_their_schedules() -> None:
         assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=1e-14)
 
 
+def test_the_reference_is_kept_between_refreshes() -> None:
+    weight = free_weight(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=double), "E4M3")
+    optimizer = StiffnessWrapper(SGD([weight], lr=2.0**-6), exponent=1.0, refresh_every=3)
+    moved = []
+    for t in range(4):
+        with torch.no_grad():
+            weight.copy_(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=double) * 2**t)
+        weight.grad = torch.ones(4, dtype=double)
+        before = values([weight])[0]
+        optimizer.step()
+        moved.append(round(((before - weight.detach())[0] * 2**6).item(), 9))
+    at_first = 4 / 15
+    assert moved == pytest.approx([at_first, 2 * at_first, 4 * at_first, at_first], rel=1e-8)
+
+
 def test_a_gradient_is_scaled_and_put_back() -> None:
     weight = free_weight(normal(3, 20, dtype=double), "E4M3")
     plain = nn.Parameter(values([weight])[0])
