@@ -25,7 +25,7 @@ pytestmark = [
 MOST = "native and not (test_options or in_one_loop or residual_of or widened)"
 SESSIONS = {
     "optim/test_step_oracle.py": (MOST, "slots", 400),
-    "optim/test_fitted_momentum.py": ("definition and native", "slots", 60),
+    "optim/test_moments.py": ("definition and native", "slots", 60),
     "triton_cases.py": ("", "elements", 100_000),
     "operand_cases.py": ("", "elements", 500_000),
 }

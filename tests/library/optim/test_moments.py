@@ -1,11 +1,22 @@
 """Running averages in 16 and 8 bits: unbiased, without stalling, and within their blocks whatever the gradients do."""
 
+import copy
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from laws import each
+from optimizer_cases import normal, step_from, stored_weight
+from paths import PATHS, by
+from scalar_grid import F32, Codes, exponent_of, f32
+from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold.optim._spec import MOMENT_FORMAT
+from fp8manifold.optim import StiffnessMuon
+from fp8manifold.optim._spec import MOMENT_FORMAT, MOMENTUM_FORMAT
 from fp8manifold.optim._step import _root_codes, _to_bfloat16
 from fp8manifold.random_bits import word_range
 
@@ -62,3 +73,110 @@ def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
         assert abs(np.corrcoef(low[1:], low[:-1])[0, 1]) < 5 / np.sqrt(n)
         of_weights = word_range(0, n, words[:3], "cpu").numpy().view(np.uint32).astype(float)
         assert abs(np.corrcoef(of_weights, word.astype(float))[0, 1]) < 5 / np.sqrt(n)
+
+
+# ------------------------------------------------------- Muon's momentum, in blocks that are fitted
+E2M5 = Codes(MOMENTUM_FORMAT)
+MU = 0.95
+
+
+class Slow:
+    """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block.
+
+    Its draws are independent, whatever those of the weights are.
+    """
+
+    def __init__(self, count: int, block: int, momentum: float, words: tuple[int, int]) -> None:
+        self.codes, self.largest = [0] * count, [f32(0)] * (count // block)
+        self.block, self.words, self.steps = block, words, 0
+        self.decay, self.gain = f32(momentum), f32(1 - momentum)
+
+    def scale(self, block: int) -> float:
+        """The smallest power of two, and no subnormal, with which the largest is within 7.875."""
+        largest = float(self.largest[block])
+        exponent = exponent_of(largest) - 2 if largest >= 2.0**-126 else -126
+        return 2.0 ** max(exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126)
+
+    def step(self, gradient: list[float]) -> None:
+        self.steps += 1
+        seed, stream = self.words
+        words = word_range(0, len(self.codes), (seed, self.steps, stream, 1), "cpu").tolist()
+        new: list[F32] = []
+        for i, (code, g) in enumerate(zip(self.codes, gradient, strict=True)):
+            value = f32(f32(E2M5.value(E2M5.signed(code))) * f32(self.scale(i // self.block)))
+            value = f32(-0.0) if code == MOMENTUM_FORMAT.sign_bit else value
+            new.append(f32(f32(value * self.decay) + f32(f32(g) * self.gain)))
+        for b in range(len(self.largest)):
+            self.largest[b] = max(abs(x) for x in new[b * self.block : (b + 1) * self.block])
+        for i, (x, word) in enumerate(zip(new, words, strict=True)):
+            scaled = Fraction(float(x)) / Fraction(self.scale(i // self.block))
+            self.codes[i] = E2M5.code(E2M5.round(float(scaled), word % 2**32 >> 8), bool(np.signbit(x)))
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny and of huge values."""
+    g = normal(*shape, seed=100 + step) * torch.exp2(normal(*shape, seed=200 + step).mul(3).round())
+    g.view(-1)[step::7] = 0.0
+    g.view(-1)[step::11] = -0.0
+    g[1] = 0.0 if step != 2 else 1e-42
+    g[2] *= 1e15 if step == 1 else 1.0
+    return g
+
+
+SHAPES = ((3, 14, 14), (4, 300, 150), (3, 1301, 1301), (3, 512, 256))
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
+def test_codes_and_largest_are_those_of_the_definition(
+    rows: int, columns: int, block: int, path: str, draws: str
+) -> None:
+    weight = stored_weight(shape=(rows, columns))
+    optimizer = by(path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws))
+    slow = None
+    for t in range(4):
+        step_from(optimizer, weight, gradient((rows, columns), t))
+        state = optimizer.state[weight]
+        slow = slow or Slow(rows * columns, block, MU, (5, state["stream"]))
+        slow.step(weight.grad.view(-1).tolist())
+        assert state["momentum_buffer"].view(-1).tolist() == slow.codes, t
+        assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
+
+
+def stepped() -> tuple[Any, StiffnessMuon]:
+    weight = stored_weight(shape=(4, 64))
+    optimizer = StiffnessMuon([weight], 0.01, moments="8bit")
+    step_from(optimizer, weight, normal(4, 64, seed=1))
+    return weight, optimizer
+
+
+def former(entry: dict[str, Any]) -> None:
+    """As it was when the momentum was E4M3 under a bound of the gradients."""
+    entry["avg_bound"] = entry.pop("avg_largest")
+
+
+@pytest.mark.parametrize("change", [former, lambda entry: entry.pop("avg_largest")], ids=["former", "lost"])
+def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+    _, optimizer = stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved["state"][0])
+    weight, fresh = stepped()
+    with pytest.raises(ValueError, match="momentum_buffer in 8 bits without avg_largest"):
+        fresh.load_state_dict(saved)
+    change(fresh.state[weight])
+    before = weight.codes.clone()
+    weight.grad = normal(4, 64, seed=2)
+    with pytest.raises(ValueError, match="kept in another format"):
+        fresh.step()
+    assert torch.equal(weight.codes, before)
+
+
+def test_a_second_moment_without_its_bound_is_refused() -> None:
+    weight = stored_weight(shape=(4, 64))
+    optimizer = fm.optim.StiffnessAdamW([weight], 0.01, moments="8bit")
+    step_from(optimizer, weight, normal(4, 64, seed=1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["sq_bound"]
+    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):
+        optimizer.load_state_dict(saved)
