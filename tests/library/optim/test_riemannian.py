@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import geoopt
-import numpy as np
 import pytest
 import torch
 from laws import each
+from manifold_cases import ruler
 from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, step_from, values
 from paths import PATHS, by
 from torch import Tensor, nn
@@ -31,30 +31,24 @@ SCALES = {
 
 
 class Chart:
-    """Values from codes and back by interpolation over a format's list of values."""
+    """Codes, values and spacings by interpolation over a format's list of values."""
 
     def __init__(self, name: str, scale: float | Tensor) -> None:
-        positive = np.unique([v for v in fm.FloatFormat.from_string(name).values if v >= 0])
-        self.gaps = np.diff(positive)
-        self.positive, self.values = positive, np.concatenate([-positive[:0:-1], positive])
-        self.top = len(positive) - 1
-        self.codes = np.arange(-self.top, self.top + 1.0)
-        self.scale = torch.as_tensor(scale, dtype=double)
+        self.ruler, self.scale = ruler(fm.FloatFormat.from_string(name)), torch.as_tensor(scale, dtype=double)
 
     def code(self, w: Tensor) -> Tensor:
-        return torch.from_numpy(np.interp((w / self.scale).numpy(), self.values, self.codes))
+        return torch.from_numpy(self.ruler.chart((w / self.scale).numpy()))
 
     def value(self, c: Tensor) -> Tensor:
-        return torch.from_numpy(np.interp(c.detach().numpy(), self.codes, self.values)) * self.scale
+        return torch.from_numpy(self.ruler.inverse(c.detach().numpy())) * self.scale
 
     def stiffness(self, w: Tensor) -> Tensor:
-        index = np.searchsorted(self.positive, (w / self.scale).abs().numpy(), side="right") - 1
-        return torch.from_numpy(self.gaps[index]) * self.scale
+        return torch.from_numpy(self.ruler.stiffness((w / self.scale).numpy())) * self.scale
 
 
 def start_and_targets(chart: Chart) -> tuple[Tensor, Tensor]:
     """Codes in the middle of the range, a few of them near zero, with targets on the other side or beyond a binade."""
-    reach = min(chart.top / 4, 20.0)
+    reach = min(chart.ruler.codes[-1] / 4, 20.0)
     codes = normal(3, 8, seed=11, dtype=double).clamp(-2, 2) * reach / 2
     return chart.value(codes), chart.value(codes.flip(1) * -0.7 + 0.3)
 
@@ -113,23 +107,17 @@ def test_default_learning_rates() -> None:
 
 
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-@pytest.mark.parametrize("lr", [None, 0.5])
-def test_a_mixed_list_needs_float_lr(kind: Any, lr: float | None) -> None:
-    mixed = [grid_weight(), nn.Parameter(torch.ones(2))]
-    with pytest.raises(ValueError, match="float_lr"):
-        kind(mixed, lr)
-    with pytest.raises(ValueError, match="float_lr"):
-        kind([{"params": mixed}], lr)
-    kind(mixed, lr, float_lr=1e-3)
-    kind([{"params": mixed, "float_lr": 1e-3}], lr)
-
-
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_groups_that_share_an_lr_in_ulps_are_a_mixed_list(kind: Any) -> None:
+def test_a_mixed_list_needs_float_lr(kind: Any) -> None:
+    """Groups that share an lr in ULPs are one, too."""
     grid, plain = {"params": [grid_weight()]}, {"params": [nn.Parameter(torch.ones(2))]}
-    for order in ([grid, plain], [plain, grid]):
+    mixed = [*grid["params"], *plain["params"]]
+    refused = [(given, lr) for given in (mixed, [{"params": mixed}]) for lr in (None, 0.5)]
+    for given, lr in [*refused, ([grid, plain], 0.5), ([plain, grid], 0.5)]:
         with pytest.raises(ValueError, match="float_lr"):
-            kind([dict(g) for g in order], 0.5)
+            kind([dict(g) if isinstance(g, dict) else g for g in given], lr)
+    for lr in (None, 0.5):
+        kind(mixed, lr, float_lr=1e-3)
+        kind([{"params": mixed, "float_lr": 1e-3}], lr)
     kind([dict(grid), {**plain, "lr": 1e-3}], 0.5)
     optimizer = kind([dict(grid)], 0.5)
     with pytest.raises(ValueError, match="float_lr"):

@@ -18,6 +18,7 @@ from optimizer_cases import (
     same_bits,
     step_from,
     stored_weight,
+    take_steps,
     value_of,
 )
 from paths import PATHS, by
@@ -33,17 +34,6 @@ SHAPES = ((16, 16), (24, 8), (8, 24), (7, 5))
 torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
 
-def put(parameters: list[Any], step: int) -> None:
-    for i, p in enumerate(parameters):
-        p.grad = normal(*p.shape, seed=100 * step + i).to(p.dtype)
-
-
-def run(optimizer: Any, parameters: list[Any], steps: range) -> None:
-    for step in steps:
-        put(parameters, step)
-        optimizer.step()
-
-
 @torch_muon
 @each("nesterov", [True, False])
 @each("adjust", [None, "original", "match_rms_adamw"])
@@ -52,8 +42,7 @@ def test_float_parameters_take_torchs_steps(nesterov: bool, adjust: str | None) 
     theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
     options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
     muon, own = torch.optim.Muon(theirs, **options), StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16)
-    run(muon, theirs, range(100))
-    run(own, ours, range(100))
+    take_steps((muon, own), (theirs, ours), range(100))
     for a, b in zip(theirs, ours, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
         assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
@@ -100,7 +89,7 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
         scheduler = make(optimizer, **more)
         seen = []
         for step in range(4):
-            put([p for group in optimizer.param_groups for p in group["params"]], step)
+            put_gradients([p for group in optimizer.param_groups for p in group["params"]], step)
             optimizer.step()
             scheduler.step()
             seen.append([(float(group["lr"]), read(group)) for group in optimizer.param_groups])
@@ -140,7 +129,7 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None
     groups = [{"params": [batch], "matrix_shape": "batch"}, {"params": [flat], "matrix_shape": "flatten"}]
     one, other = StiffnessMuon(groups, **options), StiffnessMuon([*alone, matrix], **options)
     for step in range(3):
-        put([batch, flat], step)
+        put_gradients([batch, flat], step)
         for e, g in zip([*alone, matrix], [*batch.grad, flat.grad.flatten(1)], strict=True):
             e.grad = g.clone()
         one.step()
@@ -196,8 +185,7 @@ def test_adams_groups_are_stiffness_adamw() -> None:
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
     one = StiffnessMuon(ours, direction="adam", **options)
     other = StiffnessAdamW(theirs, betas=(0.9, 0.95), **options)
-    run(one, ours, range(5))
-    run(other, theirs, range(5))
+    take_steps((one, other), (ours, theirs), range(5))
     assert same_bits(ours, theirs)
 
 

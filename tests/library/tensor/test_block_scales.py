@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from laws import each
-from optimizer_cases import frozen, normal, snapshot, step_from, with_factors
+from optimizer_cases import frozen, normal, snapshot, step_from, take_steps, with_factors
 from paths import PATHS, by
 from rank_cases import batch, loss_of, model
 from rank_pool import Pool
@@ -291,21 +291,13 @@ STEPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def step(optimizer: Any, parameters: list[Tensor], number: int) -> None:
-    for i, p in enumerate(parameters):
-        p.grad = normal(*p.shape, seed=100 * number + i)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_paths_have_the_same_bits(kind: str, factors: bool) -> None:
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
     twins = [[weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS]
     made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
-    for number in range(4):
-        for parameters, optimizer in zip(twins, made, strict=True):
-            step(optimizer, parameters, number)  # type: ignore[arg-type]
+    take_steps(made, twins, range(4))
     for i, (native, eager) in enumerate(zip(*twins, strict=True)):
         assert torch.equal(native.codes, eager.codes)
         assert torch.equal(native.scale, eager.scale)
@@ -334,8 +326,7 @@ def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], wri
     ]
     for p in both:
         optimizer = by(path, optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5))
-        for number in range(3):
-            step(optimizer, [p], number)
+        take_steps([optimizer], [[p]], range(3))
     assert torch.equal(both[0].codes, both[1].codes)
 
 
