@@ -23,7 +23,6 @@ from test_step_paths import CASES, everything, take
 
 import fp8manifold as fm
 from fp8manifold import _native, optim
-from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays, is_available
 from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics import records as _layouts
@@ -91,18 +90,6 @@ def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
     for n in (1, len(codes), 37):
         assert same(fm.decode(codes[:n], fmt, dtype), plain(fm.decode, codes[:n], fmt, dtype))
-
-
-@needs_native
-@each("name", ["E4M3", "E7M0", "E5M2"])
-@each(("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)])
-def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plain: Any) -> None:
-    fmt = fm.FloatFormat.from_string(name)
-    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    scales = torch.exp2(normal(*scale, seed=2).mul(5).round())
-    for dtype in (torch.float32, torch.bfloat16):
-        arguments = (codes, scales, fmt, dtype, block)
-        assert same(dequantize_codes(*arguments), plain(dequantize_codes, *arguments))
 
 
 @needs_native
@@ -252,18 +239,28 @@ print(sum(int(p.codes.long().sum()) for p in w))
 
 
 @pytest.fixture
-def run_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], list[str]]]:
+def look_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Return a function that has the library looked for in another folder, until the test ends."""
+
+    def look(folder: Path) -> None:
+        monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
+        _native._found.cache_clear()
+
+    yield look
+    _native._found.cache_clear()
+
+
+@pytest.fixture
+def run_steps(look_in: Callable[[Path], None]) -> Callable[[Path], list[str]]:
     """Return a function that takes these steps with the native code of a folder and returns what they print."""
-    monkeypatch.setattr(_native, "__file__", _native.__file__)
 
     def run(folder: Path) -> list[str]:
-        _native._found.cache_clear()
+        look_in(folder)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(STEPS, {"folder": str(folder)})
         return printed.getvalue().splitlines()
 
-    yield run
-    _native._found.cache_clear()
+    return run
 
 
 def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
@@ -296,35 +293,24 @@ def test_a_library_of_other_sources_is_not_used(run_steps: Any, tmp_path: Path) 
 
 
 @needs_native
-def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = sources(tmp_path)
-    library = folder / "_kernels.so"
+def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in: Any, tmp_path: Path) -> None:
+    look_in(sources(tmp_path))
+    library = tmp_path / "_kernels.so"
     library.write_bytes((FOLDER / "_kernels.so").read_bytes())
-    monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
-    _native._found.cache_clear()
-    try:
-        codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
-        before = _arrays.decoded(codes, fmt)
-        assert before is not None
-        library.unlink()
-        assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
-        library.write_bytes(b"another")
-        assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
-    finally:
-        _native._found.cache_clear()
+    codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
+    before = _arrays.decoded(codes, fmt)
+    assert before is not None
+    library.unlink()
+    assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
+    library.write_bytes(b"another")
+    assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
 
 
-def test_where_warnings_are_errors_it_is_said_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "__init__.py"))
-    _native._found.cache_clear()
-    try:
-        with pytest.raises(_native.NativeUnavailableWarning, match="or was removed since"):
-            fm.round_to_grid(torch.ones(3), "E4M3")
-        assert fm.round_to_grid(torch.ones(3), "E4M3").tolist() == [1.0] * 3
-    finally:
-        _native._found.cache_clear()
+def test_where_warnings_are_errors_it_is_said_once_too(look_in: Any, tmp_path: Path) -> None:
+    look_in(tmp_path)
+    with pytest.raises(_native.NativeUnavailableWarning, match="or was removed since"):
+        fm.round_to_grid(torch.ones(3), "E4M3")
+    assert fm.round_to_grid(torch.ones(3), "E4M3").tolist() == [1.0] * 3
 
 
 @needs_sources
@@ -454,12 +440,8 @@ def results() -> dict[str, Any]:
 
 @needs_native
 @needs_sources
-def test_every_width_has_the_same_bits(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_width_has_the_same_bits(narrow: Path, look_in: Any) -> None:
     own = results()
-    monkeypatch.setattr(_native, "__file__", str(narrow / "__init__.py"))
-    _native._found.cache_clear()
-    try:
-        found = results()
-    finally:
-        _native._found.cache_clear()
+    look_in(narrow)
+    found = results()
     assert not [name for name in own if own[name] != found[name]]

@@ -1,5 +1,6 @@
 """Nothing is remembered from one step to the next but what the state shows: plans, and the table of a steady step."""
 
+import copy
 import gc
 import weakref
 from collections import defaultdict
@@ -254,7 +255,13 @@ FORGED = {
 
 def happens(edit: str, optimizer: Any) -> None:
     parameters = everyone(optimizer)
-    named = {"defaultdict": defaultdict, "p": parameters, "o": optimizer, "groups": optimizer.param_groups}
+    named = {
+        "copy": copy,
+        "defaultdict": defaultdict,
+        "p": parameters,
+        "o": optimizer,
+        "groups": optimizer.param_groups,
+    }
     exec(edit, {**globals(), **named, "s": [optimizer.state[p] for p in parameters]})
 
 
@@ -349,19 +356,6 @@ def test_steps_of_several_processes_are_planned(served: list[bool], monkeypatch:
         put(optimizer, t)
         optimizer.step()
     assert served == [True, False]
-
-
-def test_others_classes_are_planned() -> None:
-    """With a method of their own, in a class or beside it; with none they have a table."""
-
-    class Own:
-        def _shared_numbers(self, slot: Any) -> dict[str, float]:
-            return super()._shared_numbers(slot) | {"keep": 0.5}  # type: ignore[misc]
-
-    class Mixed(Own, optim.StiffnessAdamW):
-        pass
-
-    assert (optim.StiffnessAdamW.keeps_table, Mixed.keeps_table, Renamed.keeps_table) == (True, False, True)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -81,25 +81,6 @@ def test_by_default_the_manifold_says_how_to_round() -> None:
     assert abs(shares[1] - 0.1) < 4 * 0.003
 
 
-@each("dtype", [torch.float32, double])
-@pytest.mark.parametrize("inner", [SGD, AdamW])
-def test_around_ordinary_parameters_it_is_the_identity_to_one_rounding(inner: Any, dtype: torch.dtype) -> None:
-    """w + (w' - w) is w' but for one rounding of the difference and one of the sum, a step."""
-    wrapped, plain = nn.Parameter(normal(1000, dtype=dtype)), nn.Parameter(normal(1000, dtype=dtype))
-    optimizer, reference = StiffnessWrapper(inner([wrapped], lr=0.01)), inner([plain], lr=0.01)
-    for t in range(10):
-        with torch.no_grad():
-            plain.copy_(wrapped)
-        put_gradients([wrapped], t)
-        put_gradients([plain], t)
-        before = values([wrapped])[0]
-        optimizer.step()
-        reference.step()
-        bound = torch.finfo(dtype).eps * ((plain.detach() - before).abs() + plain.detach().abs()) / 2
-        assert ((wrapped - plain).abs() <= bound).all()
-        assert (wrapped == plain).double().mean() > 0.7
-
-
 def test_scale_and_exponent_follow_their_schedules() -> None:
     """Asked with the steps taken, one function each; the reference is refreshed when due."""
     weight = free_weight(normal(30, dtype=double), "E4M3")

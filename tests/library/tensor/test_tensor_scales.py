@@ -110,6 +110,16 @@ def test_wider_is_exact_wherever_the_grid_holds_the_value(name: str) -> None:
     assert ((p.dequantize() - values).abs() < neighbours).all()
 
 
+def test_what_is_lost_is_rounded_without_bias() -> None:
+    """Subnormals of the wider grid: the mean stays, to four standard errors."""
+    values = torch.full((100_000,), 3 * 2.0**-9)
+    p = fm.FP8Tensor(values, "E4M3", scale=1.0, rounding="nearest", seed=5)
+    p.rescale_(8.0)  # one ULP is 8 * 2^-9: three eighths of them round up
+    assert p.unique().tolist() == [0.0, 2.0**-6]
+    standard_error = 2.0**-6 * math.sqrt(3 / 8 * 5 / 8 / 100_000)
+    assert abs(p.double().mean().item() - values[0].item()) < 4 * standard_error
+
+
 def test_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     p = parameter()
     new = p.scale.clone()
