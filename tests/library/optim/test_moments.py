@@ -1,4 +1,4 @@
-"""Running averages in 16 and 8 bits: unbiased, without stalling, and within their blocks whatever the gradients do."""
+"""Running averages in 16 and 8 bits: unbiased; and Muon's, in blocks that are fitted, against its definition."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""From what was asked for to what is stored: unbiased, without stalling, nothing lost that is kept beside the codes."""
+"""Write-backs: at the ends of the range, in states of earlier releases, and errors that the momentum makes up for."""
 
 from typing import Any
 
