@@ -36,6 +36,7 @@ BOUNDS = f"damping=0.00390625, clip=16.0, {REST}"
 ROUNDED = f"writeback='stochastic', draws='independent', moments='float32', seed=0, {BOUNDS}"
 STIFF = f"stiffness=0.0, metric='ulp', {ROUNDED}"
 CHARTED = f"float_lr=None, writeback=None, draws=None, moments='float32', seed=0, {BOUNDS}"
+#: with torch's or geoopt's defaults, and in their places, where these have the option
 SIGNATURES = {
     "StiffnessAdamW": f"lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, {STIFF}",
     "StiffnessSGD": f"lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, {STIFF}",
