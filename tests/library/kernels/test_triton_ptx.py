@@ -325,3 +325,10 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         RECORD.write_text(json.dumps(costs(Path(folder)), indent=1) + "\n", encoding="utf-8")
+
+
+def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = _triton.options() | {"enable_fp_fusion": True}
+    monkeypatch.setattr(_triton, "options", lambda *_: wrong)
+    writeback, moments, tile = STEPS["stochastic, float32 moments"]
+    assert "contraction" in list(faults(step(spec(writeback, moments), tile, 90, tmp_path)))

@@ -577,3 +577,34 @@ def test_decay_is_what_was_asked_for(fmt: str, factors: bool, name: str) -> None
     assert 0.3 < left < 0.7
     rate = math.log1p(float(error.mean()) / left) / math.log(left)
     assert abs(rate) <= max(4 * deviation / left / -math.log(left), 0.002)
+
+
+@by_name
+def test_loss_scaling_over_stored_and_ordinary_weights(name: str) -> None:
+    """Unscaled and clipped gradients step as such; an overflow is left out by the scaler, a NaN by the optimizer."""
+    pair: Any = [[stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"]
+    scaled, plain = (make(name, parameters) for parameters in pair)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=100)
+
+    def backward(parameters: list[Any], optimizer: Any, t: int, factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        loss = ((parameters[0] @ parameters[1]) * normal(3, seed=t)).sum() * factor
+        (scaler.scale(loss) if optimizer is scaled else loss).backward()
+
+    for t in range(4):
+        for parameters, optimizer in zip(pair, (scaled, plain), strict=True):
+            backward(parameters, optimizer, t)
+            if optimizer is scaled:
+                scaler.unscale_(scaled)
+            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+        assert same_bits(values(pair[0]), values(pair[1]))
+    for bad in (math.inf, math.nan):
+        backward(pair[0], scaled, 9, bad)
+        before = snapshot(scaled)
+        scaler.step(scaled)
+        scaler.update()
+        assert snapshot(scaled) == before
+    assert scaler.get_scale() == 2.0**12

@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
-from family_cases import COMBINATIONS, INVALID, NAMES, OPTIONS, VALID, make, zoo
+from family_cases import COMBINATIONS, INVALID, NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, make, zoo
 from laws import each
 from optimizer_cases import frozen, normal, put_gradients, same_bits, stored_weight, through_disk, values
 from torch import Tensor, nn
@@ -508,3 +509,23 @@ def test_the_count_is_saved_and_begins_anew_with_a_step() -> None:
     step_with(net, resumed, math.nan)
     with pytest.warns(RuntimeWarning, match="3 steps in a row"):
         step_with(net, resumed, math.nan)
+
+
+@each(
+    ("name", "theirs"),
+    [
+        *((f"Stiffness{rule}", getattr(torch.optim, rule, None)) for rule in ("AdamW", "SGD", "Muon")),
+        *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
+    ],
+)
+def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name: str, theirs: Any) -> None:
+    """Muon is in torch since 2.9; a Riemannian lr has a default of its own."""
+    if theirs is None:
+        return
+    plain, own = (inspect.signature(kind).parameters for kind in (theirs, getattr(optim, name)))
+    shared = [option for option in plain if option in own]
+    assert {"params", "lr", "weight_decay"} < {*shared}
+    alike = {*shared} - ({"lr"} if name in RIEMANNIAN_NAMES else {*()})
+    assert {option: own[option].default for option in alike} == {option: plain[option].default for option in alike}
+    by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [*own][: len(by_place)] == by_place

@@ -10,7 +10,7 @@ import pytest
 import torch
 from laws import each
 from manifold_cases import ruler
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, step_from, values
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, on_grid, pull_to, step_from, values
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -331,3 +331,25 @@ def test_the_manifolds_own_retraction_is_taken(make: Any) -> None:
         make([weight], lr=1.0).step()
         landed[retraction] = weight.item()
     assert landed == {"exponential": 1.875, "euclidean": 1.75}
+
+
+@pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")  # of the last steps, on a grid
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding: Any) -> None:
+    """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
+    manifold: Any = fm.FP8Manifold("E4M3", rounding=rounding)
+    weight: Any = geoopt.ManifoldParameter(manifold.projx(normal(3, 5, seed=1)), manifold=manifold)
+    target = normal(3, 5, seed=2)
+    search = geoopt.optim.RiemannianLineSearch([weight])
+
+    def closure() -> float:
+        search.zero_grad()
+        loss = (weight - target).square().sum()
+        loss.backward()
+        return loss.item()
+
+    first = closure()
+    for _ in range(12):
+        search.step(closure)
+    assert on_grid(weight)
+    assert closure() < 0.5 * first

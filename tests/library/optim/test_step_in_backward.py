@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -467,3 +468,30 @@ def test_what_a_sum_cannot_do_is_refused() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="used and freed"):
         part_of_loss(model, BATCHES[0]).backward()
+
+
+def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
+    """``prepare`` and ``load_state`` load the state that the optimizer has, or another."""
+    import accelerate
+
+    whole = network("fp8")
+    uninterrupted = OPTIMIZERS["muon"](whole)
+    train(whole, uninterrupted, 4)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = network("fp8")
+    own = OPTIMIZERS["muon"](model)
+    optim.step_in_backward(own)
+    model, optimizer = accelerator.prepare(model, own)
+
+    def go(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            accelerator.backward(loss(model))
+            optimizer.step()
+
+    go(2)
+    accelerator.save_state(tmp_path / "half")
+    go(1)
+    accelerator.load_state(tmp_path / "half")
+    go(2)
+    assert everything(model, own) == everything(whole, uninterrupted)

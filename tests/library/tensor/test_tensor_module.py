@@ -306,3 +306,71 @@ def test_a_network_learns(options: dict[str, Any]) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
     assert all(type(p) is fm.FP8Parameter and p.is_cuda for p in net.stored)
+
+
+def test_gradient_helpers() -> None:
+    net = Net()
+    (1000 * loss_of(net)).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    assert norm > 1
+    total = torch.stack([p.grad.square().sum() for p in net.parameters() if p.grad is not None]).sum()
+    assert total.item() == pytest.approx(1.0, rel=1e-4)
+    nn.utils.clip_grad_value_(net.parameters(), 0.01)
+    assert all(p.grad.abs().max() <= 0.01 for p in net.parameters() if p.grad is not None)
+    net.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+    loss_of(net).backward()
+    net.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+    net.first.weight.requires_grad_(False)
+    net.first.weight.grad = None
+    loss_of(net).backward()
+    assert net.first.weight.grad is None
+    assert net.second.weight.grad.any()  # type: ignore[union-attr]
+    p = parameter()
+    p.grad = torch.ones(4, 64)
+    assert p.grad.sum() == 256
+
+
+def test_hooks_see_the_parameter() -> None:
+    net, seen = Net(), []
+    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad.shape)))
+    net.first.weight.register_hook(lambda g: g * 2)
+    loss_of(net).backward()
+    assert seen == [(fm.FP8Parameter, (64, 32))]
+    plain = Net()
+    loss_of(plain).backward()
+    assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)  # type: ignore[operator, arg-type]
+
+
+def test_parameters_to_vector_and_back() -> None:
+    net = Net()
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    assert type(vector) is Tensor
+    assert vector.numel() == sum(p.numel() for p in net.parameters())
+    assert torch.equal(vector[: 32 * 64].view(64, 32), net.first.weight.dequantize())
+    nn.utils.vector_to_parameters(torch.zeros_like(vector), net.parameters())
+    assert all(not p.detach().any() for p in net.parameters())
+    assert all(type(p) is fm.FP8Parameter for p in net.stored)
+
+
+def test_initialisers_write_into_the_codes() -> None:
+    p = parameter()
+    nn.init.uniform_(p, -0.1, 0.1)
+    assert 0.05 < p.abs().max() <= 0.11
+    nn.init.zeros_(p)
+    assert not p.any()
+
+
+def test_calling_with_other_parameters() -> None:
+    net, other = Net(), Net()
+    stepped(other)
+    assert torch.equal(torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT))
+
+
+def test_checkpointed_activations() -> None:
+    net, again = Net(), Net()
+    loss_of(net).backward()
+    out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
+    (out - TARGET).square().mean().backward()
+    assert torch.equal(net.first.weight.grad, again.first.weight.grad)  # type: ignore[arg-type]
