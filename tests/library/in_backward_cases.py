@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from optimizer_cases import frozen
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -61,13 +62,5 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
         optimizer.step()
 
 
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [part for name in sorted(value, key=str) for part in [name, *flat(value[name])]]
-    if isinstance(value, list | tuple):
-        return [part for inner in value for part in flat(inner)]
-    return [value.tolist() if isinstance(value, Tensor) else value]
-
-
 def everything(model: nn.Module, optimizer: Any) -> list[Any]:
-    return flat(dict(model.state_dict())) + flat(optimizer.state_dict())
+    return [frozen(dict(model.state_dict())), frozen(optimizer.state_dict())]

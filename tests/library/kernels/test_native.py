@@ -1,9 +1,11 @@
 """Native code has the bits of plain PyTorch, checks what it is given, and is missed by nobody where it is not built."""
 
 import contextlib
+import copy
 import importlib.util
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import bits_of, normal
+from test_step_paths import CASES, everything, take
 
 import fp8manifold as fm
 from fp8manifold import _native, optim
-from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays, is_available
 from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics import records as _layouts
@@ -88,18 +90,6 @@ def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
     for n in (1, len(codes), 37):
         assert same(fm.decode(codes[:n], fmt, dtype), plain(fm.decode, codes[:n], fmt, dtype))
-
-
-@needs_native
-@each("name", ["E4M3", "E7M0", "E5M2"])
-@each(("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)])
-def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plain: Any) -> None:
-    fmt = fm.FloatFormat.from_string(name)
-    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    scales = torch.exp2(normal(*scale, seed=2).mul(5).round())
-    for dtype in (torch.float32, torch.bfloat16):
-        arguments = (codes, scales, fmt, dtype, block)
-        assert same(dequantize_codes(*arguments), plain(dequantize_codes, *arguments))
 
 
 @needs_native
@@ -190,14 +180,6 @@ def test_an_offset_means_nothing_without_randomness() -> None:
         assert torch.equal(function(x, "E3M4", offset=-1), function(x, "E3M4"))
 
 
-def test_a_view_that_is_negated_later_is_negated() -> None:
-    """``torch.conj(z).imag`` shares the memory of ``z`` and has a bit that says so."""
-    z = torch.complex(normal(40, seed=1), normal(40, seed=2))
-    view = torch.empty(40).copy_(z.imag)._neg_view()
-    assert view.is_neg()
-    assert torch.equal(fm.round_to_grid(view, "E4M3"), fm.round_to_grid(-z.imag, "E4M3"))
-
-
 def build_hook() -> ModuleType:
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     assert spec is not None
@@ -257,18 +239,28 @@ print(sum(int(p.codes.long().sum()) for p in w))
 
 
 @pytest.fixture
-def run_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], list[str]]]:
+def look_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Return a function that has the library looked for in another folder, until the test ends."""
+
+    def look(folder: Path) -> None:
+        monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
+        _native._found.cache_clear()
+
+    yield look
+    _native._found.cache_clear()
+
+
+@pytest.fixture
+def run_steps(look_in: Callable[[Path], None]) -> Callable[[Path], list[str]]:
     """Return a function that takes these steps with the native code of a folder and returns what they print."""
-    monkeypatch.setattr(_native, "__file__", _native.__file__)
 
     def run(folder: Path) -> list[str]:
-        _native._found.cache_clear()
+        look_in(folder)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(STEPS, {"folder": str(folder)})
         return printed.getvalue().splitlines()
 
-    yield run
-    _native._found.cache_clear()
+    return run
 
 
 def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
@@ -301,35 +293,24 @@ def test_a_library_of_other_sources_is_not_used(run_steps: Any, tmp_path: Path) 
 
 
 @needs_native
-def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = sources(tmp_path)
-    library = folder / "_kernels.so"
+def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in: Any, tmp_path: Path) -> None:
+    look_in(sources(tmp_path))
+    library = tmp_path / "_kernels.so"
     library.write_bytes((FOLDER / "_kernels.so").read_bytes())
-    monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
-    _native._found.cache_clear()
-    try:
-        codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
-        before = _arrays.decoded(codes, fmt)
-        assert before is not None
-        library.unlink()
-        assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
-        library.write_bytes(b"another")
-        assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
-    finally:
-        _native._found.cache_clear()
+    codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
+    before = _arrays.decoded(codes, fmt)
+    assert before is not None
+    library.unlink()
+    assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
+    library.write_bytes(b"another")
+    assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
 
 
-def test_where_warnings_are_errors_it_is_said_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "__init__.py"))
-    _native._found.cache_clear()
-    try:
-        with pytest.raises(_native.NativeUnavailableWarning, match="or it was removed since"):
-            fm.round_to_grid(torch.ones(3), "E4M3")
-        assert fm.round_to_grid(torch.ones(3), "E4M3").tolist() == [1.0] * 3
-    finally:
-        _native._found.cache_clear()
+def test_where_warnings_are_errors_it_is_said_once_too(look_in: Any, tmp_path: Path) -> None:
+    look_in(tmp_path)
+    with pytest.raises(_native.NativeUnavailableWarning, match="or it was removed since"):
+        fm.round_to_grid(torch.ones(3), "E4M3")
+    assert fm.round_to_grid(torch.ones(3), "E4M3").tolist() == [1.0] * 3
 
 
 @needs_sources
@@ -413,3 +394,54 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
             [sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True, check=True
         )
         assert "_kernels.so" in names.stdout
+
+
+# -------------------------------------------------------------------------- other widths of vectors
+#: of each width that code is made for, but the widest: its name, and what a processor has that runs it
+WIDTHS = {"x86-64": {"sse2"}, "x86-64-v3": {"avx2", "bmi2", "fma"}}
+
+
+def flags_of_this_processor() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.fixture(params=WIDTHS, scope="module")
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if platform.machine() != "x86_64" or shutil.which("gcc") is None:
+        pytest.skip("code of several widths is made by gcc for x86-64 alone")
+    if not WIDTHS[request.param] <= flags_of_this_processor():
+        pytest.skip(f"this processor does not run {request.param}")
+    folder = sources(tmp_path_factory.mktemp("width"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "gcc")
+        assert build_hook().build(folder, print, ("-DONE_CLONE", f"-march={request.param}")) is not None
+    return folder
+
+
+def results() -> dict[str, Any]:
+    assert _native.is_available()
+    found: dict[str, Any] = {}
+    for name, (kind, make, options) in CASES.items():
+        optimizer = getattr(optim, kind)(make(), **copy.deepcopy(options))
+        for step in range(2):
+            take(optimizer, step)
+        found[name] = everything(optimizer)
+    for fmt in ("E4M3", "E5M2", "E7M0", "E2M5"):
+        x = normal(1003, seed=1) * torch.exp2(normal(1003, seed=2).mul(5).round())
+        codes = fm.encode(x, fmt)
+        arrays = [codes, fm.decode(codes, fmt), fm.FP8Parameter(x, fmt, seed=4).dequantize()]
+        arrays += [fm.round_to_grid(x, fmt), fm.round_to_grid(x, fmt, "stochastic", seed=3)]
+        found[fmt] = [bits_of(each) for each in arrays]
+    found["content"] = _arrays.content(normal(1003), (1, 2, 3), 5)
+    return found
+
+
+@needs_native
+@needs_sources
+def test_every_width_has_the_same_bits(narrow: Path, look_in: Any) -> None:
+    own = results()
+    look_in(narrow)
+    found = results()
+    assert not [name for name in own if own[name] != found[name]]

@@ -264,7 +264,7 @@ def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Coun
 
 
 def test_optimizers_that_do_more_have_their_verdict_first(on_a_card: Counter[str]) -> None:
-    """The library's, and those of others who plan or take steps in their own way, or say so."""
+    """The library's, and those of others who plan or take steps in their own way, or say so: without a table."""
 
     class Own:
         def _prepare(self, slot: Slot) -> None:
@@ -282,6 +282,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card: Counter[str
 
     kinds = (optim.StiffnessMuon, optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
     assert not any(kind.defers_verdict for kind in kinds)
+    assert [kind.keeps_table for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [False, False, True, True]
     for kind in (Mixed, Named, Numbers, optim.StiffnessAdamW):
         _, optimizer = one(kind)
         optimizer.step()

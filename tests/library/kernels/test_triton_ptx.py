@@ -284,13 +284,6 @@ def test_operands_where_no_instruction_converts(name: str, tmp_path: Path) -> No
     assert "e4m3x2" not in made.ptx
 
 
-def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = _triton.options() | {"enable_fp_fusion": True}
-    monkeypatch.setattr(_triton, "options", lambda *_: wrong)
-    writeback, moments, tile = STEPS["stochastic, float32 moments"]
-    assert "contraction" in list(faults(step(spec(writeback, moments), tile, 90, tmp_path)))
-
-
 def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
     """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M weights, 8,192 x 4,096."""
     page = (Path(__file__).parents[3] / "study" / "study-speed.md").read_text(encoding="utf-8")
@@ -332,3 +325,10 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         RECORD.write_text(json.dumps(costs(Path(folder)), indent=1) + "\n", encoding="utf-8")
+
+
+def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = _triton.options() | {"enable_fp_fusion": True}
+    monkeypatch.setattr(_triton, "options", lambda *_: wrong)
+    writeback, moments, tile = STEPS["stochastic, float32 moments"]
+    assert "contraction" in list(faults(step(spec(writeback, moments), tile, 90, tmp_path)))

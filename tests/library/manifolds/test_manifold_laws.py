@@ -5,9 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import each
 from manifold_cases import (
+    EPS,
+    FORMATS,
     METRICS,
     both_dtypes,
+    chart_error,
+    deterministic,
     every_format,
     every_metric,
     every_scale,
@@ -21,6 +28,7 @@ from manifold_cases import (
     ruler,
     same_bits,
     spread,
+    ulp_as_function,
 )
 
 import fp8manifold as fm
@@ -74,17 +82,6 @@ def test_whole_steps_from_code_to_code_are_exact(fmt, scale, dtype, compare_bits
     reached = manifold.expmap(spread(x, scale), u) + 0.0  # -0 and +0 are one point
     expected = spread(y, scale).double().numpy() + 0.0
     compare_bits(reached, expected, x, fmt.name)
-
-
-@few_formats
-def test_exp_in_float32_is_within_a_rounding_of_float64(fmt) -> None:
-    x, y = interior_and_grid(fmt, 1.0)
-    x = x.float()
-    manifold = fm.StiffnessManifold(fmt)
-    u = (manifold.logmap(x, y.float())).float()
-    error = manifold.dist(manifold.expmap(x, u).double(), manifold.expmap(x.double(), u.double()))
-    limit = torch.finfo(torch.float32).eps * (8 + manifold.dist(x, y.float()).double() + 2 ** (fmt.mantissa_bits + 1))
-    assert (error <= limit).all()
 
 
 @few_formats
@@ -152,3 +149,160 @@ def test_projection_of_the_continuous_manifold_keeps_what_is_inside() -> None:
     manifold = fm.StiffnessManifold("E4M3", torch.tensor([[0.25], [2.0]]))
     x = torch.tensor([[100.0, 200.0, -0.0], [800.0, -1e9, 897.0]])
     assert same_bits(manifold.projx(x), torch.tensor([[100.0, 112.0, -0.0], [800.0, -896.0, 896.0]]))
+
+
+# ------------------------------------------------------------------------------------------ metrics
+def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_gradient_of_dist_and_log_is_one_over_stiffness(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = (point.requires_grad_() for point in interior_and_grid(fmt, scale))
+    one_over_s = 1 / manifold.stiffness(x).detach()
+    sign = torch.sign(x - y).detach()
+    assert torch.allclose(derivative(manifold.dist(x, y), x), sign * one_over_s, rtol=1e-12, atol=0)
+    assert torch.allclose(derivative(manifold.dist(y, x), x), sign * one_over_s, rtol=1e-12, atol=0)
+    assert torch.allclose(derivative(manifold.to_chart(x), x), one_over_s, rtol=1e-12, atol=0)
+    expected = manifold.stiffness(x).detach() / manifold.stiffness(y).detach()
+    assert torch.allclose(derivative(manifold.logmap(x, y), y), expected, rtol=1e-12, atol=0)
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None:
+    """d exp_x(u) / du = S(y) / S(x), for ends off the kinks; 1 at u = 0 everywhere."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, _ = interior_and_grid(fmt, scale)
+    y = spread(off_grid(fmt, x.shape[-1], seed=5, share=0.99), scale)
+    u = manifold.logmap(x, y).requires_grad_()
+    ratio = manifold.stiffness(y) / manifold.stiffness(x)
+    assert torch.allclose(derivative(manifold.expmap(x, u), u), ratio, rtol=1e-6, atol=0)
+    still = torch.zeros_like(x).requires_grad_()
+    assert same_bits(derivative(manifold.expmap(x, still), still), torch.ones_like(x))
+
+
+@every_format
+@every_scale
+def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
+    ours, named = fm.StiffnessManifold(fmt, scale, ulp_as_function), fm.StiffnessManifold(fmt, scale)
+    x, y = interior_and_grid(fmt, scale)
+    assert same_bits(ours.stiffness(x), named.stiffness(x))
+    assert same_bits(ours.to_chart(x), named.to_chart(x))
+    assert same_bits(ours.dist(x, y), named.dist(x, y))
+    assert same_bits(ours.logmap(x, y), named.logmap(x, y))
+    assert same_bits(ours.egrad2rgrad(x, y), named.egrad2rgrad(x, y))
+    u = named.logmap(x, y) * 0.61
+    assert (named.dist(ours.expmap(x, u), named.expmap(x, u)) <= chart_error(named, x, y)).all()
+
+
+@few_formats
+def test_metric_log_is_multiplicative_above_the_smallest_normal(fmt) -> None:
+    """S = max(|x|, 2^emin) 2^-M: a step of t ULPs multiplies by exp(t 2^-M)."""
+    manifold = fm.StiffnessManifold(fmt, metric="log")
+    x = torch.tensor([fmt.min_normal, 1.1 * fmt.min_normal, -0.9 * fmt.max], dtype=torch.float64)
+    assert torch.allclose(manifold.stiffness(x), x.abs() * 2.0**-fmt.mantissa_bits, rtol=EPS)
+    u = 0.5 * manifold.stiffness(x) * x.sign()
+    inside = (x * math.exp(0.5 * 2.0**-fmt.mantissa_bits)).clamp(-fmt.max, fmt.max)
+    assert torch.allclose(manifold.expmap(x, u), inside, rtol=1e-12)
+    below = torch.tensor([0.0, 0.3 * fmt.min_normal], dtype=torch.float64)
+    assert same_bits(manifold.stiffness(below), torch.full_like(below, fmt.ulp_min))
+
+
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_metric
+def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
+    fmt = FORMATS["E4M3"]
+    x = grid(fmt, dtype)
+    y = x.flip(0)
+    for manifold in (fm.StiffnessManifold(fmt, metric=metric), fm.FP8Manifold(fmt, metric=metric)):
+        wide = manifold.to_chart(x.float())
+        assert same_bits(manifold.to_chart(x), wide.to(dtype))
+        assert same_bits(manifold.stiffness(x), manifold.stiffness(x.float()).to(dtype))
+        assert same_bits(manifold.expmap(x, y), manifold.expmap(x.float(), y.float()).to(dtype))
+        assert same_bits(manifold.retr(x, y), manifold.retr(x.float(), y.float()).to(dtype))
+        assert same_bits(manifold.projx(x), x)
+        assert manifold.check_point_on_manifold(x)
+
+
+# ----------------------------------------------- the grid: where retractions land and what is drawn
+both_roundings = each("rounding", ["nearest", "stochastic"])
+
+
+@deterministic
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    scale=st.sampled_from([1.0, 0.3]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    retraction=st.sampled_from(["exponential", "euclidean"]),
+    xs=st.lists(st.floats(width=32), min_size=1),
+    zero=st.sampled_from([0.0, -0.0]),
+)
+def test_retraction_of_zero_is_the_point_itself(name, scale, rounding, retraction, xs, zero) -> None:
+    """Bit for bit, for every float32: -0, Inf, NaN, and points off the grid."""
+    manifold = fm.FP8Manifold(FORMATS[name], scale, rounding, retraction=retraction)
+    x = torch.tensor(xs, dtype=torch.float32)
+    assert same_bits(manifold.retr(x, torch.full_like(x, zero)), x)
+    assert same_bits(manifold.expmap(x, torch.full_like(x, zero)), x)
+
+
+@every_format
+@every_metric
+@exact_scale
+@both_roundings
+def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding) -> None:
+    """To the bit, at every code but for steps of zero: half and other parts of an ULP, far, and beyond the ends."""
+    ambient = fm.StiffnessManifold(fmt, scale, metric)
+    x = spread(grid(fmt), scale)
+    steps = torch.tensor(
+        [0.5, -0.5, 0.3125, -1.625, 2.0**-10, -5.28125, 7.7, 1e3, -1e12, math.inf], dtype=torch.float64
+    )
+    u = steps[:, None] * ambient.stiffness(x)
+    key = {"seed": 11, "step": 1} if rounding == "stochastic" else {}
+    for retraction, moved in (("exponential", ambient.expmap(x, u)), ("euclidean", x + u)):
+        manifold = fm.FP8Manifold(fmt, scale, rounding, seed=11, metric=metric, retraction=retraction)
+        manifold.counter += 1
+        assert same_bits(manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale)
+
+
+def test_every_stochastic_retraction_advances_the_counter() -> None:
+    manifold, x = fm.FP8Manifold("E4M3", 1.0, "stochastic"), torch.ones(1000)
+    assert manifold.counter.dtype == torch.int64
+    for count in range(3):
+        assert int(manifold.counter) == count
+        manifold.retr_transp(x, x * 0.01, x)
+    assert int(manifold.state_dict()["counter"]) == 3
+    first = fm.FP8Manifold("E4M3", 1.0, "stochastic")
+    assert not torch.equal(first.retr(x, x * 0.05), first.retr(x, x * 0.05))
+
+
+def test_nothing_else_advances_the_counter() -> None:
+    x = torch.ones(5)
+    nearest, manifold = fm.FP8Manifold("E4M3"), fm.FP8Manifold("E4M3", 1.0, "stochastic")
+    nearest.retr(x, x)
+    for use in (manifold.projx, lambda x: manifold.expmap(x, x), manifold.stiffness, lambda x: manifold.dist(x, x)):
+        use(x)
+    manifold.random(5)
+    manifold.check_point_on_manifold(x)
+    assert int(nearest.counter) == int(manifold.counter) == 0
+
+
+@few_formats
+@both_roundings
+def test_random_points_lie_on_the_grid_and_spread_over_the_codes(fmt, rounding) -> None:
+    """Chi-square of 10^5 points over the codes: every code alike, the two ends half as often."""
+    torch.manual_seed(0)
+    manifold, n = fm.FP8Manifold(fmt, 0.5, rounding), 100_000
+    points = manifold.random(n, dtype=torch.float64)
+    assert points.manifold is manifold
+    assert lands_on_grid(points.detach(), fmt, 0.5)
+    codes = (manifold.to_chart(points.detach()) + fmt.max_code).round().long()
+    counts = torch.bincount(codes, minlength=2 * fmt.max_code + 1).double()
+    expected = torch.full_like(counts, n / (2 * fmt.max_code))
+    expected[[0, -1]] /= 2
+    chi2, freedom = float(((counts - expected).square() / expected).sum()), 2 * fmt.max_code
+    assert abs(chi2 - freedom) <= 5 * math.sqrt(2 * freedom)

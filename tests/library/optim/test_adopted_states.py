@@ -1,13 +1,12 @@
 """States of torch's AdamW, and those saved with other moments, go into an optimizer, and back into torch's."""
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import normal, through_disk
 from torch import Tensor
 
 import fp8manifold as fm
@@ -30,10 +29,7 @@ def train(net: torch.nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def saved(optimizer: Any) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+    return through_disk(optimizer.state_dict())  # type: ignore[no-any-return]
 
 
 def of_torch(steps: int = 4) -> tuple[torch.nn.Module, torch.optim.AdamW]:

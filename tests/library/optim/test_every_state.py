@@ -37,6 +37,7 @@ BOUNDS = f"damping=0.00390625, clip=16.0, {REST}"
 ROUNDED = f"writeback='stochastic', draws='independent', moments='float32', seed=0, {BOUNDS}"
 STIFF = f"stiffness=0.0, metric='ulp', {ROUNDED}"
 CHARTED = f"float_lr=None, writeback=None, draws=None, moments='float32', seed=0, {BOUNDS}"
+#: with torch's or geoopt's defaults, and in their places, where these have the option
 SIGNATURES = {
     "StiffnessAdamW": f"lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, {STIFF}",
     "StiffnessSGD": f"lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, {STIFF}",
@@ -61,26 +62,6 @@ def test_the_matrix_is_the_registry() -> None:
     assert set(NAMES) == steps - {"StiffnessWrapper"} == set(OPTIONS) == set(SIGNATURES) == {c[0] for c in VALID}
     assert len(COMBINATIONS) == len(optim.WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
     assert len(VALID) >= 80
-
-
-@each(
-    ("name", "theirs"),
-    [
-        *((f"Stiffness{rule}", getattr(torch.optim, rule, None)) for rule in ("AdamW", "SGD", "Muon")),
-        *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
-    ],
-)
-def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name: str, theirs: Any) -> None:
-    """Muon is in torch since 2.9; a Riemannian lr has a default of its own."""
-    if theirs is None:
-        return
-    plain, own = (inspect.signature(kind).parameters for kind in (theirs, getattr(optim, name)))
-    shared = [option for option in plain if option in own]
-    assert {"params", "lr", "weight_decay"} < {*shared}
-    alike = {*shared} - ({"lr"} if name in RIEMANNIAN_NAMES else {*()})
-    assert {option: own[option].default for option in alike} == {option: plain[option].default for option in alike}
-    by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert [*own][: len(by_place)] == by_place
 
 
 @by_name
@@ -215,21 +196,6 @@ def test_tensor_lr(name: str) -> None:
             results.append(values(parameters))
         assert same_bits(results[0], results[1]), str(kwargs)
         assert same_bits(results[0], results[2]), str(kwargs)
-
-
-@by_name
-def test_param_groups_lr(name: str) -> None:
-    for kwargs in configurations(name):
-        kwargs.pop("lr", None)
-        parameters, loss = model()
-        still = {"lr": 0.0} | ({"float_lr": None} if name in RIEMANNIAN_NAMES else {})
-        still |= {"float_lr": 0.0} if name == "Madam" else {}
-        optimizer = made(name, [{"params": parameters[:1]}, {"params": parameters[1:], **still}], **kwargs)
-        before = values(parameters)
-        run(optimizer, loss, 3)
-        after = values(parameters)
-        assert not torch.equal(before[0], after[0])
-        assert same_bits(before[1:], after[1:])
 
 
 @by_name
@@ -543,3 +509,23 @@ def test_the_count_is_saved_and_begins_anew_with_a_step() -> None:
     step_with(net, resumed, math.nan)
     with pytest.warns(RuntimeWarning, match="3 steps in a row"):
         step_with(net, resumed, math.nan)
+
+
+@each(
+    ("name", "theirs"),
+    [
+        *((f"Stiffness{rule}", getattr(torch.optim, rule, None)) for rule in ("AdamW", "SGD", "Muon")),
+        *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
+    ],
+)
+def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name: str, theirs: Any) -> None:
+    """Muon is in torch since 2.9; a Riemannian lr has a default of its own."""
+    if theirs is None:
+        return
+    plain, own = (inspect.signature(kind).parameters for kind in (theirs, getattr(optim, name)))
+    shared = [option for option in plain if option in own]
+    assert {"params", "lr", "weight_decay"} < {*shared}
+    alike = {*shared} - ({"lr"} if name in RIEMANNIAN_NAMES else {*()})
+    assert {option: own[option].default for option in alike} == {option: plain[option].default for option in alike}
+    by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [*own][: len(by_place)] == by_place

@@ -25,7 +25,7 @@ from optimizer_cases import frozen, same_bits, through_disk
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW, anneal
+from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW
 from fp8manifold.optim._fisher.nngeometry import METRIC
 
 pytestmark = pytest.mark.extra("nngeometry")
@@ -57,18 +57,6 @@ def test_step_is_the_damped_natural_one(storage: str, bounds: tuple[float, float
     assert unclear < 3
     assert (now / scale != fm.round_to_grid(target, "E4M3")).sum() <= unclear
     assert (now != start).float().mean() > 0.2
-
-
-@EVERY
-def test_normalized_step_has_the_size_of_lr(representation: str) -> None:
-    model = tagger("plain")
-    optimizer = optimizer_of(model, representation=representation, lr=0.02)
-    for step in range(3):
-        before = values([model.hidden.weight, model.head.weight])
-        train(model, optimizer, 1, step)
-        if step == 0:
-            for old, new in zip(before, values([model.hidden.weight, model.head.weight]), strict=True):
-                assert (new - old).square().mean().sqrt().item() == pytest.approx(0.02, rel=1e-4)
 
 
 def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
@@ -139,9 +127,15 @@ def test_labels_are_drawn_anew_at_every_refresh() -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
-def test_another_representation_takes_the_place_of_the_first() -> None:
+def test_each_group_has_a_representation_and_another_takes_the_place_of_the_first() -> None:
     model = tagger()
-    optimizer = optimizer_of(model, decay=0.0)
+    head, rest = model.head.weight, [p for p in model.parameters() if p is not model.head.weight]
+    groups = [{"params": [head]}, {"params": rest, "samples": 3, "batches": 2}]
+    optimizer = FisherNaturalGradient(groups, model, [batch(1), batch(2)], decay=0.0)
+
+    def entries(weight: Any) -> set[str]:
+        return {name for name in optimizer.state[weight] if name.startswith(METRIC)}
+
     for step, (representation, names) in enumerate(
         {
             "kfac": {"inverse_inputs", "inverse_outputs"},
@@ -151,7 +145,8 @@ def test_another_representation_takes_the_place_of_the_first() -> None:
     ):
         optimizer.param_groups[0]["representation"] = representation
         train(model, optimizer, 1, step)
-        assert {name for name in optimizer.state[model.head.weight] if name.startswith(METRIC)} == names
+        assert entries(head) == names
+        assert entries(model.hidden.weight) == {"inverse_inputs", "inverse_outputs"}
 
 
 @EVERY
@@ -177,22 +172,6 @@ def test_reset_forgets_what_was_measured(representation: str) -> None:
     assert buffer.square().mean().sqrt().item() == pytest.approx(0.1, rel=1e-4)
 
 
-def test_groups_have_options_of_their_own() -> None:
-    model = tagger()
-    rest = [p for p in model.parameters() if p is not model.head.weight and p is not model.hidden.weight]
-    groups = [
-        {"params": [model.head.weight], "representation": "diagonal", "refresh": 2, "stiffness": anneal(1.0, 0.0, 3)},
-        {"params": [model.hidden.weight], "representation": "ekfac", "samples": 3, "batches": 2},
-        {"params": rest, "lr": 0.1},
-    ]
-    optimizer = FisherNaturalGradient(groups, model, [batch(1), batch(2)])
-    train(model, optimizer, 4)
-    assert "fisher_diagonal" in optimizer.state[model.head.weight]
-    assert "eigenvalues" in optimizer.state[model.hidden.weight]
-    assert "exp_avg" in optimizer.state[model.norm.weight]
-    assert 0 <= optimizer.bounded_share <= 1
-
-
 def test_parameters_that_join_later_are_measured_when_they_do() -> None:
     model = tagger()
     asked, loader = counting([batch()])
@@ -207,7 +186,7 @@ def test_parameters_that_join_later_are_measured_when_they_do() -> None:
 
 
 @EVERY
-def test_indefinite_metric_leaves_the_step_out(representation: str) -> None:
+def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation: str) -> None:
     """Two tokens span two directions of eight: nothing to invert without damping."""
     model = tagger()
     tokens = torch.tensor([[1, 2]])
@@ -223,34 +202,15 @@ def test_indefinite_metric_leaves_the_step_out(representation: str) -> None:
     after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
     assert after == before
     for group in optimizer.param_groups:
+        group["on_nonfinite"] = "raise"
+    with pytest.raises(FloatingPointError, match="not positive definite"):
+        optimizer.step()
+    assert snapshot(optimizer)["parameters"] == before["parameters"]
+    for group in optimizer.param_groups:
         group["damping"] = 0.1
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert snapshot(optimizer)["parameters"] != before["parameters"]
-
-
-def test_indefinite_metric_raises_where_asked_to() -> None:
-    model = tagger()
-    optimizer = optimizer_of(model, [(torch.tensor([[1, 2]]), None)], damping=0.0, on_nonfinite="raise")
-    put_gradients(model)
-    before = snapshot(optimizer)
-    with pytest.raises(FloatingPointError, match="not positive definite"):
-        optimizer.step()
-    assert snapshot(optimizer) == before
-
-
-def test_bad_gradients_leave_the_step_out_and_measure_nothing() -> None:
-    model = tagger()
-    asked, loader = counting([batch()])
-    optimizer = optimizer_of(model, loader)
-    put_gradients(model)
-    model.norm.weight.grad[3] = float("nan")
-    before = snapshot(optimizer)
-    optimizer.step()
-    assert (optimizer.skipped_steps, asked) == (1, [])
-    after = snapshot(optimizer)
-    after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
-    assert after == before
 
 
 def resumes(storage: str, steps: int, **options: Any) -> None:
@@ -273,17 +233,6 @@ def resumes(storage: str, steps: int, **options: Any) -> None:
 @each("storage", STORAGES)
 def test_resume_is_bit_exact_for_every_representation(representation: str, storage: str) -> None:
     resumes(storage, 15, representation=representation, refresh=4, weight_decay=0.1)
-
-
-@EVERY
-@each("storage", STORAGES)
-def test_learns(representation: str, storage: str) -> None:
-    model = tagger(storage)
-    optimizer = optimizer_of(model, lr=0.03, representation=representation)
-    first = put_gradients(model)
-    train(model, optimizer, 80)
-    assert first > 1.4
-    assert put_gradients(model) < 0.35
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, muon_groups, normal, step_from
+from optimizer_cases import free_weight, muon_groups, normal, step_from, take_steps
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -101,13 +101,6 @@ def test_one_step_by_the_definition() -> None:
     assert p.detach().float().reshape(-1).tolist() == expected
 
 
-def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
-    for t in steps:
-        for i, p in enumerate(parameters):
-            p.grad = normal(*p.shape, seed=10 * t + i).to(p.dtype)
-        optimizer.step()
-
-
 @both
 def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
@@ -119,7 +112,7 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatc
             weights = normal(300, 257).to(dtype)
             parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
             options: Any = {"lr": 1e-3, "writeback": writeback}
-            run(by(path, optim.StiffnessAdamW(parameters, **options)), parameters, range(3))
+            take_steps([by(path, optim.StiffnessAdamW(parameters, **options))], [parameters], range(3))
             found.append([p.detach().view(torch.int16) for p in parameters])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert taken == [3] * 6

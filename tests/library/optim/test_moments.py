@@ -1,43 +1,26 @@
-"""Running averages in 16 and 8 bits: unbiased, without stalling, and within their blocks whatever the gradients do."""
+"""Running averages in 16 and 8 bits: unbiased; and Muon's, in blocks that are fitted, against its definition."""
 
-import math
+import copy
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal, step_from
+from optimizer_cases import normal, step_from, stored_weight
 from paths import PATHS, by
-from torch import Tensor, nn
+from scalar_grid import F32, Codes, exponent_of, f32
+from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold.optim import StiffnessAdamW
-from fp8manifold.optim._spec import MOMENT_FORMAT
-from fp8manifold.optim._step import _root_codes, _scale, _to_bfloat16
+from fp8manifold.optim import StiffnessMuon
+from fp8manifold.optim._spec import MOMENT_FORMAT, MOMENTUM_FORMAT
+from fp8manifold.optim._step import _root_codes, _to_bfloat16
 from fp8manifold.random_bits import word_range
 
-WIDTH = 256
-ROWS = 16
 DRAWS = torch.arange(1 << 16, dtype=torch.int32)
-
-
-def optimizer_of(kind: Any = StiffnessAdamW, rows: int = ROWS, **options: Any) -> tuple[nn.Parameter, Any]:
-    """Ordinary weights, whose averages come in blocks of a row; they keep every bit of a step."""
-    p = nn.Parameter(torch.zeros(rows, WIDTH))
-    return p, kind([p], **{"lr": 1.0, **options})
-
-
-def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
-    if state[name].dtype != torch.uint8:
-        return state[name].float()
-    return fm.decode(state[name], MOMENT_FORMAT) * _scale(state["avg_bound"], root=False)
-
-
-def second_of(state: dict[str, Tensor]) -> Tensor:
-    if state["exp_avg_sq"].dtype != torch.uint8:
-        return state["exp_avg_sq"].float()
-    return (fm.decode(state["exp_avg_sq"], MOMENT_FORMAT) * _scale(state["sq_bound"], root=True)).square()
 
 
 @each("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
@@ -78,35 +61,6 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
             assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
 
 
-def lengthening(beta2: float, growth: float, path: str) -> list[float]:
-    """The mean share by which 8-bit averages lengthen a step, after 100 and 400.
-
-    The gradients' variance grows by ``exp(growth)`` in each ``1 / (1 - beta2)`` steps.
-    """
-    p, optimizer = optimizer_of(rows=256, lr=1e-3, betas=(0.9, beta2), moments="8bit")
-    by(path, optimizer)
-    exact, found = torch.zeros(256, WIDTH, dtype=torch.float64), []
-    for t in range(400):
-        p.grad = normal(256, WIDTH, seed=t) * math.exp(growth * (1 - beta2) * t / 2)
-        new = p.grad.double().square() * (1 - beta2)
-        exact = exact * beta2 + new
-        if t in (99, 399):
-            read = second_of(optimizer.state[p]).double() * beta2 + new
-            found.append((exact / read).sqrt().mean().item() - 1)
-        optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
-def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: str) -> None:
-    """400 steps of random gradients: by less than 0.6%, which the average's beginning takes for 0.999; later 0.2%.
-
-    With a second average that is right in the mean they are 1.8% longer for 0.95, 2.9% for 0.99, 3.1% for 0.999.
-    """
-    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, 0.0, path))
-
-
 def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
     """Each average has one half of a 32-bit word: also the eight bits that no weight's draw looks at."""
     n = 1 << 20
@@ -121,34 +75,108 @@ def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
         assert abs(np.corrcoef(of_weights, word.astype(float))[0, 1]) < 5 / np.sqrt(n)
 
 
-def rounded_to_nearest(moments: str, decay: float, start: float, given: float, steps: int) -> float:
-    value = torch.tensor(start)
-    for _ in range(steps):
-        value = value * decay + given * (1 - decay)
-        value = value.bfloat16().float() if moments == "bfloat16" else fm.round_to_grid(value, MOMENT_FORMAT)
-    return value.item()
+# ------------------------------------------------------- Muon's momentum, in blocks that are fitted
+E2M5 = Codes(MOMENTUM_FORMAT)
+MU = 0.95
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
-def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
-    """2000 steps of gradients of one size and 3000 of a quarter of it, beta 0.999 in both averages, 4096 of each.
+class Slow:
+    """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block.
 
-    The mean of the first average is exact to 2%, and that of 1 over the root of the second.
+    Its draws are independent, whatever those of the weights are.
     """
-    p, optimizer = optimizer_of(betas=(0.999, 0.999), moments=moments)
-    sizes = torch.exp2(torch.linspace(-3, 0, WIDTH)).expand(ROWS, WIDTH)
-    first = second = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
-    for t in range(5000):
-        step_from(optimizer, p, sizes.clone() if t < 2000 else sizes / 4)
-        first = first * 0.999 + p.grad.double() * 0.001
-        second = second * 0.999 + p.grad.double().square() * 0.001
-        if t in (500, 1999, 2500, 4999):
-            state = optimizer.state[p]
-            ratio = first_of(state).double() / first
-            assert abs(ratio.mean().item() - 1) < 0.02, t
-            length = (second / second_of(state).double()).sqrt()
-            assert abs(length.mean().item() - 1) < 0.02, t
-    rising = rounded_to_nearest(moments, 0.999, 0.0, 64.0, 2000)  # 64 in units of a block's scale
-    assert rising < 0.6 * 64 * (1 - 0.999**2000)
-    falling = rounded_to_nearest(moments, 0.999, 64.0, 16.0, 3000)
-    assert falling == 64.0
+
+    def __init__(self, count: int, block: int, momentum: float, words: tuple[int, int]) -> None:
+        self.codes, self.largest = [0] * count, [f32(0)] * (count // block)
+        self.block, self.words, self.steps = block, words, 0
+        self.decay, self.gain = f32(momentum), f32(1 - momentum)
+
+    def scale(self, block: int) -> float:
+        """The smallest power of two, and no subnormal, with which the largest is within 7.875."""
+        largest = float(self.largest[block])
+        exponent = exponent_of(largest) - 2 if largest >= 2.0**-126 else -126
+        return 2.0 ** max(exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126)
+
+    def step(self, gradient: list[float]) -> None:
+        self.steps += 1
+        seed, stream = self.words
+        words = word_range(0, len(self.codes), (seed, self.steps, stream, 1), "cpu").tolist()
+        new: list[F32] = []
+        for i, (code, g) in enumerate(zip(self.codes, gradient, strict=True)):
+            value = f32(f32(E2M5.value(E2M5.signed(code))) * f32(self.scale(i // self.block)))
+            value = f32(-0.0) if code == MOMENTUM_FORMAT.sign_bit else value
+            new.append(f32(f32(value * self.decay) + f32(f32(g) * self.gain)))
+        for b in range(len(self.largest)):
+            self.largest[b] = max(abs(x) for x in new[b * self.block : (b + 1) * self.block])
+        for i, (x, word) in enumerate(zip(new, words, strict=True)):
+            scaled = Fraction(float(x)) / Fraction(self.scale(i // self.block))
+            self.codes[i] = E2M5.code(E2M5.round(float(scaled), word % 2**32 >> 8), bool(np.signbit(x)))
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny and of huge values."""
+    g = normal(*shape, seed=100 + step) * torch.exp2(normal(*shape, seed=200 + step).mul(3).round())
+    g.view(-1)[step::7] = 0.0
+    g.view(-1)[step::11] = -0.0
+    g[1] = 0.0 if step != 2 else 1e-42
+    g[2] *= 1e15 if step == 1 else 1.0
+    return g
+
+
+SHAPES = ((3, 14, 14), (4, 300, 150), (3, 1301, 1301), (3, 512, 256))
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
+def test_codes_and_largest_are_those_of_the_definition(
+    rows: int, columns: int, block: int, path: str, draws: str
+) -> None:
+    weight = stored_weight(shape=(rows, columns))
+    optimizer = by(path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws))
+    slow = None
+    for t in range(4):
+        step_from(optimizer, weight, gradient((rows, columns), t))
+        state = optimizer.state[weight]
+        slow = slow or Slow(rows * columns, block, MU, (5, state["stream"]))
+        slow.step(weight.grad.view(-1).tolist())
+        assert state["momentum_buffer"].view(-1).tolist() == slow.codes, t
+        assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
+
+
+def stepped() -> tuple[Any, StiffnessMuon]:
+    weight = stored_weight(shape=(4, 64))
+    optimizer = StiffnessMuon([weight], 0.01, moments="8bit")
+    step_from(optimizer, weight, normal(4, 64, seed=1))
+    return weight, optimizer
+
+
+def former(entry: dict[str, Any]) -> None:
+    """As it was when the momentum was E4M3 under a bound of the gradients."""
+    entry["avg_bound"] = entry.pop("avg_largest")
+
+
+@pytest.mark.parametrize("change", [former, lambda entry: entry.pop("avg_largest")], ids=["former", "lost"])
+def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+    _, optimizer = stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved["state"][0])
+    weight, fresh = stepped()
+    with pytest.raises(ValueError, match="momentum_buffer in 8 bits without avg_largest"):
+        fresh.load_state_dict(saved)
+    change(fresh.state[weight])
+    before = weight.codes.clone()
+    weight.grad = normal(4, 64, seed=2)
+    with pytest.raises(ValueError, match="saved in another format"):
+        fresh.step()
+    assert torch.equal(weight.codes, before)
+
+
+def test_a_second_moment_without_its_bound_is_refused() -> None:
+    weight = stored_weight(shape=(4, 64))
+    optimizer = fm.optim.StiffnessAdamW([weight], 0.01, moments="8bit")
+    step_from(optimizer, weight, normal(4, 64, seed=1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["sq_bound"]
+    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):
+        optimizer.load_state_dict(saved)

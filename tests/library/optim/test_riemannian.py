@@ -1,20 +1,21 @@
 """RiemannianAdam and RiemannianSGD on our manifolds: torch's optimizers in the chart."""
 
+import copy
 import math
 from functools import partial
 from typing import Any
 
 import geoopt
-import numpy as np
 import pytest
 import torch
 from laws import each
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, step_from, values
+from manifold_cases import ruler
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, on_grid, pull_to, step_from, values
 from paths import PATHS, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import RiemannianAdam, RiemannianSGD
+from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.riemannian import change_unit
 
 double = torch.float64
@@ -30,30 +31,24 @@ SCALES = {
 
 
 class Chart:
-    """Values from codes and back by interpolation over a format's list of values."""
+    """Codes, values and spacings by interpolation over a format's list of values."""
 
     def __init__(self, name: str, scale: float | Tensor) -> None:
-        positive = np.unique([v for v in fm.FloatFormat.from_string(name).values if v >= 0])
-        self.gaps = np.diff(positive)
-        self.positive, self.values = positive, np.concatenate([-positive[:0:-1], positive])
-        self.top = len(positive) - 1
-        self.codes = np.arange(-self.top, self.top + 1.0)
-        self.scale = torch.as_tensor(scale, dtype=double)
+        self.ruler, self.scale = ruler(fm.FloatFormat.from_string(name)), torch.as_tensor(scale, dtype=double)
 
     def code(self, w: Tensor) -> Tensor:
-        return torch.from_numpy(np.interp((w / self.scale).numpy(), self.values, self.codes))
+        return torch.from_numpy(self.ruler.chart((w / self.scale).numpy()))
 
     def value(self, c: Tensor) -> Tensor:
-        return torch.from_numpy(np.interp(c.detach().numpy(), self.codes, self.values)) * self.scale
+        return torch.from_numpy(self.ruler.inverse(c.detach().numpy())) * self.scale
 
     def stiffness(self, w: Tensor) -> Tensor:
-        index = np.searchsorted(self.positive, (w / self.scale).abs().numpy(), side="right") - 1
-        return torch.from_numpy(self.gaps[index]) * self.scale
+        return torch.from_numpy(self.ruler.stiffness((w / self.scale).numpy())) * self.scale
 
 
 def start_and_targets(chart: Chart) -> tuple[Tensor, Tensor]:
     """Codes in the middle of the range, a few of them near zero, with targets on the other side or beyond a binade."""
-    reach = min(chart.top / 4, 20.0)
+    reach = min(chart.ruler.codes[-1] / 4, 20.0)
     codes = normal(3, 8, seed=11, dtype=double).clamp(-2, 2) * reach / 2
     return chart.value(codes), chart.value(codes.flip(1) * -0.7 + 0.3)
 
@@ -112,23 +107,17 @@ def test_default_learning_rates() -> None:
 
 
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-@pytest.mark.parametrize("lr", [None, 0.5])
-def test_a_mixed_list_needs_float_lr(kind: Any, lr: float | None) -> None:
-    mixed = [grid_weight(), nn.Parameter(torch.ones(2))]
-    with pytest.raises(ValueError, match="float_lr"):
-        kind(mixed, lr)
-    with pytest.raises(ValueError, match="float_lr"):
-        kind([{"params": mixed}], lr)
-    kind(mixed, lr, float_lr=1e-3)
-    kind([{"params": mixed, "float_lr": 1e-3}], lr)
-
-
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_groups_that_share_an_lr_in_ulps_are_a_mixed_list(kind: Any) -> None:
+def test_a_mixed_list_needs_float_lr(kind: Any) -> None:
+    """Groups that share an lr in ULPs are one, too."""
     grid, plain = {"params": [grid_weight()]}, {"params": [nn.Parameter(torch.ones(2))]}
-    for order in ([grid, plain], [plain, grid]):
+    mixed = [*grid["params"], *plain["params"]]
+    refused = [(given, lr) for given in (mixed, [{"params": mixed}]) for lr in (None, 0.5)]
+    for given, lr in [*refused, ([grid, plain], 0.5), ([plain, grid], 0.5)]:
         with pytest.raises(ValueError, match="float_lr"):
-            kind([dict(g) for g in order], 0.5)
+            kind([dict(g) if isinstance(g, dict) else g for g in given], lr)
+    for lr in (None, 0.5):
+        kind(mixed, lr, float_lr=1e-3)
+        kind([{"params": mixed, "float_lr": 1e-3}], lr)
     kind([dict(grid), {**plain, "lr": 1e-3}], 0.5)
     optimizer = kind([dict(grid)], 0.5)
     with pytest.raises(ValueError, match="float_lr"):
@@ -143,11 +132,12 @@ def float_step(optimizer: torch.optim.Optimizer, plain: nn.Parameter) -> float:
     return float((before - plain.detach()).max())
 
 
+@pytest.mark.parametrize("kind", [RiemannianSGD, Madam])
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-def test_float_lr_follows_the_schedule_of_lr(tensor: bool) -> None:
+def test_float_lr_follows_the_schedule_of_lr(tensor: bool, kind: Any) -> None:
     plain = nn.Parameter(torch.zeros(3, dtype=double))
     lr = torch.tensor(0.5) if tensor else 0.5
-    optimizer = RiemannianSGD([grid_weight(), plain], lr, float_lr=0.01)
+    optimizer = kind([grid_weight(), plain], lr, float_lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (t + 1))
     seen = []
     for _ in range(4):
@@ -193,24 +183,6 @@ def test_the_bounded_share_counts_what_is_bounded(scale: Any) -> None:
     assert optimizer.bounded_share == pytest.approx(share, abs=1e-12)
 
 
-def crosses_zero(steps: int, **options: Any) -> bool:
-    weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
-    targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
-    optimizer = RiemannianAdam([weight], 0.5, **options)
-    crossed = torch.zeros(4, dtype=torch.bool)
-    for _ in range(steps):
-        pull_to([weight], [targets])
-        optimizer.step()
-        crossed |= weight.detach()[:4] < 0
-    return bool(crossed.all())
-
-
-def test_weights_cross_zero_in_e7m0_within_500_steps() -> None:
-    """With the default bounds; without any, sixty binades lie in between."""
-    assert crosses_zero(500)
-    assert not crosses_zero(1000, **UNBOUNDED)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, path: str) -> None:
@@ -240,3 +212,144 @@ def test_a_state_of_before_there_were_units_goes_on() -> None:
             del state["unit"]
             old.load_state_dict(old.state_dict())
         assert torch.equal(weights[0].codes, weights[1].codes), t
+
+
+# ----------------------------------------------------------------------- beside geoopt's optimizers
+FOREIGN: dict[str, Any] = {
+    "sphere": (geoopt.Sphere(), (4, 5)),
+    "stiefel": (geoopt.Stiefel(), (5, 3)),
+    "ball": (geoopt.PoincareBall(), (4, 3)),
+    "euclidean": (geoopt.Euclidean(), (3, 3)),
+    "plain": (None, (4,)),
+}
+
+
+def pairs(name: str) -> tuple[list[nn.Parameter], Tensor]:
+    manifold, shape = FOREIGN[name]
+    x = normal(*shape, seed=1, dtype=double, std=0.3)
+    if manifold is None:
+        return [nn.Parameter(x.clone()) for _ in range(2)], normal(*shape, seed=2, dtype=double)
+    x = manifold.projx(x)
+    points = [geoopt.ManifoldParameter(x.clone(), manifold=copy.deepcopy(manifold)) for _ in range(2)]
+    return points, normal(*shape, seed=2, dtype=double)
+
+
+def assert_follows_geoopt(name: str, ours: Any, theirs: Any) -> None:
+    (mine, peer), target = pairs(name)
+    begin = values([mine])[0]
+    optimizer, reference = ours([mine]), theirs([peer])
+    for t in range(100):
+        noise = normal(*mine.shape, seed=50 + t, dtype=double, std=0.1)
+        for p in (mine, peer):
+            p.grad = p.detach().as_subclass(Tensor) - target + noise
+        optimizer.step()
+        reference.step()
+        assert (mine - peer).abs().max() < 1e-12
+    assert (mine.detach().as_subclass(Tensor) - begin).abs().max() > 0.01
+
+
+#: the optimizer of both and its options
+RULES: list[tuple[str, dict[str, Any]]] = [
+    *(("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": amsgrad}) for amsgrad in (False, True)),
+    ("RiemannianAdam", {"weight_decay": 0.3}),
+    *(("RiemannianSGD", {"weight_decay": weight_decay}) for weight_decay in (0, 0.3)),
+]
+
+
+@each("rule", RULES)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_steps_elsewhere_are_geoopts(name: str, rule: tuple[str, dict[str, Any]]) -> None:
+    ours, theirs = (getattr(house, rule[0]) for house in (fm.optim, geoopt.optim))
+    assert_follows_geoopt(name, lambda p: ours(p, 0.02, **rule[1]), lambda p: theirs(p, 0.02, **rule[1]))
+
+
+class Projecting(type(geoopt.Stiefel())):  # type: ignore[misc]  # the class of the canonical one
+    """Stiefel with a projection of vectors; geoopt's ``x (x^T u - u^T x) + ...`` doubles a part of what is tangent."""
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        symmetric = x.mT @ u
+        return u - x @ (symmetric + symmetric.mT) / 2
+
+
+STABLE: dict[str, Any] = {
+    **FOREIGN,
+    "stiefel": (Projecting(), (5, 3)),
+    "euclidean stiefel": (geoopt.EuclideanStiefel(), (5, 3)),
+}
+
+
+@each("every", [1, 3])
+@pytest.mark.parametrize("name", STABLE)
+def test_stabilising_elsewhere_is_geoopts(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FOREIGN, name, STABLE[name])
+    for ours, theirs in ((RiemannianAdam, geoopt.optim.RiemannianAdam), (RiemannianSGD, geoopt.optim.RiemannianSGD)):
+        assert_follows_geoopt(
+            name,
+            lambda p, kind=ours: kind(p, 0.02, stabilize=every),
+            lambda p, kind=theirs: kind(p, 0.02, stabilize=every),
+        )
+
+
+def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel() -> None:
+    """Its ``proju`` is no projection there, and geoopt's own steps with ``stabilize`` end elsewhere."""
+    (mine, peer), target = pairs("stiefel")
+    optimizer = RiemannianAdam([mine], 0.02, stabilize=1)
+    theirs = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
+    for t in range(20):
+        for p in (mine, peer):
+            p.grad = p.detach().as_subclass(Tensor) - target + normal(*p.shape, seed=t, dtype=double, std=0.1)
+        optimizer.step()
+        theirs.step()
+    momentum, point = optimizer.state[mine]["exp_avg"], mine.detach().as_subclass(Tensor)
+    assert (point.mT @ momentum + momentum.mT @ point).abs().max() < 1e-12
+    again = mine.manifold.proju(point, momentum)  # type: ignore[attr-defined]
+    assert (again - momentum).abs().max() > 0.1 * momentum.abs().max()
+    assert (mine - peer).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
+def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options: dict[str, Any]) -> None:
+    """On a sphere the first step is along the projected gradient; geoopt's starts from the raw one."""
+    sphere = geoopt.Sphere()
+    x = sphere.projx(normal(4, seed=1, dtype=double))
+    point = geoopt.ManifoldParameter(x.clone(), manifold=sphere)
+    point.grad = normal(4, seed=2, dtype=double)
+    tangent = sphere.egrad2rgrad(x, point.grad)
+    RiemannianSGD([point], 0.1, **options).step()
+    factor = 1.9 if "nesterov" in options else 1.0
+    assert (point.detach() - sphere.retr(x, -0.1 * factor * tangent)).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])
+def test_the_manifolds_own_retraction_is_taken(make: Any) -> None:
+    """One code inwards from a power of two is half as far as one ULP: the two retractions differ there."""
+    landed = {}
+    for retraction in ("exponential", "euclidean"):
+        manifold = fm.FP8Manifold("E4M3", retraction=retraction)
+        weight = geoopt.ManifoldParameter(torch.tensor([2.0]), manifold=manifold)
+        weight.grad = torch.tensor([4.0])  # S g = 1: Adam's first direction and SGD's alike
+        make([weight], lr=1.0).step()
+        landed[retraction] = weight.item()
+    assert landed == {"exponential": 1.875, "euclidean": 1.75}
+
+
+@pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")  # of the last steps, on a grid
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding: Any) -> None:
+    """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
+    manifold: Any = fm.FP8Manifold("E4M3", rounding=rounding)
+    weight: Any = geoopt.ManifoldParameter(manifold.projx(normal(3, 5, seed=1)), manifold=manifold)
+    target = normal(3, 5, seed=2)
+    search = geoopt.optim.RiemannianLineSearch([weight])
+
+    def closure() -> float:
+        search.zero_grad()
+        loss = (weight - target).square().sum()
+        loss.backward()
+        return loss.item()
+
+    first = closure()
+    for _ in range(12):
+        search.step(closure)
+    assert on_grid(weight)
+    assert closure() < 0.5 * first

@@ -5,9 +5,26 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import VALID
 from laws import each
-from optimizer_cases import grid_weight, normal, on_grid, record, same_bits, step_from, stored_weight, value_of
-from torch import nn
+from optimizer_cases import (
+    bits_of,
+    frozen,
+    grid_weight,
+    normal,
+    on_grid,
+    put_gradients,
+    record,
+    same_bits,
+    step_from,
+    stored_weight,
+    take_steps,
+    value_of,
+)
+from paths import PATHS, by
+from rank_pool import Pool
+from test_ranks_fsdp import stepped
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon
@@ -15,17 +32,6 @@ from fp8manifold.optim._muon import COEFFICIENTS, adjusted_rate, orthogonal_fact
 
 SHAPES = ((16, 16), (24, 8), (8, 24), (7, 5))
 torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-
-
-def put(parameters: list[Any], step: int) -> None:
-    for i, p in enumerate(parameters):
-        p.grad = normal(*p.shape, seed=100 * step + i).to(p.dtype)
-
-
-def run(optimizer: Any, parameters: list[Any], steps: range) -> None:
-    for step in steps:
-        put(parameters, step)
-        optimizer.step()
 
 
 @torch_muon
@@ -36,29 +42,10 @@ def test_float_parameters_take_torchs_steps(nesterov: bool, adjust: str | None) 
     theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
     options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
     muon, own = torch.optim.Muon(theirs, **options), StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16)
-    run(muon, theirs, range(100))
-    run(own, ours, range(100))
+    take_steps((muon, own), (theirs, ours), range(100))
     for a, b in zip(theirs, ours, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
         assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
-
-
-@torch_muon
-def test_the_products_are_torchs_bit_for_bit() -> None:
-    from torch.optim._muon import _zeropower_via_newtonschulz as theirs
-
-    for i, shape in enumerate(SHAPES):
-        x = normal(*shape, seed=i)
-        assert torch.equal(
-            orthogonal_factor(x, COEFFICIENTS, 5, 1e-7, torch.bfloat16), theirs(x, COEFFICIENTS, 5, 1e-7)
-        )
-
-
-@torch_muon
-def test_defaults_and_signature_are_torchs() -> None:
-    weight = [nn.Parameter(torch.ones(2, 2))]
-    theirs, ours = torch.optim.Muon(weight).defaults, StiffnessMuon(weight).defaults
-    assert {name: ours[name] for name in theirs} == theirs
 
 
 SCHEDULERS = pytest.mark.parametrize(
@@ -102,7 +89,7 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
         scheduler = make(optimizer, **more)
         seen = []
         for step in range(4):
-            put([p for group in optimizer.param_groups for p in group["params"]], step)
+            put_gradients([p for group in optimizer.param_groups for p in group["params"]], step)
             optimizer.step()
             scheduler.step()
             seen.append([(float(group["lr"]), read(group)) for group in optimizer.param_groups])
@@ -111,14 +98,6 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
             assert {(g["momentum"], tuple(g["betas"])) for g in optimizer.param_groups} == {(0.95, (0.9, 0.95))}
         else:
             assert len({str([value for _, value in each]) for each in seen}) == 4
-
-
-def test_zeros_and_deficient_matrices_have_finite_factors() -> None:
-    assert not orthogonal_factor(torch.zeros(4, 6), COEFFICIENTS, 5, 1e-7, torch.float32).any()
-    rank_one = torch.ones(6, 1) @ torch.arange(1.0, 5.0).unsqueeze(0)
-    values = torch.linalg.svdvals(orthogonal_factor(rank_one, COEFFICIENTS, 5, 1e-7, torch.float32))
-    assert 0.6 < float(values[0]) < 1.3
-    assert float(values[1:].max()) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -142,7 +121,7 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None
     groups = [{"params": [batch], "matrix_shape": "batch"}, {"params": [flat], "matrix_shape": "flatten"}]
     one, other = StiffnessMuon(groups, **options), StiffnessMuon([*alone, matrix], **options)
     for step in range(3):
-        put([batch, flat], step)
+        put_gradients([batch, flat], step)
         for e, g in zip([*alone, matrix], [*batch.grad, flat.grad.flatten(1)], strict=True):
             e.grad = g.clone()
         one.step()
@@ -198,6 +177,64 @@ def test_adams_groups_are_stiffness_adamw() -> None:
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
     one = StiffnessMuon(ours, direction="adam", **options)
     other = StiffnessAdamW(theirs, betas=(0.9, 0.95), **options)
-    run(one, ours, range(5))
-    run(other, theirs, range(5))
+    take_steps((one, other), (ours, theirs), range(5))
     assert same_bits(ours, theirs)
+
+
+# ------------------------------------------------------ products, whose dtype the processor decides
+KINDS = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "column": (33, 1), "row": (1, 33)}
+KINDS |= {"batch": (3, 24, 8), "convolution": (24, 2, 2, 2)}
+STORAGES = ("codes", "grid", "float32", "bfloat16")
+
+
+def weight_of(storage: str, shape: tuple[int, ...]) -> Any:
+    if storage == "codes":
+        return stored_weight(shape=shape, granularity="tensor")
+    if storage == "grid":
+        return grid_weight(shape=shape, rounding="stochastic")
+    return nn.Parameter(normal(*shape, std=0.1).to(getattr(torch, storage)))
+
+
+def muon(weight: Tensor, shape: str, **options: Any) -> StiffnessMuon:
+    group = {"params": [weight], "matrix_shape": "batch" if shape == "batch" else "flatten"}
+    return StiffnessMuon([group], **{"lr": 0.02, "seed": 3, **options})
+
+
+@pytest.mark.covering(2)
+@each(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
+@each("storage", STORAGES)
+@each("shape", KINDS)
+def test_native_steps_have_the_bits_of_eager_ones(
+    products: str, shape: str, storage: str, writeback: str, moments: str
+) -> None:
+    found = []
+    for path in PATHS:
+        weight = weight_of(storage, KINDS[shape])
+        optimizer = by(path, muon(weight, shape, writeback=writeback, moments=moments))
+        for step in range(3):
+            put_gradients([weight], step)
+            optimizer.step()
+        found.append((bits_of(weight), frozen(optimizer.state_dict()["state"])))
+    assert found[0][0] != bits_of(weight_of(storage, KINDS[shape]))
+    assert found[0] == found[1]
+
+
+@each("storage", STORAGES)
+@each("shape", KINDS)
+def test_a_step_goes_along_the_factor(products: str, shape: str, storage: str) -> None:
+    """Whatever a factor's memory looks like: what is asked for, beside float64."""
+    weight, gradient = weight_of(storage, KINDS[shape]), normal(*KINDS[shape], seed=9)
+    matrices = gradient.double() if shape == "batch" else gradient.double().flatten(1)
+    factor = orthogonal_factor(matrices, COEFFICIENTS, 5, 1e-7, torch.float64)
+    rate = adjusted_rate(1.0, None, *matrices.shape[-2:])
+    before = weight.detach().clone().double()
+    optimizer = muon(weight, shape, lr=1.0, momentum=0.0, weight_decay=0.0)
+    step_from(optimizer, weight, gradient.to(weight.dtype))
+    error = (before - weight.detach().double() - rate * factor.view(weight.shape)).norm() / (rate * factor.norm())
+    assert float(error) < 0.1  # that of a write-back among it
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("moments", ["8bit", "bfloat16"])
+def test_rows_are_stepped_as_the_whole(pair: Pool, moments: str, dtype: torch.dtype) -> None:
+    pair.run(stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype)

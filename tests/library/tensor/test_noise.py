@@ -153,51 +153,6 @@ def test_bare_parameters_have_seeds_of_their_own() -> None:
     assert_unrelated([(p.detach() - 1).dequantize() if isinstance(p, fm.FP8Tensor) else p for p in parameters])
 
 
-def moved_in_turn(writers: list[Any], draws: str, times: int = 64) -> list[Tensor]:
-    """The elements that each writer has moved up from 1, time after time, of one weight: a row a time."""
-    parameter = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, seed=0, draws=draws)
-    ones, moves = parameter.codes.clone(), [torch.empty(times, N) for _ in writers]
-    parameter.grad = torch.full((N,), -0.03)
-    for time in range(times):
-        for writer, moved in zip(writers, moves, strict=True):
-            writer(parameter)
-            moved[time] = (parameter.codes != ones).float()
-            parameter.codes.copy_(ones)
-    return moves
-
-
-@each("draws", ["independent", "dither"])
-def test_operators_and_a_step_that_write_in_turn_draw_apart(draws: str) -> None:
-    """At one time and at times that follow each other, of one element too, whose draws of two streams may go in step.
-
-    The seeds of the tensor and of the optimizer are the same, and their counts go over the same numbers.
-    """
-    optimizer: list[Any] = []
-
-    @torch.no_grad()
-    def step(parameter: Any) -> None:
-        optimizer[:] = optimizer or [optim.StiffnessSGD([parameter], lr=1.0, momentum=0.0, seed=0)]
-        optimizer[0].step()
-
-    @torch.no_grad()
-    def added(parameter: Any) -> None:
-        parameter.add_(0.03)
-
-    @torch.no_grad()
-    def scaled(parameter: Any) -> None:
-        parameter.mul_(1.03)
-
-    moves = [moved - 0.24 for moved in moved_in_turn([added, scaled, step], draws)]
-    for moved in moves:
-        assert abs(moved.mean()) < LIMIT / 8
-    for a, b in itertools.combinations_with_replacement(moves, 2):
-        for lag in range(a is b, 8):
-            products = a[: len(a) - lag] * b[lag:] / (0.24 * 0.76)
-            assert abs(products.mean()) < 5 / math.sqrt(products.numel())
-            in_step = products.mean(0).square().mean() * len(products)  # 1 where no element's draws are related
-            assert float(in_step) == pytest.approx(1.0, abs=0.15)
-
-
 def test_a_wrapper_draws_apart_from_an_optimizer_that_draws_itself() -> None:
     parameters = [byte(0), byte(0), torch.nn.Parameter(value().bfloat16())]
     inner = optim.StiffnessSGD(parameters, lr=2.0**-4, momentum=0.0)

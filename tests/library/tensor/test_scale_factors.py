@@ -21,7 +21,6 @@ import fp8manifold as fm
 from fp8manifold import reference
 from fp8manifold._native import _arrays
 from fp8manifold.exchange import exported_state_dict
-from fp8manifold.scaling import narrowed_scale, refitted_scale
 
 GRANULARITIES = ("tensor", "channel", "row", "block", "square")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -89,27 +88,6 @@ def test_values_are_code_times_scale_rounded_as_servers_do(
         assert [Fraction(x) for x in values.flatten().tolist()] == exact
 
 
-@every_granularity
-def test_where_an_edge_is_partial_each_weight_has_its_own_scale(granularity: Any) -> None:
-    p = made(granularity)
-    for i, j in ((0, 0), (127, 127), (128, 128), (139, 159), (128, 0), (0, 128)):
-        at = (1, i, j)
-        of = {
-            "tensor": (),
-            "channel": (1, 0, 0),
-            "row": (1, i, 0),
-            "block": (1, i, j // 32),
-            "square": (1, i // 128, j // 128),
-        }
-        assert p.dequantize()[at] == fm.decode(p.codes[at], "E4M3") * p.scale[of[granularity]]
-    looked_up = torch.nn.functional.embedding(
-        torch.tensor([1, 130]), made(granularity if granularity != "row" else "channel", shape=(140, 160))
-    )
-    assert torch.equal(
-        looked_up, made(granularity if granularity != "row" else "channel", shape=(140, 160)).dequantize()[[1, 130]]
-    )
-
-
 LEAVES: dict[str, Callable[[fm.FP8Tensor], Any]] = {
     "add_": lambda p: p.add_(0.0),
     "mul_": lambda p: p.mul_(1.0),
@@ -147,39 +125,6 @@ def test_an_operator_that_changes_no_value_changes_no_code(
         leave(p)
         assert torch.equal(p.codes, codes), name
         assert torch.equal(p.scale, scale), name
-
-
-@every_granularity
-def test_what_one_view_writes_leaves_all_other_codes(granularity: Any) -> None:
-    p = made(granularity, rounding="stochastic")
-    codes = p.codes.clone()
-    p[1, 3].mul_(0.7)
-    changed = (p.codes != codes).nonzero()
-    assert len(changed) > 100
-    assert changed[:, :2].unique(dim=0).tolist() == [[1, 3]]
-
-
-@every_granularity
-def test_scales_change_by_powers_of_two(granularity: Any) -> None:
-    p = made(granularity)
-    before = p.scale.clone()
-    units = fm.decode(p.codes, "E4M3").double() * 2.0**-6
-    assert p.mul_(2.0**-6).adapt_scale_() or torch.equal(p.scale, before)
-    for scale in (
-        p.scale,
-        *(
-            f(before * top, before, p.format)
-            for f in (narrowed_scale, refitted_scale, fm.widened_scale)
-            for top in (2.0**-9, 500.0)
-        ),
-    ):
-        assert (torch.frexp(scale / before).mantissa == 0.5).all()
-    q = made(granularity)
-    codes = q.codes.clone()
-    q.rescale_(q.scale / 4 if q.largest().max() < 100 * q.scale.min() else q.scale * 1.0)
-    q.rescale_(before)
-    assert torch.equal(q.codes, codes)
-    assert units.isfinite().all()
 
 
 def test_a_scale_is_described_with_its_factor() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import normal, through_disk
-from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store
-from torch import Tensor, nn
+from tensor_cases import INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
+from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8manifold as fm
 
@@ -159,6 +160,152 @@ def test_geoopts_methods() -> None:
     with torch.no_grad():
         assert p.proj_() is p
     assert torch.equal(p.dequantize(), values)
+
+
+def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
+    """In one line, with nothing of the layer changed; after the backward pass it moves."""
+    layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8")[0]
+    loss = layer(torch.ones(2, 8)).sum()
+    with pytest.raises(RuntimeError, match="a graph that is still there, or a weak reference, holds its weight"):
+        layer.to(torch.bfloat16)
+    assert layer.weight.dtype is layer.bias.dtype is torch.float32
+    loss.backward()
+    del loss
+    assert layer.to(torch.bfloat16).weight.dtype is torch.bfloat16
+    assert layer.weight.grad.dtype is torch.bfloat16
+
+
+# ---------------------------------------------------------------------- in the hands of other tools
+def quantized(storage: Any = "fp8", fmt: str = "E5M2", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return fm.quantize_model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)), fmt, storage, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch 2.13 of itself
+def test_an_exported_program_can_be_decomposed() -> None:
+    model = quantized().requires_grad_(False)
+    program = torch.export.export(model, (INPUT,)).run_decompositions()
+    assert torch.equal(program.module()(INPUT), model(INPUT))
+    held = [t for t in program.state_dict.values() if t.dtype == torch.uint8]
+    assert [tuple(t.shape) for t in held] == [(64, 32), (4, 64)]
+    assert not any("fp8manifold" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_an_exported_program_that_trains_is_not_decomposed() -> None:
+    program = torch.export.export(quantized(), (INPUT,))
+    with pytest.raises(RuntimeError, match="can require gradients"):
+        program.run_decompositions()
+
+
+@every_granularity
+def test_fake_tensors_are_quantized(granularity: Any) -> None:
+    spec = fm.LayerSpec(fm.OperandSpec("E2M1", granularity=granularity))
+    with FakeTensorMode():
+        model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+        model(torch.ones(3, 64)).sum().backward()
+    like = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+    assert type(model.weight) is fm.FP8Parameter
+    for name in ("codes", "scale", "counter", "remainder"):
+        fake, real = getattr(model.weight, name), getattr(like.weight, name)
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+    assert model.weight.grad.shape == (4, 64)
+
+
+@each("policy", ["dynamic", "static", "delayed"])
+def test_fake_master_weights_are_quantized(policy: Any) -> None:
+    spec = fm.LayerSpec(fm.OperandSpec("E4M3", policy=policy), fm.OperandSpec("E4M3", policy=policy))
+    with FakeTensorMode():
+        model = fm.quantize_model(nn.Linear(64, 4), spec, "master")
+        assert model(torch.ones(3, 64)).shape == (3, 4)
+
+
+def test_a_grid_of_fake_tensors_is_refused() -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="take storage='fp8', or quantise a model"):
+        fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
+
+
+def test_a_single_value_is_formatted_as_a_number() -> None:
+    p = fm.FP8Parameter(torch.tensor([[0.3, -0.7]]), "E4M3")
+    assert f"{p.detach()[0, 0]:.2f} {p[0, 1]:+.3f} {p[0, 0]}" == "0.31 -0.688 0.3125"
+    assert f"{fm.FP8Parameter(torch.tensor(0.3), 'E4M3'):.1e}" == "3.1e-01"
+    assert f"{p}" == repr(p)
+
+
+def test_weights_are_made_empty_by_accelerate() -> None:
+    """accelerate makes each parameter again on the meta device, from its attributes: format and options stay."""
+    import accelerate
+
+    with accelerate.init_empty_weights():
+        model = quantized(rounding="nearest", granularity="tensor", seed=3)
+    like = quantized(rounding="nearest", granularity="tensor", seed=3)
+    for empty, full in ((model[0].weight, like[0].weight), (model[2].weight, like[2].weight)):
+        assert type(empty) is fm.FP8Parameter
+        assert (empty.device.type, empty.requires_grad) == ("meta", True)
+        assert (empty.format, empty.seed, empty.rounding) == (full.format, full.seed, full.rounding)
+        assert empty.granularity == full.granularity
+    model.to_empty(device="cpu").load_state_dict(like.state_dict())
+    assert torch.equal(model(INPUT), like(INPUT))
+
+
+@every_granularity
+def test_a_parameter_of_a_stored_tensor_is_its_parameter(granularity: Any) -> None:
+    stored = parameter("E3M4", granularity=granularity, keep_remainder=True).detach()
+    p = fm.FP8Parameter(stored)
+    assert same_store(p, stored)
+    assert p.codes is stored.codes
+    assert p.requires_grad
+    assert not fm.FP8Parameter(stored, requires_grad=False).requires_grad
+    assert fm.FP8Parameter(stored, "E5M2").format.name == "E5M2"
+
+
+# ----------------------------------------------------------------------------------------- on a GPU
+on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+@on_a_card
+@every_granularity
+@every_format
+def test_moving_there_and_back(name: str, granularity: Any) -> None:
+    p = parameter(name, granularity=granularity, keep_remainder=True)
+    q = p.to("cuda")
+    assert type(q) is fm.FP8Parameter
+    assert all(x.is_cuda for x in (q, q.codes, q.scale, q.counter, q.remainder))  # type: ignore[union-attr]
+    assert torch.equal(q.dequantize().cpu(), p.dequantize())
+    assert same_store(q.cpu(), p)
+    made_there = fm.FP8Parameter(p.dequantize().cuda(), name, granularity=granularity, scale=p.scale.cuda())
+    assert torch.equal(made_there.codes.cpu(), p.codes)
+
+
+@on_a_card
+@every_format
+def test_writes_draw_the_same(name: str) -> None:
+    p = parameter(name, seed=3)
+    q = p.to("cuda")
+    with torch.no_grad():
+        for x in (p, q):
+            x.mul_(0.97)
+            x[1].mul_(0.9)
+            x.rescale_(x.scale * 2)
+    assert same_store(q.cpu(), p)
+
+
+@on_a_card
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=lambda x: "-".join(x) or "default")
+def test_a_network_learns(options: dict[str, Any]) -> None:
+    net = Net().cuda()
+    compiled = torch.compile(net, fullgraph=True)
+    optimizer = optim.AdamW(net.parameters(), 1e-2, **options)
+    x, y = INPUT.cuda(), TARGET.cuda()
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (compiled(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert all(type(p) is fm.FP8Parameter and p.is_cuda for p in net.stored)
 
 
 def test_gradient_helpers() -> None:

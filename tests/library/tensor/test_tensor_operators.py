@@ -1,15 +1,17 @@
 """FP8Tensor under torch's operators: what is read, what is written, views, draws, saturation."""
 
-import math
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
+import torch.nn.functional as F
 from laws import each
-from optimizer_cases import normal
-from tensor_cases import GRANULARITIES, decoded, every_format, every_granularity, parameter, same_store
-from torch import Tensor, nn
+from optimizer_cases import normal, step_from
+from tensor_cases import Net, decoded, every_format, every_granularity, loss_of, parameter, same_store, train
+from torch import Tensor, nn, optim
 
 import fp8manifold as fm
 from fp8manifold import SaturationWarning
@@ -184,27 +186,6 @@ def test_writing_rounds_stochastically_by_the_counter(name: str) -> None:
             assert int(p.counter) == step + 1
 
 
-@each("granularity", GRANULARITIES)
-def test_bfloat16_is_written_in_float32(granularity: Any) -> None:
-    """An update below half a bfloat16 ULP is still seen by the rounding."""
-    p = fm.FP8Tensor(torch.ones(4, 4096, dtype=torch.bfloat16), "E4M3", scale=1.0, granularity=granularity)
-    p.add_(torch.full((4, 4096), 2.0**-10, dtype=torch.bfloat16))
-    assert p.dtype == torch.bfloat16
-    moved = (p.dequantize() > 1).float().mean().item()
-    assert abs(moved - 2.0**-7) < 4 * math.sqrt(2.0**-7 / (4 * 4096))
-
-
-def test_writes_from_nan_are_refused_before_anything_changes() -> None:
-    p = parameter("E1M6")
-    codes = p.codes.clone()
-    gradient = torch.full((4, 64), 0.01)
-    gradient[2, 3] = math.nan
-    with torch.no_grad(), pytest.raises(ValueError, match="1 NaN, and E1M6 has no code"):
-        p.sub_(gradient)
-    assert torch.equal(p.codes, codes)
-    assert int(p.counter) == 0
-
-
 @every_format
 def test_saturating_writes_warn(name: str) -> None:
     p = parameter(name)
@@ -268,3 +249,197 @@ def test_large_tensors_are_decoded_in_pieces(granularity: Any) -> None:
         p = parameter(shape=shape, granularity=granularity)
         assert torch.equal(p.dequantize().double(), decoded(p))
         assert torch.equal(p.to(torch.bfloat16).dequantize().double(), decoded(p))
+
+
+# ------------------------------------------------------------------------ other people's optimizers
+Make = Callable[[Iterable[Tensor]], optim.Optimizer]
+
+#: name: (make, largest share of the first loss that may be left after 40 steps)
+OPTIMIZERS: dict[str, tuple[Make, float]] = {
+    "Adam": (lambda p: optim.Adam(p, 1e-2), 0.1),
+    "Adam-amsgrad": (lambda p: optim.Adam(p, 1e-2, amsgrad=True, weight_decay=1e-3), 0.1),
+    "AdamW": (lambda p: optim.AdamW(p, 1e-2), 0.1),
+    "AdamW-foreach": (lambda p: optim.AdamW(p, 1e-2, foreach=True), 0.1),
+    "AdamW-fused": (lambda p: optim.AdamW(p, 1e-2, fused=True), 0.1),
+    "SGD": (lambda p: optim.SGD(p, 0.1), 0.5),
+    "SGD-momentum": (lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 0.1),
+    "SGD-foreach": (lambda p: optim.SGD(p, 0.1, momentum=0.9, foreach=True), 0.1),
+    "SGD-fused": (lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True), 0.1),
+    "Adafactor": (lambda p: optim.Adafactor(p, 5e-2), 0.7),
+    "LBFGS": (lambda p: optim.LBFGS(p, 0.2, max_iter=2), 0.5),
+    "LBFGS-wolfe": (lambda p: optim.LBFGS(p, 1.0, max_iter=2, line_search_fn="strong_wolfe"), 0.1),
+    "RMSprop": (lambda p: optim.RMSprop(p, 2e-3), 0.1),
+    "NAdam": (lambda p: optim.NAdam(p, 1e-2), 0.1),
+    "geoopt.RiemannianAdam": (lambda p: geoopt.optim.RiemannianAdam(in_ulps(p, 0.5, 1e-2)), 0.2),
+    # without momentum: geoopt starts it from the Euclidean gradient, which is no step in ULPs
+    "geoopt.RiemannianSGD": (lambda p: geoopt.optim.RiemannianSGD(in_ulps(p, 300.0, 0.1), lr=0.1, stabilize=7), 0.7),
+}
+if hasattr(optim, "Muon"):  # since torch 2.9
+    OPTIMIZERS["Muon"] = (lambda p: optim.Muon([x for x in p if x.dim() == 2], 2e-2), 0.5)
+everyone = pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[str, Any]]:
+    params = list(params)
+    own = [p for p in params if isinstance(p, fm.FP8Parameter)]
+    return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]
+
+
+@everyone
+def test_it_learns(make: Make, share: float) -> None:
+    """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
+    net = Net()
+    first = loss_of(net).item()
+    codes, scales = [p.codes.clone() for p in net.stored], [p.scale.clone() for p in net.stored]
+    last = train(net, make(net.parameters()))
+    assert last < share * first
+    for p, before, scale in zip(net.stored, codes, scales, strict=True):
+        assert type(p) is fm.FP8Parameter
+        assert (p.codes != before).float().mean() > 0.2
+        assert torch.equal(p.scale, scale)
+        assert p.manifold.check_point_on_manifold(p)
+        assert int(p.counter) >= 40
+
+
+@pytest.mark.extra("optimi")
+def test_optimi() -> None:
+    import optimi
+
+    for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
+        net = Net()
+        first = loss_of(net).item()
+        assert train(net, optimi.AdamW(net.parameters(), 1e-2, **options)) < 0.2 * first
+        assert all(type(p) is fm.FP8Parameter for p in net.stored)
+
+
+def test_steps_are_the_operators_with_a_rounding_each() -> None:
+    """AdamW decays (one rounding) and steps (another), with draws of counts 0 and 1."""
+    p = parameter(seed=9)
+    start = p.dequantize()
+    p.grad = normal(4, 64, seed=1)
+    optim.AdamW([p], lr=1e-2, weight_decay=0.1).step()
+    scale = p.scale
+    mul, addcdiv = {"seed": 9, "stream": named_word("mul_")}, {"seed": 9, "stream": named_word("addcdiv_")}
+    decayed = fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", step=0, **mul) * scale
+    stepped = decayed - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
+    expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", step=1, **addcdiv) * scale
+    assert (p.dequantize() == expected).float().mean() > 0.99  # the last bits of the direction are torch's own
+    assert int(p.counter) == 2
+
+
+def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
+    """An FP8Parameter moves, code for code, as a ManifoldParameter of float values on the same manifold."""
+    p = parameter(seed=4)
+    manifold = fm.FP8Manifold("E4M3", p.scale, "stochastic", seed=4)
+    q = geoopt.ManifoldParameter(p.dequantize(), manifold=manifold)
+    optimizers = [geoopt.optim.RiemannianAdam([x], lr=0.5) for x in (p, q)]
+    for step in range(5):
+        for x, optimizer in zip((p, q), optimizers, strict=True):
+            step_from(optimizer, x, normal(4, 64, seed=step))
+        manifold.counter += 1  # copying into codes is a write as well, if one that moves nothing
+        assert torch.equal(p.dequantize(), q.detach().as_subclass(Tensor))
+    assert int(p.counter) == int(manifold.counter) == 10
+
+
+# --------------------------------------------------- writes between a forward pass and its backward
+CHANGED = "modified by an inplace operation"
+
+CHANGES: dict[str, Callable[[fm.FP8Parameter], Any]] = {
+    "add_": lambda p: p.add_(1.0),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
+    "write": lambda p: p.write(torch.ones(p.shape)),
+    "adopt": lambda p: p.adopt(parameter(seed=1)),
+    "rescale_": lambda p: p.rescale_(p.scale * 2),
+    "adapt_scale_": lambda p: p.adapt_scale_(),
+    "set_scale_": lambda p: p.set_scale_(p.scale * 2),
+    "data": lambda p: setattr(p, "data", torch.ones(p.shape)),
+    "row": lambda p: p[0].add_(1.0),
+    "write of a view": lambda p: p[:2].t().write(torch.ones(64, 2)),
+    "foreach of a view": lambda p: torch._foreach_mul_([p[1]], 0.5),
+    "detached": lambda p: p.detach().rescale_(p.scale * 2),
+    "detached view": lambda p: torch._foreach_mul_([p.detach()[1]], 0.5),
+}
+
+STEPPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "StiffnessAdamW": lambda ps: fm.optim.StiffnessAdamW(ps),
+    "RiemannianSGD": lambda ps: fm.optim.RiemannianSGD(ps, float_lr=0.01),
+    "Madam": lambda ps: fm.optim.Madam(ps, float_lr=0.01),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, foreach=True),
+    "fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "geoopt": lambda ps: geoopt.optim.RiemannianAdam(ps),
+}
+
+
+@each("use", [lambda p: p, lambda p: p[1:3]], ids=["whole", "view"])
+@each("write", CHANGES.values(), ids=CHANGES)
+def test_a_write_between_forward_and_backward_is_an_error(write: Any, use: Any) -> None:
+    p, x = parameter(rounding="nearest", scale=1.0), normal(3, 64).requires_grad_()
+    loss = F.linear(x, use(p)).sum()
+    with torch.no_grad():
+        write(p)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+def test_what_only_reads_is_none() -> None:
+    p, x = parameter(), normal(3, 64).requires_grad_()
+    loss = F.linear(x, p).sum()
+    p.clone().zero_()
+    assert not p.adapt_scale_()
+    p.detach(), p.largest(), p.dequantize().zero_(), repr(p), p.expanded_scale().sum()
+    loss.backward()
+    assert torch.equal(x.grad, p.dequantize().sum(0).expand(3, 64))
+
+
+@each("activation", [None, "E5M2"])
+@each("storage", ["grid", "fp8"])
+@each("make", STEPPERS.values(), ids=STEPPERS)
+def test_a_step_between_forward_and_backward_is_an_error(make: Any, storage: Any, activation: Any) -> None:
+    """The first step, which is planned, and the next, which repeats it."""
+    if make is STEPPERS["fused"] and storage == "grid":
+        pytest.skip("torch's own fused kernels say nothing of what they write into ordinary tensors")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    spec = fm.LayerSpec("E4M3", activation=activation, gradient=activation)
+    fm.quantize_model(model, spec, storage)
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones(p.shape)
+        loss = model(normal(3, 8)).square().sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            loss.backward()
+
+
+def test_master_weights_have_the_gradient_of_the_forward_pass() -> None:
+    """A product takes a tensor of its own there, which a step leaves alone."""
+    model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3", "master")
+    x, gradients = normal(3, 8), []
+    for steps in (0, 1):
+        model.zero_grad()
+        loss = model(x).square().sum()
+        for _ in range(steps):
+            with torch.no_grad():
+                model[1].weight.mul_(2.0)
+        loss.backward()
+        gradients.append(model[0].weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_stepping_in_hooks_of_the_gradient() -> None:
+    """Each parameter is stepped as soon as its gradient is there, when nothing else needs its values."""
+    model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3", "fp8")
+    before = [layer.weight.codes.clone() for layer in model]
+    for i, p in enumerate(model.parameters()):
+        step = fm.optim.StiffnessAdamW([p], lr=0.1, seed=i).step
+        p.register_post_accumulate_grad_hook(lambda _, step=step: step())
+    model(normal(3, 8)).square().sum().backward()
+    assert all(not torch.equal(layer.weight.codes, old) for layer, old in zip(model, before, strict=True))
+
+
+def test_inference_has_no_versions() -> None:
+    with torch.inference_mode():
+        p = parameter(rounding="nearest")
+        p.mul_(0.5)
+    assert isinstance(p, Tensor)
+    assert p.is_inference()
