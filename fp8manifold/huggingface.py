@@ -231,11 +231,11 @@ class _Quantizer:
             return []
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
-        made = [package.WeightConverter([f"weight{suffix}" for suffix in PARTS], "weight", [operation])]
-        for name in self.own_parameters:
-            starts = rf"(?<!\w){re.escape(name)}"
-            made.append(package.WeightConverter([f"{starts}{suffix}" for suffix in PARTS], name, [operation]))
-        return made
+        names = {"weight": "weight", **{rf"(?<!\w){re.escape(name)}": name for name in self.own_parameters}}
+        return [  # the longest suffix first: transformers before 5.22 takes the first that a name begins with
+            package.WeightConverter([f"{start}{suffix}" for suffix in reversed(PARTS)], name, operations=[operation])
+            for start, name in names.items()
+        ]
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
         wanted = self.quantization_config
