@@ -1,4 +1,4 @@
-"""The house: which room may import from which, no circle of modules, how many rooms, and short files."""
+"""The house: which room may import from which, no circle of modules, short files, and a map from each to its tests."""
 
 import ast
 import re
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+from of_source import FOLDERS, ROOT, where_tested
+
 import fp8manifold as fm
 
-ROOT = Path(__file__).parent.parent
 MOST_ROOMS = 26
 
 #: from the ground up; what stands on one floor may import from its own and from those below
@@ -215,3 +217,27 @@ def test_files_are_short_and_compile_nothing() -> None:
         assert path.stem != "utils", path
         called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
         assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}, path
+
+
+SOURCES = [path for package in ("fp8manifold", "nanogpt_bench") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_every_source_has_tests() -> None:
+    for source in SOURCES:
+        itself, *tests = where_tested(source.relative_to(ROOT).as_posix())
+        assert ROOT / itself == source
+        assert tests, source
+        assert [test for test in tests if not (ROOT / test).exists()] == [], source
+
+
+def test_every_test_is_that_of_a_source() -> None:
+    places = [ROOT / place for places in FOLDERS.values() for place in places.split()]
+    assert [place for place in places if not place.exists()] == []
+    of_packages = [path for folder in ("library", "bench") for path in (ROOT / "tests" / folder).rglob("test_*.py")]
+    assert [path.name for path in of_packages if not {path, *path.parents} & {*places}] == ["test_missing_packages.py"]
+
+
+@pytest.mark.parametrize("source", ["fp8manifold/optim/_slots.py", "LICENSE", "slot"])
+def test_what_is_no_source_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=f"^source: '{source}'; allowed: a file below benchmarks/, "):
+        where_tested(source)

@@ -1,4 +1,4 @@
-"""NaN and Inf injected into every place of a step: the documented policy, and nothing else changed."""
+"""NaN and Inf in every place of a step, and steps that are not taken: the documented policy, and nothing else."""
 
 import math
 from collections.abc import Callable
@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import BASE, bits, recorded
-from torch import Tensor
+from small_runs import BASE, bits, recorded, words
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import read, step_file, steps, verify
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.loop import train
 from nanogpt_bench.loop.anomalies import first_bad_weight
 from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.runs.load import Alert
+from nanogpt_bench.system.errors import BenchError
 
 KINDS = ("gradient", "weight", "state", "loss", "activation")
 #: where each is first seen
@@ -187,3 +190,41 @@ def test_codes_that_stand_for_nan_are_found() -> None:
     assert first_bad_weight(layer) is None
     layer.weight.codes[1, 2] = 0x7F
     assert first_bad_weight(layer) == "weight of weight"
+
+
+KIND = "fp8 stochastic"
+WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}
+
+
+def config(corpus: Path, **more: object) -> Any:
+    overrides = words(KIND, corpus, {**WITHIN, **{key.replace("__", "."): value for key, value in more.items()}})[5:]
+    return load_config(find_config("e4m3.yaml"), overrides)
+
+
+def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
+    with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward was not"):
+        train.run(config(small_corpus), tmp_path / "r")
+
+
+def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, alerts, arrived = Trainer._backward, list[Alert](), dict[int, float | None]()
+
+    def deaf(trainer: Trainer, loss: Any, step: Any, observers: Any) -> None:
+        real(trainer, loss if step.number <= 12 else loss.detach() * nn.Parameter(loss.new_ones(())), step, observers)
+
+    def show(progress: train.Progress) -> None:
+        alerts.extend(progress.alerts)
+        arrived[progress.step] = progress.arrived
+
+    monkeypatch.setattr(Trainer, "_backward", deaf)
+    summary = train.run(config(small_corpus), tmp_path / "r", on_progress=show)
+    assert [(alert.step, alert.kind) for alert in alerts] == [(18, "no_step"), (18, "no_change")]
+    assert alerts[0].message == "the optimizer took no step from step 12 to step 18, in 6 steps"
+    assert summary["alerts"] == {"no_step": 1, "no_change": 1}
+    assert arrived[12] is not None
+    assert arrived[16] is arrived[24] is None

@@ -1,0 +1,160 @@
+"""Whole runs under watch: what they write is registered, nothing else changes, and what they take."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from bench_runs import records_of, resolved
+
+import nanogpt_bench
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metrics import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, TOGETHER, WATCHED, Metric
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.monitors import METRICS, MODULES, Step
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.resources import Resources, flops_per_token
+
+ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
+GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "bf16-mixed", "model__dropout": 0.2},
+        {"rule": "master", "model__formats": ALL_FORMATS, "train__accumulation": 2},
+        {"rule": "stochastic", "model__formats": GRID_FORMATS, "model__dropout": 0.2},
+        {"rule": "residual8", "model__format": "E3M4", "train__precision": "float32"},
+        {"rule": "stiffness-unrounded", "model__format": "E7M0"},
+    ],
+    ids=lambda settings: settings["rule"],
+)
+def test_watching_everything_changes_nothing(tiny, tmp_path, settings):
+    shadow = {"shadow__enabled": True, "shadow__interval": 2}
+    seen = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
+    unseen = records_of(tiny(**settings, monitor__watch="[]", alerts__enabled=False), tmp_path / "unseen")
+    keys = ("train/loss", "val/loss", "grad/norm")
+    assert [[record.get(key) for key in keys] for record in seen] == [
+        [record.get(key) for key in keys] for record in unseen
+    ]
+    assert not [key for key in unseen[-1] if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))]
+
+
+NAMESPACES = {name: f"{name}/" for name in ("bits", "attention", "geometry")}
+NAMESPACES |= {"stall": "stall/update_lost", "zones": "stall/zero_gradient_zone", "ranges": "quant/"}
+NAMESPACES |= {"gradients": "grad/l2", "resources": "memory/", "trend": "train/loss_smoothed"}
+
+
+@pytest.mark.parametrize("alone", WATCHED)
+def test_a_monitor_is_watched_alone_or_left_out(tiny, tmp_path, alone):
+    settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
+    others = set(WATCHED) - {alone}
+    for watch in ({alone}, others):
+        last = records_of(tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch)))[-1]
+        assert {name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)} == watch
+
+
+def test_a_step_that_is_skipped_is_measured_too(tiny, tmp_path, monkeypatch):
+    original = Trainer._accumulate
+
+    def accumulate(trainer, *arguments):
+        trainer.model.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+        return original(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    config = tiny(rule="stochastic", model__formats=GRID_FORMATS, monitor__interval=1)
+    records = records_of(config, tmp_path / "r")
+    assert [record["grad_has_nan"] for record in records[1:]] == [1, 1, 1]
+    assert all("quant/overflow/activation" in record for record in records[1:])
+    assert all("stall/update_lost" not in record for record in records[1:])
+
+
+SOURCES = Path(nanogpt_bench.__file__).parent
+#: their own modules
+ALLOWED = [Path(module.__file__ or "") for module in (metrics, *MODULES.values())]
+KNOWN = {metric.namespace for metric in METRICS if "/" in metric.name}
+#: names that are those of settings, and of figures of a summary, too: looked for as keys of records only
+WORDS = "|".join(metric.name for metric in METRICS if "/" not in metric.name and metric not in metrics.FLAGS)
+
+
+NAMED = "|".join(re.escape(metric.name) for metric in METRICS if "/" in metric.name or metric in metrics.FLAGS)
+NAME = re.compile(
+    rf"[\"' ](?:{NAMED})(?=[\"' /{{])|[\"'](?:{'|'.join(KNOWN)})/[\"'{{]"
+    rf"|(?:record\[|record\.get\(|\.curve\()[\"'](?:{WORDS})[\"']"
+)
+
+
+def test_no_metric_is_named_outside_its_own_module():
+    paths = [path for path in SOURCES.rglob("*.py") if path not in ALLOWED]
+    found = {path: NAME.findall(re.sub(r'"""[\s\S]*?"""|#.*', "", path.read_text(encoding="utf-8"))) for path in paths}
+    assert not {path.relative_to(SOURCES): names for path, names in found.items() if names}
+    planted = ("'train/loss'", "f'quant/overflow/{b}'", "f'grad/{b}'", "'bits/codes_used/weight'", "f'a val/loss is'")
+    planted += ("record['lr']", "step.record.get('lr')", "run.curve('tokens')", "'loss_is_nan'")
+    innocent = ("summary['tokens']", "group['lr']", "'retrain/losses'", "'train/losses'", "'a/grad/norm'", "'val loss'")
+    assert [bool(NAME.search(text)) for text in (*planted, *innocent)] == [True] * len(planted) + [False] * len(
+        innocent
+    )
+
+
+def test_what_is_said_of_a_metric_holds():
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert (bool(metric.title), metric.meaning[-1]) == (True, "."), metric
+        assert metric.bad in ("", ABOVE, BELOW), metric
+        assert metric.monitor in ("", "shadow", *WATCHED), metric
+        assert metric.over in ("", MEAN, LARGEST, TOGETHER), metric
+        assert set(metric.operands) <= set(OPERANDS), metric
+
+
+def registered(key: str) -> Metric | None:
+    """The metric that a key on disk belongs to."""
+    for metric in METRICS:
+        layer = "(/.+)?" if metric.over else ""
+        operand = f"/({'|'.join(metric.operands)})" if metric.operands else ""
+        if re.fullmatch(re.escape(metric.name) + operand + layer, key):
+            return metric
+    return None
+
+
+def test_all_that_a_watched_run_writes_is_registered(tiny, corpus_dir, labelled_dir, tmp_path, monkeypatch):
+    shadow = {"shadow__enabled": True, "shadow__interval": 2}
+    monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
+    speed = {"eval__also": str(corpus_dir)}
+    formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
+    seen = set()
+    residual = {"rule": "muon-residual8", "model__formats": "{'*': {weight: E4M3, gradient: E5M2}}"}
+    for name, settings in {
+        "residual": {**residual, **shadow, **speed},
+        "master": {"rule": "master", "model__formats": formats, **shadow, **speed},
+        "stiefel": {"model__constraint": "stiefel", "model__format": "E4M3", **speed},
+        "sphere": {"model__constraint": "sphere", **speed},
+        "labels": {"rule": "fp32", "task": "classify", "data__dir": str(labelled_dir)},
+    }.items():
+        folder = tmp_path / name
+        run(tiny(**settings), folder)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seen |= {key for line in lines for key in json.loads(line)} - {"step"}
+        assert json.loads(lines[0])["memory/peak_bytes"] > 1e7
+    found = {key: registered(key) for key in seen}
+    assert [key for key, metric in found.items() if metric is None] == []
+    assert [metric.name for metric in METRICS if metric not in found.values()] == []
+
+
+def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
+    config = resolved()
+    model = GPT(GPTShape(4, 4, 128, 64))
+    flops = flops_per_token(model, config)
+    assert flops == 6 * (4 * 12 * 128 * 128 + 257 * 128) + 12 * 4 * 128 * 64
+    step = Step(3, model, torch.optim.SGD(model.parameters()), record={"val/loss": 1.0, "time/tokens_per_s": 1e5})
+    with monkeypatch.context() as patched:
+        patched.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 2e12)
+        Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
+    assert step.record["mfu"] == pytest.approx(1e5 * flops / 2e12)
+    assert (step.record["memory/peak_bytes"] or 0) > 1e7
+    step.record.pop("mfu")
+    Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
+    assert "mfu" not in step.record
