@@ -12,7 +12,6 @@ from run_folders import measured, rows_of, write_alerts, write_comparison, write
 
 from nanogpt_bench.failures import diagnose
 from nanogpt_bench.report import chart
-from nanogpt_bench.report.chart import chosen as chosen_charts
 from nanogpt_bench.report.chart import styles, write_figures
 from nanogpt_bench.report.charts import (
     ABOVE,
@@ -26,7 +25,7 @@ from nanogpt_bench.report.charts import (
 from nanogpt_bench.report.results_file import read_studies
 from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run, smooth
+from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run
 
 
 def prepared(paths):
@@ -73,15 +72,6 @@ def test_a_forked_process_and_what_can_not_be_drawn_are_refused(call, monkeypatc
         call()
 
 
-def test_a_run_without_records_is_left_out(tmp_path):
-    whole, empty = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
-    (empty / "metrics.jsonl").write_text("")
-    results, chosen = prepared([whole, empty])
-    drawn = chosen_charts(charts_of(results, chosen))
-    assert [len(chart.values) for chart in drawn["loss_curves"]] == [1, 1]
-    assert set(drawn) == {"loss_curves"}  # of floats there is no stall and no grid
-
-
 def test_curves_keep_their_ends_and_stay_small_and_the_axis_leaves_out_the_first_descent(tmp_path):
     (result,), _ = prepared([write_run(tmp_path / "a", steps=3000)])
     (line,) = lines_of([result.row], "train/loss")
@@ -92,13 +82,6 @@ def test_curves_keep_their_ends_and_stay_small_and_the_axis_leaves_out_the_first
     assert decimate(10_000, 500)[-1] == 9_999
     with pytest.raises(ValueError, match="limit = 1"):
         decimate(10, 1)
-
-
-def test_smoothing_is_unbiased_and_keeps_gaps():
-    assert smooth([3.0] * 5, 10) == pytest.approx([3.0] * 5)
-    assert smooth([1.0, None, 3.0], 1) == [1.0, None, 3.0]
-    middle = smooth([0.0, 1.0] * 200, 40)[-1]
-    assert 0.45 < middle < 0.55
 
 
 def test_a_long_legend_makes_room_for_itself(tmp_path):
@@ -195,19 +178,6 @@ def exploded(tmp_path):
     rows = [result.row for result in results]
     sections = {each.name: each for each in all_sections(Page({}, results, styles(rows, rows[0])))}
     return load_run(folder), sections["failures"]
-
-
-def test_the_page_has_what_was_found_when_and_what_is_missing(exploded):
-    run, section = exploded
-    kinds = [finding.kind for finding in diagnose(run).found]
-    assert {"outlier_explosion", "nan"} <= set(kinds)
-    assert kinds.index("outlier_explosion") < kinds.index("nan")
-    body = section.body
-    assert 'id="failure-0" open' in body
-    assert body.index("kurtosis rose") < body.index("end: train/loss is nan")
-    assert body.count('class="event alert"') == 1  # the first of a kind
-    assert '<i style="left:25.00%"></i>' in body
-    assert "attention collapse (no attention/entropy over that of uniform attention)" in body
 
 
 def test_the_chart_marks_the_first_step_of_each_class(exploded):

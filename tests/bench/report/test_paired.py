@@ -97,16 +97,6 @@ def test_a_pair_on_two_processors_is_marked(tmp_path):
     assert not measured(paths, "fp32")[2].difference.apart
 
 
-def test_one_seed_is_a_lead_without_an_interval(tmp_path):
-    results = measured(folders(tmp_path, seeds=1), "fp32")
-    for text in (to_text(results), to_markdown(results)):
-        assert "run (one seed: a lead)" in text
-        assert "gap to fp32" in text
-        assert "paired difference" not in text
-    line = csv_lines(results)[1]
-    assert (line["difference_seeds"], line["difference_low"], line["difference_p"]) == ("1", "", "")
-
-
 @pytest.fixture
 def reference(tmp_path):
     return [write_run(tmp_path / f"bf16-{seed}", final=2.1 + seed, seed=seed) for seed in (1, 2)]
