@@ -38,7 +38,7 @@ STEPS = 20
 
 
 @pytest.fixture
-def make(small_corpus: Path) -> Callable[..., Config]:
+def make(small_corpus):
     base: dict[str, object] = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
     base |= {"eval.interval": STEPS, "optimizer.warmup_steps": 0, "checkpoint.every": 2, "monitor.interval": 1000}
     base["monitor.watch"] = "[stall, zones, ranges, bits, gradients, geometry, resources, trend]"
@@ -153,18 +153,14 @@ def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, n
 @pytest.mark.parametrize("number", [2, 7, 11, 16, STEPS])
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_injected_is_named_and_meets_the_policy(
-    make: Callable[..., Config], tmp_path: Path, kind: str, policy: str, number: int, full: bool, tally: Any
-) -> None:
+def test_what_is_injected_is_named_and_meets_the_policy(make, tmp_path, kind, policy, number, full, tally):
     chosen = range(number, min(number + 5, STEPS + 1)) if full else (number,)
     for one in chosen:
         inject(make, tmp_path / f"{one}", kind, policy, one, one // 4)
     tally(f"NaN or Inf in {kind}, {policy}", len(chosen))
 
 
-def test_scales_and_counters_of_a_step_left_out_are_as_before(
-    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_and_counters_of_a_step_left_out_are_as_before(make, tmp_path, monkeypatch):
     operand = "{format: E4M3, policy: delayed, history: 4, rounding: stochastic}"
     formats = f"{{mlp: {{weight: E4M3, activation: {operand}, gradient: {operand}}}}}"
     injector = Injector(monkeypatch, "activation", {5}, math.nan)
@@ -174,9 +170,7 @@ def test_scales_and_counters_of_a_step_left_out_are_as_before(
     assert same(injector.before, injector.after)
 
 
-def test_a_finite_state_whose_norm_overflows_is_no_anomaly(
-    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finite_state_whose_norm_overflows_is_no_anomaly(make, tmp_path, monkeypatch):
     Injector(monkeypatch, "state", {3}, 3e38)
     config = make(rule="fp32", optimizer__lr=1e-44, optimizer__weight_decay=0, train__max_steps=4)
     summary = run(config, tmp_path / "r")
@@ -184,7 +178,7 @@ def test_a_finite_state_whose_norm_overflows_is_no_anomaly(
     assert "nan" not in summary["alerts"]
 
 
-def test_codes_that_stand_for_nan_are_found() -> None:
+def test_codes_that_stand_for_nan_are_found():
     layer: Any = torch.nn.Linear(4, 2)
     layer.weight = fm.FP8Parameter(torch.ones(2, 4), "E5M2")
     assert first_bad_weight(layer) is None
@@ -201,17 +195,13 @@ def config(corpus: Path, **more: object) -> Any:
     return load_config(find_config("e4m3.yaml"), overrides)
 
 
-def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(small_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
     with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward was not"):
         train.run(config(small_corpus), tmp_path / "r")
 
 
-def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(small_corpus, tmp_path, monkeypatch):
     real, alerts, arrived = Trainer._backward, list[Alert](), dict[int, float | None]()
 
     def deaf(trainer: Trainer, loss: Any, step: Any, observers: Any) -> None:

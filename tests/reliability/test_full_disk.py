@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ EVERY, FAILING = 3, 9
 
 
 @pytest.fixture(scope="module")
-def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(small_corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -107,17 +106,8 @@ def without_a_summary(patch: pytest.MonkeyPatch) -> None:
     ids=["save", "record", "no summary", "last summary"],
 )
 def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    last: int,
-    steps: int | None,
-    line: str,
-    whole: dict[str, Any],
-    small_corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tally: Callable[..., None],
-) -> None:
+    fault, last, steps, line, whole, small_corpus, tmp_path, monkeypatch, capsys, tally
+):
     monkeypatch.chdir(tmp_path)
     run_dir = Path("runs/r")
     with pytest.MonkeyPatch.context() as patch:
@@ -141,7 +131,7 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
     tally("disk full in a run", 1, fault.__doc__ or "")
 
 
-def test_a_limit_of_the_file_size_in_mid_run(whole: dict[str, Any], small_corpus: Path, tmp_path: Path) -> None:
+def test_a_limit_of_the_file_size_in_mid_run(whole, small_corpus, tmp_path):
     """The system's own errors, on metrics.jsonl and then on everything that is to be told of the end."""
 
     def limited() -> int:
@@ -180,8 +170,8 @@ def stub(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    small_corpus, tmp_path, monkeypatch, capsys
+):
     from nanogpt_bench.sweep import workers as pool
 
     monkeypatch.chdir(tmp_path)
@@ -199,9 +189,7 @@ def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
     assert not list(Path("out").glob("*/checkpoints"))  # nothing goes on from them
 
 
-def test_a_full_disk_outside_of_a_run_is_one_line_and_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_outside_of_a_run_is_one_line_and_exit_code_1(monkeypatch, capsys):
     def refuse(paths: object) -> int:
         raise full("report/report.html")
 

@@ -55,7 +55,7 @@ class Kill:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
+def undisturbed(small_corpus, tmp_path_factory):
     return {kind: _undisturbed(words(kind, small_corpus), tmp_path_factory.mktemp("whole")) for kind in KINDS}
 
 
@@ -77,14 +77,14 @@ def place(operation: str) -> str:
     return RENAMED if (name, path) == ("fsync", ".") else SAVING
 
 
-def test_an_undisturbed_run_passes_every_place_that_kills_are_aimed_at(undisturbed: dict[str, Undisturbed]) -> None:
+def test_an_undisturbed_run_passes_every_place_that_kills_are_aimed_at(undisturbed):
     for kind, whole in undisturbed.items():
         passed = Counter(map(place, whole.operations))
         assert set(passed) == {SAVING, RENAMING, RENAMED, REMOVING}, kind
         assert passed[RENAMING] == STEPS // 3, kind  # a rename commits a checkpoint, every three steps
 
 
-def test_a_run_killed_before_its_summary_writes_the_same(undisturbed: dict[str, Undisturbed], tmp_path: Path) -> None:
+def test_a_run_killed_before_its_summary_writes_the_same(undisturbed, tmp_path):
     for kind, whole in undisturbed.items():
         folder = tmp_path / kind
         shutil.copytree(whole.folder, folder)
@@ -94,9 +94,7 @@ def test_a_run_killed_before_its_summary_writes_the_same(undisturbed: dict[str, 
 
 
 @pytest.mark.parametrize("enough", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
-def test_killed_runs_end_as_if_nothing_had_happened(
-    undisturbed: dict[str, Undisturbed], tmp_path: Path, full: bool, tally: Callable[..., None], enough: int
-) -> None:
+def test_killed_runs_end_as_if_nothing_had_happened(undisturbed, tmp_path, full, tally, enough):
     wanted, kills, runs = FULL if full else enough, [], 0
     with ThreadPoolExecutor(CHILDREN) as pool:
         for seeds in _batches(8):

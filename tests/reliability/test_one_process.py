@@ -20,9 +20,7 @@ KIND = "fp8 stochastic"
 REFUSED = "nanogpt-bench: error: run folder 'runs/r' is in use by another process; wait for its end\n"
 
 
-def test_a_run_folder_belongs_to_one_process_until_it_ends(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_belongs_to_one_process_until_it_ends(small_corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_dir, line = Path("runs/r"), words(KIND, small_corpus)
     endless = words(KIND, small_corpus, {"train.max_steps": 1000000})
@@ -52,13 +50,7 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])
-def test_an_output_folder_belongs_to_one_process(
-    command: str,
-    small_corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_output_folder_belongs_to_one_process(command, small_corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     content = {"settings": {"rule": "sgd", "data.dir": str(small_corpus)}, "axes": {"optimizer.lr": [0.1]}}
     Path("my.yaml").write_text(yaml.safe_dump(content))
@@ -72,7 +64,7 @@ def test_an_output_folder_belongs_to_one_process(
     assert not Path("out").exists()
 
 
-def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path: Path) -> None:
+def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path):
     with locked(tmp_path / "a" / "b", "folder"):
         assert os.listdir(tmp_path / "a" / "b") == [LOCK]
     assert os.listdir(tmp_path) == []
@@ -84,7 +76,7 @@ def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path: Pa
     assert os.listdir(tmp_path / "a") == ["b"]
 
 
-def test_every_process_that_wants_a_new_folder_gets_another_one(tmp_path: Path) -> None:
+def test_every_process_that_wants_a_new_folder_gets_another_one(tmp_path):
     with new_folder(tmp_path / "runs" / "a") as first, new_folder(tmp_path / "runs" / "a") as second:
         assert (first.name, second.name) == ("a", "a-2")
         (second / "file").touch()
@@ -94,9 +86,7 @@ def test_every_process_that_wants_a_new_folder_gets_another_one(tmp_path: Path) 
     assert not (tmp_path / "other").exists()
 
 
-def test_runs_without_a_name_in_the_same_instant_are_numbered(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_without_a_name_in_the_same_instant_are_numbered(small_corpus, tmp_path, monkeypatch):
     """The second begins when the first has chosen its folder and written nothing into it."""
     monkeypatch.chdir(tmp_path)
     line = [word for word in words(KIND, small_corpus) if word not in ("--name", "r", "--resume")]
@@ -115,7 +105,7 @@ def test_runs_without_a_name_in_the_same_instant_are_numbered(
     assert folders == ["runs/e4m3", "runs/e4m3-2", "runs/e4m3-3"]
 
 
-def test_without_locks_nobody_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_nobody_is_kept_out(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -125,7 +115,7 @@ def test_without_locks_nobody_is_kept_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert [name for name in os.listdir(tmp_path / "a") if name != LOCK] == ["file"]
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / LOCK).symlink_to(tmp_path / "elsewhere")
     with locked(tmp_path / "a", "folder"):

@@ -23,7 +23,7 @@ STEPS, EVERY = 8, 2
 
 
 @pytest.fixture(scope="module")
-def overrides(small_corpus: Path) -> list[str]:
+def overrides(small_corpus):
     more = {"train.max_steps": STEPS, "eval.interval": EVERY, "checkpoint.every": EVERY, "runtime.threads": 1}
     return words("fp8 stochastic", small_corpus, more)[5:]
 
@@ -94,9 +94,7 @@ def cases(full: bool) -> Iterator[tuple[str, int, signal.Signals]]:
             yield point, possible[count % len(possible)], (signal.SIGTERM, signal.SIGINT)[count // len(possible) % 2]
 
 
-def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
-    overrides: list[str], tmp_path: Path, full: bool, tally: Callable[..., None]
-) -> None:
+def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(overrides, tmp_path, full, tally):
     assert child(tmp_path / "whole", overrides) == 0
     tried = list(cases(full))
     for index, (point, number, what) in enumerate(tried):
@@ -115,7 +113,7 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
 
 
 @pytest.mark.parametrize("point", ["forward", "save"])
-def test_a_second_signal_leaves_the_checkpoint_before_whole(overrides: list[str], tmp_path: Path, point: str) -> None:
+def test_a_second_signal_leaves_the_checkpoint_before_whole(overrides, tmp_path, point):
     def prepare() -> None:
         send_at(point, 4, signal.SIGTERM, times=2)()
         import nanogpt_bench.system.signals as signals

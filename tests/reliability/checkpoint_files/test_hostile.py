@@ -110,9 +110,7 @@ def said_of(look: Callable[[Path], Any], path: Path) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_is_refused_in_one_line_or_read(
-    case: str, tmp_path: Path, attacks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_is_refused_in_one_line_or_read(case, tmp_path, attacks, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = lay(Path(), CASES[case])
     assert said_of(verify, Path("nowhere"))  # which imports what it needs
@@ -128,7 +126,7 @@ def test_each_is_refused_in_one_line_or_read(
         assert not said or said.startswith("checkpoint 'step-5.safetensors': ")
 
 
-def test_a_file_of_a_terabyte_without_content_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_a_terabyte_without_content_is_not_read(tmp_path):
     path = lay(tmp_path, b"")
     os.truncate(path, 1 << 43)
     assert "more than this machine's memory" in said_of(verify, path)
@@ -152,9 +150,7 @@ TEXTS = st.just({"checkpoint": '{"format": 2, "texts": {}, "facts": {"step": 5}}
 
 @QUICK
 @given(TEXTS, st.dictionaries(st.text(max_size=5), TENSOR | JSON, max_size=3), st.binary(max_size=16))
-def test_any_header_is_one_of_a_checkpoint_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, texts: Any, tensors: dict[str, Any], data: bytes
-) -> None:
+def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, tensors, data):
     path = lay(tmp_path_factory.getbasetemp(), tensor_file({"__metadata__": texts, **tensors}, data))
     with suppress(BrokenCheckpoint):
         found = read(path)
@@ -164,6 +160,6 @@ def test_any_header_is_one_of_a_checkpoint_or_refused(
 
 @QUICK
 @given(st.binary(max_size=300))
-def test_any_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_are_refused(tmp_path_factory, data):
     with pytest.raises(BrokenCheckpoint):
         read(lay(tmp_path_factory.getbasetemp(), data))
