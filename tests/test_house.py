@@ -56,13 +56,10 @@ def room_of(module: str) -> str:
     return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in FLOORS)
 
 
-def test_nothing_is_imported_from_above() -> None:
+def test_modules_have_rooms_and_import_nothing_from_above() -> None:
     assert FLOORS.keys() == {room_of(m) for m in modules()}
     floor = {m: FLOORS[room_of(m)] for m in modules()}
     assert [f"{m} imports {t}" for m in modules() for t in imported(m) if floor[t] > floor[m]] == []
-
-
-def test_every_module_has_its_room() -> None:
     doors = ("fp8manifold", "nanogpt_bench")
     assert [m for m in modules() if m not in doors and room_of(m) in doors] == []
 
@@ -195,14 +192,11 @@ def test_the_library_imports_its_core_dependencies_only() -> None:
         assert {name.split(".")[0] for name, _ in imports(tree(path))} <= allowed | more, path
 
 
-def test_only_the_public_surface_is_used() -> None:
+def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone() -> None:
     paths = [
         path for path in SHIPPED if path.is_relative_to(ROOT / "nanogpt_bench") or path.parent == ROOT / "examples"
     ]
     assert {path.name: found for path in paths if (found := private_uses(tree(path)))} == {}
-
-
-def test_the_check_sees_private_names_alone() -> None:
     codes = ["from fp8manifold.grid import encode", "from fp8manifold import _charts", "import fp8manifold.optim._slot"]
     codes += ["import fp8manifold as fm\nfm.grid.encode(x)", "import fp8manifold as fm\nfm.optim._optimizer"]
     assert [code for code in codes if not private_uses(ast.parse(code))] == []
@@ -222,15 +216,12 @@ def test_files_are_short_and_compile_nothing() -> None:
 SOURCES = [path for package in ("fp8manifold", "nanogpt_bench") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def test_every_source_has_tests() -> None:
+def test_every_source_has_tests_and_every_test_a_source() -> None:
     for source in SOURCES:
         itself, *tests = where_tested(source.relative_to(ROOT).as_posix())
         assert ROOT / itself == source
         assert tests, source
         assert [test for test in tests if not (ROOT / test).exists()] == [], source
-
-
-def test_every_test_is_that_of_a_source() -> None:
     places = [ROOT / place for places in FOLDERS.values() for place in places.split()]
     assert [place for place in places if not place.exists()] == []
     of_packages = [path for folder in ("library", "bench") for path in (ROOT / "tests" / folder).rglob("test_*.py")]

@@ -117,7 +117,7 @@ def asked(requests: list[str], name: str) -> list[str]:
     return [request for request in requests[first:last] if "/datasets/" in request]
 
 
-def test_eurlex_comes_from_the_hub(outcomes):
+def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
     done = outcomes["eurlex"]
     assert (done.code, done.err) == (0, "")
     assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
@@ -126,6 +126,9 @@ def test_eurlex_comes_from_the_hub(outcomes):
     named = {"dataset": "coastalcph/lex_glue", "config": "eurlex", "column": "text", "limit_tokens": None}
     assert done.meta["source"] == {"kind": "hub", "revision": "c0ffee" * 6 + "c0de", **named}
     assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
+    done = outcomes["copy"]
+    assert (done.code, done.err, done.requests) == (0, "", [])
+    assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
 
 
 def test_a_limit_leaves_files_unread(outcomes):
@@ -142,12 +145,6 @@ def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
     assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in done.requests
     assert (done.meta["source"]["dataset"], done.meta["source"]["config"]) == (MULTI, "en")
     assert done.meta["splits"]["train"]["tokens"] == sum(map(len, TRAIN))
-
-
-def test_a_local_copy_asks_the_hub_nothing(outcomes):
-    done = outcomes["copy"]
-    assert (done.code, done.err, done.requests) == (0, "", [])
-    assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
 
 
 @pytest.mark.parametrize(

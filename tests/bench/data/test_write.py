@@ -106,16 +106,13 @@ def test_the_bar_is_drawn_on_standard_error_only(limit, stream, tmp_path, capsys
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
-def test_a_batch_depends_on_seed_step_micro_step_and_rank_only():
+def test_batches_depend_on_their_keys_and_targets_follow_inputs():
     draw = [batch(TOKENS, 8, 16, seed=1, step=5, micro_step=2, rank=3)[0] for _ in range(2)]
     assert torch.equal(draw[0], draw[1])
     others = [{"seed": 2}, {"step": 6}, {"micro_step": 3}, {"rank": 4}]
     for change in others:
         where = {"seed": 1, "step": 5, "micro_step": 2, "rank": 3, **change}
         assert not torch.equal(draw[0], batch(TOKENS, 8, 16, **where)[0])
-
-
-def test_inputs_and_targets_are_consecutive_tokens_from_every_position():
     x, y = batch(TOKENS, 32, 16, seed=0, step=0)
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (32, 16)

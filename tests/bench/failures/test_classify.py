@@ -132,15 +132,12 @@ def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn
     assert (finding.state, finding.step) == (state, 20 if state == "found" else None)
 
 
-def test_kurtosis_that_was_high_from_the_first_look_is_no_explosion(make):
+def test_looks_before_the_first_and_the_last_steps_of_a_dying_run_are_judged(make):
     assert judged(make(series={"quant/kurtosis/residual": at_looks(30.0, 40.0)}), "outlier_explosion").state == "clear"
     one_look = make("one", series={"quant/kurtosis/residual": {200: 500.0}})
     assert judged(one_look, "outlier_explosion").state == "not judged"
-
-
-def test_gradients_that_explode_in_the_last_steps_of_a_dying_run_are_found(make):
     norms = [1.0] * 30 + [1e4]
-    dead = make(loss=[5.0] * 31, series={"grad/norm": norms}, summary={"status": "failed"})
+    dead = make("dead", loss=[5.0] * 31, series={"grad/norm": norms}, summary={"status": "failed"})
     assert judged(dead, "exploding_gradients").step == 31
     alive = make("alive", loss=[5.0] * 31, series={"grad/norm": norms})
     assert judged(alive, "exploding_gradients").state == "clear"

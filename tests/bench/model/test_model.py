@@ -59,14 +59,11 @@ def test_the_seed_decides_and_the_global_generator_stays():
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
 
 
-def test_tying_shares_one_parameter():
+def test_tying_shares_one_parameter_and_dropout_acts_in_training_only():
     tied = GPT(GPTShape(2, 2, 32, 16, vocab_size=50, tie_weights=True))
     assert tied.lm_head.weight is tied.token_embedding.weight
     total = sum(parameter.numel() for parameter in GPT(SMALL).parameters())
     assert sum(parameter.numel() for parameter in tied.parameters()) == total - 50 * 32
-
-
-def test_dropout_acts_in_training_only():
     model = build_model(GPTShape(1, 2, 32, 16, vocab_size=50, dropout=0.5), seed=0)
     tokens = torch.arange(16)[None]
     assert not torch.equal(model(tokens), model(tokens))

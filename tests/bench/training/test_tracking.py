@@ -79,10 +79,16 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(ti
     assert found["weights/lm_head.weight"].size == found["gradients/lm_head.weight"].size > 0
 
 
-def test_a_histogram_is_of_what_is_finite():
+def test_trackers_are_told_apart_by_name_and_histograms_are_of_what_is_finite():
     values = torch.tensor([[1.0, 2.0, math.nan], [math.inf, 3.0, -math.inf]])
     assert finite(values).tolist() == [1.0, 2.0, 3.0]
     assert finite(torch.full((3,), 2.0, dtype=torch.bfloat16)).tolist() == [2.0] * 3
+    first, second = Mock(facts={"name": "tensorboard"}), Mock(facts={"name": "wandb"})
+    first.finish.side_effect = OSError("broken")
+    trackers = Trackers([first, second])
+    trackers.finish(None)
+    assert (first.finish.call_count, second.finish.call_count) == (1, 1)
+    assert list(trackers.dropped) == ["tensorboard"]
 
 
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(tiny, tmp_path, monkeypatch, caplog):
@@ -103,15 +109,6 @@ def test_an_interrupted_run_finishes_its_trackers(tiny, tmp_path, recorder):
     with pytest.raises(KeyboardInterrupt):
         run(tracked(tiny), tmp_path / "r", on_progress=interrupt)
     assert recorder.finish.call_args.args[0]["status"] == "stopped"
-
-
-def test_trackers_are_told_apart_by_name():
-    first, second = Mock(facts={"name": "tensorboard"}), Mock(facts={"name": "wandb"})
-    first.finish.side_effect = OSError("broken")
-    trackers = Trackers([first, second])
-    trackers.finish(None)
-    assert (first.finish.call_count, second.finish.call_count) == (1, 1)
-    assert list(trackers.dropped) == ["tensorboard"]
 
 
 def assert_every_loss_is_in_tensorboard(run_dir: Path) -> Any:

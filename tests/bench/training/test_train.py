@@ -204,20 +204,14 @@ def called(tmp_path_factory, corpus_dir):
     return Counter(calls), imported
 
 
-def test_a_run_enters_few_files(called):
+def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(called):
     calls, imported = called
     assert len({place.rpartition(":")[0] for place in calls}) <= MOST_ENTERED
     assert len(imported) <= MOST_IMPORTED
-
-
-def test_a_run_imports_nothing_that_it_does_not_use(called):
-    """Neither pages nor sweeps, nor what prepares texts or reads models of others."""
+    # neither pages nor sweeps, nor what prepares texts or reads models of others
     foreign = ("report", "sweep", "workers", "evaluation", "data.text", "data.write", "model.causal", "setup.start")
     names = [name.removeprefix("nanogpt_bench.") for name in called[1]]
     assert [name for name in names if name.startswith(foreign)] == []
-
-
-def test_a_configuration_is_resolved_once(called):
     resolved = {place.rpartition("/")[2]: count for place, count in called[0].items() if "setup/resolve.py" in place}
     assert resolved["resolve.py:resolve"] == 1
 

@@ -127,12 +127,14 @@ def test_any_text_is_read_or_refused_with_a_value_error(text: str) -> None:
         assert read(fmt.name) == fmt
 
 
-def test_defaults_follow_from_the_widths() -> None:
+def test_defaults_follow_from_the_widths_and_named_formats_have_their_names() -> None:
     for e in range(1, 8):
         for m in range(8 - e):
             assert fm.FloatFormat(e, m) == read(f"E{e}M{m}")
     assert fm.FloatFormat(4, 3, layout="fnuz") == read("E4M3FNUZ")
     assert fm.FloatFormat(4, 3, bias=7, layout="fn") == read("E4M3")
+    for name, fmt in fm.NAMED_FORMATS.items():
+        assert fmt.name == name
 
 
 def test_frozen_hashable_and_four_fields() -> None:
@@ -144,8 +146,3 @@ def test_frozen_hashable_and_four_fields() -> None:
     assert hash(fmt) == hash(fm.FloatFormat(4, 3))
     assert len({*ALL.values()}) == len(ALL)
     assert fmt != fm.FloatFormat(4, 3, bias=8)
-
-
-def test_named_formats_have_their_own_names() -> None:
-    for name, fmt in fm.NAMED_FORMATS.items():
-        assert fmt.name == name

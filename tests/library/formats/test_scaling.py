@@ -72,14 +72,11 @@ def test_what_has_no_magnitude_has_scale_one(granularity: Any) -> None:
     assert amax_scale(torch.empty(3, 0), "E4M3", "channel").tolist() == [[1.0], [1.0], [1.0]]
 
 
-def test_an_infinite_magnitude_has_the_largest_scale() -> None:
+def test_the_largest_and_the_tiniest_magnitudes_have_normal_scales() -> None:
     infinite, none = torch.tensor([math.inf]), torch.empty(0)
     assert fm.widened_scale(infinite, torch.ones(1), "E4M3").tolist() == [2.0**127]
     assert fm.widened_scale(none, none, "E4M3").shape == (0,)
-
-
-def test_tiny_magnitudes_have_a_normal_scale() -> None:
-    """Dividing by a subnormal would give Inf."""
+    # dividing by a subnormal would give Inf
     x = torch.tensor([2.0**-149, 0.0])
     assert amax_scale(x, "E4M3").item() == 2.0**-126
     assert (x / amax_scale(x, "E4M3")).isfinite().all()
