@@ -151,7 +151,7 @@ def arguments_of(rule: str) -> list[str]:
 
 
 @each("rule", available_rules())
-def test_a_rule_fills_in_what_it_stands_for_and_is_recognised_from_that(rule):
+def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_itself(rule, tmp_path):
     config = resolved(arguments_of(rule))
     entry, optimizer = RULES[rule], config.optimizer
     assert (config.model.storage, config.train.precision) == (entry.storage, entry.precision)
@@ -160,10 +160,6 @@ def test_a_rule_fills_in_what_it_stands_for_and_is_recognised_from_that(rule):
     assert (optimizer.stiffness, optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
     config.rule = None
     assert rule_name(config) == rule
-
-
-@each("rule", available_rules())
-def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself(rule, tmp_path):
     once, path = resolved(arguments_of(rule)), tmp_path / "config.yaml"
     path.write_text(to_yaml(once))
     again = resolve(load_config(path))

@@ -204,14 +204,11 @@ def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypa
         assert time.monotonic() - started < 5
 
 
-def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch):
+def test_errors_are_a_hub_out_of_reach_and_a_given_revision_is_looked_for_in_one_data_set(monkeypatch, tmp_path):
     for error in (ConnectionError("no route"), OfflineModeIsEnabled("off"), TimeoutError(), OSError(5, "broken pipe")):
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
         with refusal(r"can't be reached \(.+\)"):
             find_commit("some/set", None)
-
-
-def test_a_given_revision_is_not_looked_for_in_another_data_set(monkeypatch, tmp_path):
     monkeypatch.setattr(dataset, "find_commit", Mock(side_effect=NotOnHubError("the hub has no data set 'lex_glue'")))
     with pytest.raises(NotOnHubError, match="lex_glue"):
         dataset.prepare_eurlex(tmp_path / "out", revision="v2")

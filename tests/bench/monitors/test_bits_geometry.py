@@ -90,14 +90,11 @@ def test_the_off_grid_share():
         assert geometry_figures(fm.fake_quantize(x, fmt, scale), fmt, scale)[OFF_GRID] == 0
 
 
-def test_fields_without_weights_or_numbers():
+def test_distances_from_constraints_and_fields_without_weights_or_numbers():
     assert list(geometry_figures(torch.empty(0), of("E4M3")).values()) == [0, 0]
     bad = geometry_figures(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
     assert math.isnan(bad[STIFFNESS_MEAN])
     assert bad[OFF_GRID] == pytest.approx(1 / 3)
-
-
-def test_distances_from_constraints():
     q = geoopt.Stiefel().projx(normal(3, 8, 5))
     assert orthogonality(q) < 1e-5
     assert orthogonality(q * 2) == orthogonality(q.mT * 2) == pytest.approx(3 * math.sqrt(5), rel=1e-5)

@@ -51,17 +51,13 @@ def test_derived_facts_follow_from_the_codes(fmt: fm.FloatFormat) -> None:
 
 
 @every
-def test_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
+def test_names_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
     assert [str(v) for v in fmt.values] == [str(v) for v in finite_values(fmt)]
     decoded = [str(fmt.decode_code(code)) for code in range(1 << fmt.bits)]
     assert decoded == [str(reference.decode(code, fmt)) for code in range(1 << fmt.bits)]
     assert sorted(fmt.nan_codes) == sorted(reference.nan_codes(fmt))
     assert fmt.inf_code == reference.inf_code(fmt)
     assert fmt.has_negative_zero == (reference.sign_bit(fmt) not in reference.nan_codes(fmt))
-
-
-@every
-def test_name_round_trip(fmt: fm.FloatFormat) -> None:
     for name in (fmt.name, fmt.name.lower(), fmt.name.upper(), str(fmt)):
         assert read(name) == fmt
 

@@ -116,23 +116,17 @@ def test_parts_are_cut_from_the_whole(offset: int) -> None:
         assert torch.equal(part, whole[start:stop])
 
 
-def test_shape_is_row_major() -> None:
+def test_shape_is_row_major_and_neither_a_cache_nor_the_global_state_is_touched() -> None:
     flat = fm.random_bits((24,), seed=3)
     assert torch.equal(fm.random_bits((2, 3, 4), seed=3), flat.reshape(2, 3, 4))
     assert fm.random_bits((), seed=3) == flat[0]
     assert fm.random_bits((0,), seed=3).shape == (0,)
     assert fm.random_bits((3, 0), seed=3).shape == (3, 0)
     assert torch.equal(fm.random_bits(torch.Size([4]), seed=3), flat[:4])
-
-
-def test_an_answer_is_not_a_view_of_a_cache() -> None:
     first = fm.random_bits((1000,), seed=1)
     kept = first.clone()
     first.zero_()
     assert torch.equal(fm.random_bits((1000,), seed=1), kept)
-
-
-def test_global_random_state_is_neither_used_nor_changed() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = fm.random_bits((1000,), seed=1)

@@ -108,11 +108,16 @@ def test_squares_of_the_stiffness_of_stored_weights_stay_within_float32() -> Non
     assert (manifold.projx(w).abs() >= w.abs() / 2).all()
 
 
-def test_dynamic_follows_and_logs() -> None:
+def test_scales_follow_each_tensor_without_a_gradient_and_say_what_they_are() -> None:
     scale = Scale("E4M3")
     for amax in (448.0, 44.8, 896.0):
         assert scale(torch.tensor([amax, 1.0])).item() == pytest.approx(amax / 448, rel=1e-6)
         assert scale.value.item() == pytest.approx(amax / 448, rel=1e-6)
+    x = normal(5).requires_grad_()
+    assert not Scale("E4M3")(x).requires_grad
+    assert not amax_scale(x, "E4M3").requires_grad
+    assert not storage_scale(x, "E4M3").requires_grad
+    assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
 @each("granularity", ["tensor", "channel"])
@@ -189,17 +194,6 @@ def test_blocks_have_scales_that_are_powers_of_two() -> None:
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale.repeat_interleave(32, 1)))
     assert amax_scale(torch.empty(0, 32), "E3M4", "block").shape == (0, 1)
     assert (amax_scale(torch.full((2, 32), -math.inf, dtype=torch.float64), "E3M4", "block") == 1).all()
-
-
-def test_no_gradient_flows_through_a_scale() -> None:
-    x = normal(5).requires_grad_()
-    assert not Scale("E4M3")(x).requires_grad
-    assert not amax_scale(x, "E4M3").requires_grad
-    assert not storage_scale(x, "E4M3").requires_grad
-
-
-def test_repr() -> None:
-    assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
 @each(("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)])
