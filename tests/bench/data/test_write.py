@@ -76,20 +76,6 @@ def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
     assert contents(tmp_path) == {"thesis.tex": b"precious"}
 
 
-def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path):
-    taken = []
-
-    def stream():
-        for index in range(1000):
-            taken.append(index)
-            yield "x" * 99
-
-    splits = {"train": stream(), "val": ["y" * 100]}
-    meta = write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=False, limit=800)
-    assert taken == list(range(8))
-    assert {split: count["tokens"] for split, count in meta["splits"].items()} == {"train": 800, "val": 80}
-
-
 @pytest.mark.parametrize("limit", [None, 800])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_bar_is_drawn_on_standard_error_only(limit, stream, tmp_path, capsys, monkeypatch):

@@ -109,22 +109,6 @@ def test_what_was_not_recorded_is_not_judged_and_named(make):
     assert {finding.state for finding in classify(make("empty", loss=[]))} == {"not judged"}
 
 
-@each(
-    ("kind", "metric", "whole", "layers", "worst"),
-    [
-        ("stall", "stall/update_lost", 0.6, {"mlp.fc": 0.97, "attn.qkv": 0.4}, ("worst_value", 0.97)),
-        ("overflow", "quant/overflow/gradient", 0.002, {"lm_head": 0.3}, ("extreme", 0.3)),  # which the whole hides
-    ],
-)
-def test_the_worst_layer_is_named(make, kind, metric, whole, layers, worst):
-    series = {metric: whole, **{f"{metric}/{layer}": value for layer, value in layers.items()}}
-    finding = judged(make(kind, series={name: at_looks(value) for name, value in series.items()}), kind)
-    name = next(iter(layers))
-    assert (finding.step, finding.evidence["worst_layer"]) == (20, name)
-    assert finding.evidence[worst[0]] == pytest.approx(worst[1])
-    assert f"most of all in {name}" in finding.message
-
-
 @pytest.mark.parametrize(("turns", "state"), [(4, "found"), (1, "clear")])
 def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(make, turns, state):
     """In every fourth look it is there; of layers that are always looked at that would be four looks apart."""

@@ -17,7 +17,7 @@ from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep import workers as cores_module
-from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
+from nanogpt_bench.sweep.axes import Axis, Range, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
@@ -57,26 +57,6 @@ def test_random_points_lie_between_the_bounds_and_more_samples_leave_them():
     assert {point["rule"] for point in many} == {"a", "b"}
     assert [point["seed"] for point in many] == [1, 2] * 40
     assert many[0] | {"seed": 2} == many[1]  # a point is trained at every seed
-
-
-FULL = {"model.formats": {"*": {"weight": "E4M3", "activation": "E5M2"}}}
-POLICY = {"model.formats.mlp.fc.policy": "static", "model.formats.mlp.fc": "E5M2"}
-
-
-@pytest.mark.parametrize(
-    ("base", "point", "formats"),
-    [
-        ({}, {"model.format": "E4M3"}, {"*": "E4M3"}),
-        ({"model.format": "E4M3"}, {"model.formats.attn": "E5M2"}, {"*": "E4M3", "attn": "E5M2"}),
-        ({"model.formats": {"*": "E4M3", "mlp": "none"}}, {"model.format": "E7M0"}, {"*": "E7M0", "mlp": "none"}),
-        ({"model.format": "E4M3"}, {"model.formats.*.ste": "relu"}, {"*": {"weight": "E4M3", "ste": "relu"}}),
-        ({}, POLICY, {"mlp.fc": {"weight": "E5M2", "policy": "static"}}),
-        (FULL, {"model.format": "E3M4"}, {"*": {"weight": "E3M4", "activation": "E5M2"}}),
-    ],
-)
-def test_formats_of_patterns_and_options_of_layers_are_axes_too(base, point, formats):
-    assert assemble(base, point)["model.formats"] == formats
-    resolve(build_config(assemble(base, point)))  # and the run understands them
 
 
 # The plan
@@ -307,29 +287,12 @@ def test_close_numbers_are_written_in_full_and_formats_under_a_rule_without_any_
         plan_sweep(read_sweep(write(axes={"model.format": ["E4M3", "E7M0"]}, settings={"rule": "fp32"})))
 
 
-BF16 = {"rule": "bf16-mixed"}
-
-
 def planned(write, axes, **content):
     """The labels of the references, and of the points."""
     runs = plan_sweep(read_sweep(write(axes=axes, settings={"model.format": "E4M3"}, **content)))
     points = plan_sweep(read_sweep(write(axes=axes, settings={"model.format": "E4M3"})))
     own = {run.name for run in points}
     return [run for run in runs if run.name not in own], runs
-
-
-def test_a_reference_trains_on_what_the_points_measured_against_it_train_on(write):
-    axes = {"rule": ["nearest", "stochastic"], "optimizer.lr": [0.001, 0.002], "data.train_tokens": [1000, 2000]}
-    axes |= {"train.max_steps": [3, 4], "seed": [1, 2]}
-    references, runs = planned(write, axes, reference=BF16)
-    assert len(runs) == 8 + 32
-    assert runs[:8] == references
-    found = {(run.settings["data.train_tokens"], run.settings["train.max_steps"], run.seed) for run in references}
-    assert len(found) == 8
-    assert {run.label for run in references} == {
-        f"bf16-mixed train_tokens={tokens} max_steps={steps}" for tokens in (1000, 2000) for steps in (3, 4)
-    }
-    assert {resolve(build_config(run.settings)).optimizer.lr for run in references} == {0.002}
 
 
 def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays_another(write):
