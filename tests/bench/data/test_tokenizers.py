@@ -57,11 +57,17 @@ def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(name, text, pla
         assert CharTokenizer.of(text).characters == "".join(sorted(set(text)))
 
 
-def test_gpt2_known_tokens():
-    """GPT-2's own numbers; what looks like an end of text in a document is not one."""
+def test_gpt2_has_its_own_numbers_and_merges_nothing_across_a_cut():
+    # GPT-2's own numbers; what looks like an end of text in a document is not one
     assert Gpt2Tokenizer().encode("hello world").tolist() == [31373, 995]
     assert 50256 not in Gpt2Tokenizer().encode("<|endoftext|>")
     assert Gpt2Tokenizer().vocab_size == 50257
+    text = "It's  1,234 words,\n\n\tsome of them naïve: don't   cut 'em wrongly. " * 40
+    tokenizer = Gpt2Tokenizer()
+    cut = list(pieces(text, 97))
+    assert "".join(cut) == text
+    assert max(map(len, cut)) <= 97
+    assert np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist() == tokenizer.encode(text).tolist()
 
 
 def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
@@ -80,15 +86,6 @@ def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
     awkward = "  \n\n\tif x:\r\n      y = 'it''s'  \u00a0\u2003 1234567890 \U0001f600  "
     for text in (TEXT, awkward, *stdlib_documents()[:40]):
         assert ours.encode(text).tolist() == theirs.encode_ordinary(text)
-
-
-def test_gpt2_merges_nothing_across_a_cut():
-    text = "It's  1,234 words,\n\n\tsome of them naïve: don't   cut 'em wrongly. " * 40
-    tokenizer = Gpt2Tokenizer()
-    cut = list(pieces(text, 97))
-    assert "".join(cut) == text
-    assert max(map(len, cut)) <= 97
-    assert np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist() == tokenizer.encode(text).tolist()
 
 
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(1, 12))

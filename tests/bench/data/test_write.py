@@ -23,7 +23,7 @@ def write(out: Path, tokenizer: ByteTokenizer | None = None) -> dict[str, object
     return write_corpus(out, SPLITS, tokenizer or ByteTokenizer(), {"kind": "test"}, progress=False)
 
 
-def test_files_and_meta_agree(tmp_path):
+def test_files_and_meta_agree_and_a_prepared_corpus_is_replaced(tmp_path):
     meta = write(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "meta.json").read_text()) == meta
     train = np.fromfile(tmp_path / "out" / "train.bin", dtype="<u2")
@@ -31,6 +31,10 @@ def test_files_and_meta_agree(tmp_path):
     counts = meta["splits"]["train"]
     digest = hashlib.sha256((tmp_path / "out" / "train.bin").read_bytes()).hexdigest()
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
+    write(tmp_path / "out")
+    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class Failing(ByteTokenizer):
@@ -56,13 +60,6 @@ def test_what_ends_it_leaves_what_was_there(tmp_path, there_before):
     with pytest.raises(DiskError, match=r"--out '.*out' can't be written: No space left on device"):
         write(out, Failing(OSError(28, "No space left on device")))
     assert contents(tmp_path) == before
-
-
-def test_a_prepared_corpus_is_replaced(tmp_path):
-    write(tmp_path / "out")
-    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
-    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):

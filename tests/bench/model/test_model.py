@@ -44,14 +44,11 @@ def test_a_token_does_not_see_later_ones():
     assert float(difference[10:].min()) > 0.0
 
 
-def test_initial_values_follow_gpt2():
+def test_initial_values_follow_gpt2_and_the_seed_and_the_global_generator_stays():
     model = build_model(GPTShape(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=300, bias=True), seed=0)
     for name, std in (("blocks.0.attn.qkv", 0.02), ("blocks.3.mlp.proj", 0.005), ("token_embedding", 0.02)):
         assert float(model.get_submodule(name).weight.detach().std()) == pytest.approx(std, rel=0.02)
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
-
-
-def test_the_seed_decides_and_the_global_generator_stays():
     before = torch.get_rng_state()
     one, same, other = (build_model(SMALL, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)

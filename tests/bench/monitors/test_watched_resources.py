@@ -188,7 +188,7 @@ def taken(turns: Turns, names: str, number: int, *, last: bool = False) -> str:
     return found
 
 
-def test_the_first_look_takes_all_layers_and_the_others_each_layer_once_a_turn():
+def test_the_first_look_takes_all_layers_and_every_turn_each_layer_once_none_of_them_empty():
     turns = Turns(3, ["abcdefg", "xy"], 10)
     looks = [taken(turns, "abcdefg", number) for number in range(10, 90, 10)]
     assert looks[0] == "abcdefg"
@@ -196,9 +196,6 @@ def test_the_first_look_takes_all_layers_and_the_others_each_layer_once_a_turn()
     assert all(2 <= len(look) <= 3 for look in looks[1:])
     assert taken(turns, "abcdefg", 95) == ""
     assert taken(turns, "abcdefg", 97, last=True) == taken(turns, "abcdefg", 90)
-
-
-def test_fewer_names_than_turns_leave_none_empty_and_a_first_that_is_not_finite_is_followed_by_another():
     turns = Turns(5, ["ab"])
     assert [taken(turns, "ab", number) for number in range(1, 6)] == ["ab", "a", "b", "a", "b"]
     turns, step = Turns(2, ["ab"]), step_number(1)

@@ -19,16 +19,13 @@ FIRST = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
 SECOND = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
 
 
-def test_students_sleep():
+def test_seeds_are_paired_as_in_students_sleep_and_those_without_a_twin_left_out():
     found = difference(dict(enumerate(SECOND)), dict(enumerate(FIRST)))
     assert found.mean == pytest.approx(1.58)
     assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
     assert found.p == pytest.approx(0.00283289, abs=1e-7)
     assert found.p == pytest.approx(ttest_rel(SECOND, FIRST).pvalue)
     assert found.seeds == 10
-
-
-def test_seeds_are_paired_and_those_without_a_twin_left_out():
     found = difference({1: 2.0, 2: 2.5, 9: 100.0}, {2: 2.0, 1: 1.6, 5: -100.0})
     assert (found.mean, found.seeds) == (pytest.approx(0.45), 2)
     assert difference({1: 2.0}, {2: 2.0}) is None

@@ -189,16 +189,13 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(write, axes, more, options,
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_cores_are_divided_among_the_workers(monkeypatch):
+def test_cores_are_divided_among_workers_that_have_no_more_threads_than_this_process(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     for workers, runs, threads, divided in (
         *((None, 1000, None, (4, 1)), (None, 1, None, (1, 4)), (3, 1000, None, (3, 1)), (None, 1000, 2, (2, 2))),
         *((None, 1000, 40, (1, 40)), (3, 1000, 2, (3, 2))),  # what the settings say belongs to the run
     ):
         assert divide(workers, runs, threads, 4) == divided
-
-
-def test_no_run_has_more_threads_than_this_process_would_take(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
