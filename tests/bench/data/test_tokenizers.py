@@ -111,19 +111,6 @@ def longest_word(text: str) -> int:
     return max((len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0)
 
 
-@pytest.mark.parametrize("word", ["acgt", "  ", "=", "12", "\n", "é"])
-def test_a_word_of_a_text_without_blanks_is_cut(word):
-    most, text = tokenizers.LONGEST, "a word " + word * 3000 + " and more " + TEXT
-    parts = list(tokenizers.in_parts(text))
-    assert "".join(parts) == text
-    assert max(map(longest_word, parts)) == most
-    tokenizer = make_tokenizer("bpe-280", "", [text])
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    longest = (word * most)[: most - 2]
-    for short in (f"a word {longest} and more", f"{longest}x.x{longest}", TEXT):  # whose pairs are what they were
-        assert list(tokenizers.in_parts(short)) == [short]
-
-
 @settings(deadline=None)
 @given(st.text(st.sampled_from("ab1. \n'sé"), max_size=60))
 @example(" 'saaaa")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import struct
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -14,14 +13,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from bench_runs import Tiny, recorded, refusal
 from safetensors.torch import load_file
 
 from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop import trackers as build
-from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
 
 
@@ -77,18 +74,6 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(ti
     assert {"lm_head.weight", "blocks.0.attn.qkv.weight", "token_embedding.weight"} <= names
     assert found.keys() == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in names}
     assert found["weights/lm_head.weight"].size == found["gradients/lm_head.weight"].size > 0
-
-
-def test_trackers_are_told_apart_by_name_and_histograms_are_of_what_is_finite():
-    values = torch.tensor([[1.0, 2.0, math.nan], [math.inf, 3.0, -math.inf]])
-    assert finite(values).tolist() == [1.0, 2.0, 3.0]
-    assert finite(torch.full((3,), 2.0, dtype=torch.bfloat16)).tolist() == [2.0] * 3
-    first, second = Mock(facts={"name": "tensorboard"}), Mock(facts={"name": "wandb"})
-    first.finish.side_effect = OSError("broken")
-    trackers = Trackers([first, second])
-    trackers.finish(None)
-    assert (first.finish.call_count, second.finish.call_count) == (1, 1)
-    assert list(trackers.dropped) == ["tensorboard"]
 
 
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(tiny, tmp_path, monkeypatch, caplog):
