@@ -12,10 +12,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -68,7 +66,7 @@ def forked_run(command: list[str], env: dict[str, str], **_: Any) -> Any:
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     threads = torch.get_num_threads()
     yield {name: importlib.import_module(name) for name in NAMES}
@@ -78,7 +76,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("The quick brown fox. " * 400, encoding="utf-8")
     prepare_text(folder / "text.txt", folder / "data", "byte")
@@ -86,12 +84,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(modules: dict[str, ModuleType]) -> Any:
+def small(modules):
     return modules["_contenders"].Workload.sized("10M", 0.001, torch.device("cpu"))
 
 
 @pytest.mark.slow
-def test_optimizer_step_from_end_to_end(tmp_path: Path) -> None:
+def test_optimizer_step_from_end_to_end(tmp_path):
     (tmp_path / "optimi.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
     options = ("--elements", "0.001", "--pairs", "2", "--processes", "1", "--markdown")
     printed = run("optimizer_step.py", *options, "--contenders", "sgd-fused", "optimi-kahan", PYTHONPATH=str(tmp_path))
@@ -109,7 +107,7 @@ WALKS = {"later": (17, 100, 60), "steady": (11, 60, 60)}
 
 
 @pytest.mark.parametrize("optimizer", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion", "Madam"])
-def test_the_way_of_a_step_is_short(optimizer: str, modules: dict[str, ModuleType]) -> None:
+def test_the_way_of_a_step_is_short(optimizer, modules):
     """A step enters few files and functions, and none of Triton's."""
     walk = modules["walk_of_a_step"]
     for name, entered in walk.walks(optimizer, walk.STEPS):
@@ -118,7 +116,7 @@ def test_the_way_of_a_step_is_short(optimizer: str, modules: dict[str, ModuleTyp
             assert not [file for file, _ in entered if "triton" in file]
 
 
-def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], small: Any) -> None:
+def test_bytes_and_ratios_of_torch_optimizers(modules, small):
     lines = {name: modules["optimizer_step"].measure(name, small, 4) for name in ("adamw-loop", "sgd-fused")}
     # weights and two moments, and a step count of 4 bytes for each of 50 tensors
     assert lines["adamw-loop"]["bytes_per_parameter"] == 12 + 50 * 4 / small.numel
@@ -134,15 +132,13 @@ class Hoarder(torch.optim.SGD):
         self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
 
 
-def test_gradients_an_optimizer_holds_are_charged_to_it(
-    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_an_optimizer_holds_are_charged_to_it(modules, small, monkeypatch):
     contenders = modules["_contenders"]
     monkeypatch.setitem(contenders.CONTENDERS, "sgd-fused", contenders.torch_optimizer("hoarder", Hoarder, lr=0.1))
     assert modules["optimizer_step"].measure("sgd-fused", small, 1)["bytes_per_parameter"] == 8
 
 
-def test_the_reason_of_a_failure_is_the_exception(modules: dict[str, ModuleType]) -> None:
+def test_the_reason_of_a_failure_is_the_exception(modules):
     errors = (
         "Traceback:\n  line\nValueError: first\n\ntorch._dynamo.exc.Unsupported: second\n  more\n\nSet X=1 for more\n"
     )
@@ -151,9 +147,7 @@ def test_the_reason_of_a_failure_is_the_exception(modules: dict[str, ModuleType]
     assert modules["optimizer_step"].reason("") == "no output"
 
 
-def test_a_peer_that_breaks_is_no_missing_peer(
-    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_breaks_is_no_missing_peer(modules, small, monkeypatch):
     def broken(work: Any) -> None:
         raise ValueError("broken")
 
@@ -163,9 +157,7 @@ def test_a_peer_that_breaks_is_no_missing_peer(
         modules["optimizer_step"].measure("geoopt-adam", small, 1)
 
 
-def test_exit_code(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_code(modules, monkeypatch, capsys):
     script = modules["optimizer_step"]
     for name, kind, reason, code in (
         ("stiffness-adamw", "failed", "exit code 1: ValueError: x", 1),
@@ -179,7 +171,7 @@ def test_exit_code(
         assert f"({name}): {kind}: {reason}" in capsys.readouterr().out
 
 
-def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
+def test_a_goal_that_is_missed_says_so(modules):
     script = modules["optimizer_step"]
     options = script.build_parser().parse_args([])
     ratios = (1.9, 1.5, 1.7)
@@ -216,9 +208,7 @@ BAD = {
 }
 
 
-def test_bad_options_end_with_code_2(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_end_with_code_2(modules, monkeypatch, capsys):
     for line, words in BAD.items():
         monkeypatch.setattr(sys, "argv", line.split())
         with pytest.raises(SystemExit) as end:
@@ -227,7 +217,7 @@ def test_bad_options_end_with_code_2(
         assert words in capsys.readouterr().err, line
 
 
-def test_the_workload(modules: dict[str, ModuleType]) -> None:
+def test_the_workload(modules):
     sizes = modules["_contenders"].SIZES
     work = {name: modules["_contenders"].Workload.sized(name, 1.0, torch.device("cpu")) for name in sizes}
     assert len(work["10M"].shapes) == 50
@@ -237,7 +227,7 @@ def test_the_workload(modules: dict[str, ModuleType]) -> None:
     assert work["10M"].shapes == sizes["10M"]
 
 
-def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules: dict[str, ModuleType]) -> None:
+def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules):
     live_bytes = modules["_timing"].live_bytes
     base = nn.Parameter(torch.zeros(100))
     base.grad = torch.zeros(100)
@@ -249,7 +239,7 @@ def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules: 
     assert live_bytes([fm.FP8Tensor(torch.zeros(8, 4), "E4M3")]) == 32 + 32 + 8
 
 
-def test_linear_forward_from_end_to_end() -> None:
+def test_linear_forward_from_end_to_end():
     options = ("--sizes", "32x48", "--tokens", "3", "--pairs", "3", "--seconds", "0.01")
     printed = run("linear_forward.py", *options, "--markdown")
     table = [line.split(" | ") for line in printed.splitlines() if line.startswith("|")]
@@ -258,7 +248,7 @@ def test_linear_forward_from_end_to_end() -> None:
     assert re.search(r"^decoding 32x48: [\d.]+x \([\d.]+ \.\. [\d.]+\) clone$", printed, re.MULTILINE)
 
 
-def test_overhead_from_end_to_end() -> None:
+def test_overhead_from_end_to_end():
     pytest.importorskip("triton", reason="Triton is not installed")
     printed = run("overhead.py", "--pairs", "2", "--calls", "1", "--json")
     figures = json.loads(printed[printed.index("{") :])["figures"]
@@ -267,7 +257,7 @@ def test_overhead_from_end_to_end() -> None:
     assert all(one["ratio"] > 0 and one["pairs"][1] <= one["pairs"][0] <= one["pairs"][2] for one in figures)
 
 
-def test_overhead_pretends_a_card_only_while_it_measures(modules: dict[str, ModuleType]) -> None:
+def test_overhead_pretends_a_card_only_while_it_measures(modules):
     """Codes with a dtype of torch's launch nothing; of others every pass launches a kernel that does nothing."""
     pytest.importorskip("triton", reason="Triton is not installed")
     script, launched = modules["overhead"], []
@@ -281,7 +271,7 @@ def test_overhead_pretends_a_card_only_while_it_measures(modules: dict[str, Modu
     assert script.storage.decoded.__module__ == "fp8manifold._native._arrays"
 
 
-def test_linear_forward_backward(modules: dict[str, ModuleType]) -> None:
+def test_linear_forward_backward(modules):
     script = modules["linear_forward"]
     layer = nn.Linear(5, 4)
     script.step_of(layer, 3, 5, 4, False, torch.empty(0))()
@@ -295,7 +285,7 @@ def test_linear_forward_backward(modules: dict[str, ModuleType]) -> None:
 
 
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
-def test_linear_forward_figures(modules: dict[str, ModuleType], storage: str) -> None:
+def test_linear_forward_figures(modules, storage):
     script = modules["linear_forward"]
     options = script.build_parser().parse_args(["--storage", storage, "--pairs", "50", "--seconds", "0.01"])
     cell = script.measure(options, (32, 48), 7, "eager", True)
@@ -305,7 +295,7 @@ def test_linear_forward_figures(modules: dict[str, ModuleType], storage: str) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
-def test_fake_quantized_linear_from_end_to_end() -> None:
+def test_fake_quantized_linear_from_end_to_end():
     options = ("--sizes", "32x48", "--tokens", "16", "--pairs", "2", "--json")
     printed = run("fake_quantized_linear.py", *options, code=None)  # at this size the goal means nothing
     rows = json.loads(printed[printed.index("{") :])["rows"]
@@ -315,13 +305,13 @@ def test_fake_quantized_linear_from_end_to_end() -> None:
     assert all(row["met"] is (row["ratio"] <= 1) for row in rows)
 
 
-def test_round_to_grid_from_end_to_end() -> None:
+def test_round_to_grid_from_end_to_end():
     printed = run("round_to_grid.py", "--elements", "4096", "--repeats", "1")
     assert "round_to_grid E4M3 nearest" in printed
     assert "decode E4M3" in printed
 
 
-def test_muon_step_from_end_to_end() -> None:
+def test_muon_step_from_end_to_end():
     printed = run("muon_step.py", "--sizes", "0.86M", "--pairs", "1", "--processes", "1", "--json")
     rows = {row["label"]: row for row in json.loads(printed[printed.index("[{") :])}
     assert rows["float32"]["bytes"] == pytest.approx(8.0, abs=0.01)
@@ -331,7 +321,7 @@ def test_muon_step_from_end_to_end() -> None:
 
 
 @pytest.mark.slow
-def test_loading_from_end_to_end() -> None:
+def test_loading_from_end_to_end():
     printed = run("loading.py", "--weights", "0.2M", "--shards", "2", "--json")
     rows = {row["way"]: row for row in json.loads(printed[printed.index("[") :])}
     assert len(rows) == 8
@@ -340,7 +330,7 @@ def test_loading_from_end_to_end() -> None:
 
 
 @pytest.mark.slow
-def test_mxfp4_training_from_end_to_end() -> None:
+def test_mxfp4_training_from_end_to_end():
     printed = run("mxfp4_training.py", "--steps", "1", "--seeds", "2", "--reading", "2", "--json")
     rows = json.loads(printed[printed.rindex("\n[") :])
     assert [row["writeback"] for row in rows] == ["float32", "residual8", "stochastic"]
@@ -348,7 +338,7 @@ def test_mxfp4_training_from_end_to_end() -> None:
     assert len({after for row in rows for _, after in row["losses"]}) == 6
 
 
-def test_train_is_serve_from_end_to_end() -> None:
+def test_train_is_serve_from_end_to_end():
     """Training in place, and rounding alike on both sides, is served to the bit; nothing else is."""
     printed = run("train_is_serve.py", "--reading", "2", "--prompts", "1", "--written", "4", "--updates", "1", "--json")
     found = json.loads(printed[printed.index("{") :])
@@ -361,7 +351,7 @@ def test_train_is_serve_from_end_to_end() -> None:
     assert all(m["k3"] > 0 < m["largest"] for name, at in found.items() for m in at if name not in alike)
 
 
-def test_a_policy_that_is_served_one_update_late_is_found(modules: dict[str, ModuleType]) -> None:
+def test_a_policy_that_is_served_one_update_late_is_found(modules):
     script = modules["train_is_serve"]
     base, text = script.small(2)
     options = argparse.Namespace(updates=1, prompts=1, written=4)
@@ -372,7 +362,7 @@ def test_a_policy_that_is_served_one_update_late_is_found(modules: dict[str, Mod
     assert before["k3"] == 0 < after["k3"]
 
 
-def test_the_mismatch_is_what_its_formulas_say(modules: dict[str, ModuleType]) -> None:
+def test_the_mismatch_is_what_its_formulas_say(modules):
     trained, sampling = torch.randn(2, 2, 3, 5).log_softmax(-1)
     drawn = torch.randint(5, (2, 3, 1))
     places = [(i, j, int(drawn[i, j])) for i in range(2) for j in range(3)]
@@ -385,7 +375,7 @@ def test_the_mismatch_is_what_its_formulas_say(modules: dict[str, ModuleType]) -
     assert found["argmax"] == pytest.approx(sum(differ) / 6)
 
 
-def test_study_steps_from_end_to_end(corpus: Path) -> None:
+def test_study_steps_from_end_to_end(corpus):
     options = ("--sweeps", "study_q14_size", "--data-dir", str(corpus), "--steps", "1", "--turns", "1", "--smoke")
     printed = run("study_steps.py", *options).splitlines()
     assert [line.rpartition(":")[0] for line in printed if "_size" in line] == [
@@ -396,7 +386,7 @@ def test_study_steps_from_end_to_end(corpus: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfloat16() -> None:
+def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfloat16():
     """README's recipe, and the same in a plain loop, beside what people use, as processes of their own have it."""
     printed = run("whole_step.py", "--weights", "50M", "--recipes", "torchao,loop,backward,muon", "--json")
     rows = json.loads(printed[printed.index("[") :])
@@ -409,7 +399,7 @@ def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfl
 
 
 @pytest.mark.slow
-def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> None:
+def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight():
     """277M bfloat16 weights in shards, beyond the largest tensor, in processes of their own."""
     done = subprocess.run(
         [sys.executable, str(FOLDER / "loading.py"), "--json"], check=True, capture_output=True, text=True
@@ -424,9 +414,7 @@ def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> N
 
 
 @pytest.mark.slow
-def test_harness_overhead_from_end_to_end(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], corpus: Path
-) -> None:
+def test_harness_overhead_from_end_to_end(modules, monkeypatch, capsys, corpus):
     script = modules["harness_overhead"]
     monkeypatch.setattr(
         script, "prepare_stdlib", lambda folder: prepare_text(corpus.with_name("text.txt"), folder, "byte")
@@ -451,9 +439,7 @@ def test_harness_overhead_from_end_to_end(
         assert float(row[2]) == pytest.approx(float(row[6]) / float(row[5]), abs=0.1)
 
 
-def test_harness_overhead_measures_what_a_step_takes(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_path):
     script = modules["harness_overhead"]
     clock = iter(range(10**6))
     monkeypatch.setattr(script.time, "process_time", lambda: float(next(clock)))
@@ -474,7 +460,7 @@ def test_harness_overhead_measures_what_a_step_takes(
     assert script.goal(script.figure("bench / plain loop", "float32", [(1.0, 0.9)])) == ">= 0.97, NOT met"
 
 
-def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules: dict[str, ModuleType], corpus: Path) -> None:
+def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, corpus):
     script = modules["harness_overhead"]
     config = script.config_of(corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0")
     opened = load_corpus(corpus, 8)
@@ -486,9 +472,7 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules: dict[s
     assert curves[1] == curves[2]
 
 
-def test_the_checked_step_is_checked(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, corpus: Path
-) -> None:
+def test_the_checked_step_is_checked(modules, monkeypatch, corpus):
     script, calls = modules["harness_overhead"], []
     for name in ("before", "after"):
         monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
@@ -499,7 +483,7 @@ def test_the_checked_step_is_checked(
     assert calls == ["before", "after"]
 
 
-def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
+def test_checkpoint_from_end_to_end(tmp_path):
     printed = run("checkpoint.py", "--elements", "3000", "--repeats", "2", "--folder", str(tmp_path))
     ratios = re.findall(r"^  (commit|read).* ([\d.]+)x \(([\d.]+) \.\. ([\d.]+)\)$", printed, re.MULTILINE)
     assert [name for name, *_ in ratios] == ["commit", "commit", "read"] * 2
@@ -509,7 +493,7 @@ def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_momentum_by_stiffness_from_end_to_end(corpus: Path) -> None:
+def test_momentum_by_stiffness_from_end_to_end(corpus):
     words = ("--max-steps", "2", "--formats", "E4M3", "--seeds", "1", "--powers", "library,0,0.5")
     printed = run("momentum_by_stiffness.py", "--data-dir", str(corpus), *words)
     for power in ("library", "0.0", "0.5"):
@@ -517,7 +501,7 @@ def test_momentum_by_stiffness_from_end_to_end(corpus: Path) -> None:
     assert re.search(r"^E4M3 p 0.0: \d\.\d{4}, less p 0: \+0.0000$", printed, re.MULTILINE)
 
 
-def test_write_back_noise_from_end_to_end(corpus: Path) -> None:
+def test_write_back_noise_from_end_to_end(corpus):
     options = ("--data-dir", str(corpus), "--max-steps", "2", "--layers", "3")
     printed = run("write_back_noise.py", *options)
     for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
@@ -533,7 +517,7 @@ def test_write_back_noise_from_end_to_end(corpus: Path) -> None:
     assert len(re.findall(goals, printed, re.MULTILINE)) == 2
 
 
-def test_moment_formats_from_end_to_end(corpus: Path) -> None:
+def test_moment_formats_from_end_to_end(corpus):
     """Two steps; a fitted even grid loses less than E4M3 under Muon, and more bits less than fewer."""
     printed = run("moment_formats.py", "--data-dir", str(corpus), "--max-steps", "2", "--layers", "3")
     for optimizer, own in (("Muon (muon-stochastic)", "E2M5"), ("AdamW (stochastic)", "E4M3")):
@@ -548,9 +532,7 @@ def test_moment_formats_from_end_to_end(corpus: Path) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
-def test_a_moment_is_right_on_average_by_independent_draws(
-    modules: dict[str, ModuleType], optimizer: str, rounding: str
-) -> None:
+def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, rounding):
     """Constant gradients, most of them 0.003 of their block's largest: what is kept over what is exact, in the mean."""
     script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
     gradient[:, 0] = 1.0
@@ -562,7 +544,7 @@ def test_a_moment_is_right_on_average_by_independent_draws(
         assert abs(ratio - 1) > 0.035
 
 
-def test_values_of_a_fitted_grid_stay(modules: dict[str, ModuleType]) -> None:
+def test_values_of_a_fitted_grid_stay(modules):
     """Values on a block's grid are not changed, in blocks of zeros either; `power_above` rounds up to powers of two."""
     script = modules["moment_formats"]
     for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
@@ -575,16 +557,14 @@ def test_values_of_a_fitted_grid_stay(modules: dict[str, ModuleType]) -> None:
     assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
 
 
-def test_all_of_a_small_movement_arrives_here(modules: dict[str, ModuleType]) -> None:
+def test_all_of_a_small_movement_arrives_here(modules):
     script, options = modules["arrived_share"], argparse.Namespace(movement=2, rows=16, seed=1)
     for case in itertools.product(("here", "here, dithered draws"), ("E4M3", "E2M5", "E3M4", "E1M6")):
         for span in ("subnormal", "normal"):
             assert script.share(*case, span, 0.3, options) == pytest.approx(1.0, abs=0.1), (*case, span)
 
 
-def test_a_package_that_is_missing_is_said_and_left_out(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_is_missing_is_said_and_left_out(modules, monkeypatch, capsys):
     for name in ("sdnq", "sdnq.training", "torchao", "torchao.prototype.quantized_training.int8"):
         monkeypatch.setitem(sys.modules, name, None)
     script = modules["arrived_share"]
@@ -596,7 +576,7 @@ def test_a_package_that_is_missing_is_said_and_left_out(
     assert lines[-1][2] is None
 
 
-def test_draws_from_end_to_end(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_from_end_to_end(modules, monkeypatch):
     script = modules["draws"]
     monkeypatch.setattr(script, "FORMATS", ("E5M2",))
     options = script.build_parser().parse_args(["--steps", "200", "--rows", "50"])
@@ -619,7 +599,7 @@ def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]
 
 
 @pytest.mark.parametrize("draws", ["independent", "dither"])
-def test_an_exact_write_back_leaves_no_error(modules: dict[str, ModuleType], draws: str) -> None:
+def test_an_exact_write_back_leaves_no_error(modules, draws):
     script, (start, updates) = modules["_write_back"], steps_of_spacings(10, 0.125)
     for residual_bits in (0, 2, 4, 8):
         way = script.Way("E2M5", room=2, residual_bits=residual_bits)
@@ -631,7 +611,7 @@ def test_an_exact_write_back_leaves_no_error(modules: dict[str, ModuleType], dra
 KEY = {"seed": 1, "stream": 0, "first": 1}
 
 
-def test_a_write_back_is_right_on_average_while_scales_widen(modules: dict[str, ModuleType]) -> None:
+def test_a_write_back_is_right_on_average_while_scales_widen(modules):
     script, start = modules["_write_back"], torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
     updates = [start * 0.02 + 0.003] * 60  # more than twice as large in the end
     for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2):
@@ -646,7 +626,7 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules: dict[str, 
     assert kept.bias < -0.05  # a scale that nobody widened cuts weights off
 
 
-def test_bytes_of_scales_and_ratios(modules: dict[str, ModuleType]) -> None:
+def test_bytes_of_scales_and_ratios(modules):
     script, way, error = modules["write_back_noise"], modules["_write_back"].Way, modules["_write_back"].Error
     assert way("E2M5").scale_bytes == way("E2M5", "block").scale_bytes == 1 / 32
     assert way("E2M5", "block", every=0, pow2=False).scale_bytes == 1 / 8

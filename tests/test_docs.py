@@ -173,20 +173,14 @@ def test_readme_comes_to_its_code_within_120_words() -> None:
     assert 30 < len(re.sub(r"<.*>|\]\(\S+\)", "", before).split()) <= 120  # pictures and links' targets left out
 
 
-def test_links_and_pictures_lead_somewhere() -> None:
+def test_links_lead_somewhere_commands_are_understood_and_no_machine_is_named() -> None:
     for page in (page for page in PAGES if page.suffix == ".md"):
         text = page.read_text(encoding="utf-8")
         assert re.findall(r'!\[\]|<img (?![^>]*alt="[^"]{20})', text) == [], page.name
         targets = re.findall(r"\]\(([^)#\s]+)|<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\"", text)
         local = [target for target in map("".join, targets) if not target.startswith(("http", "mailto:"))]
         assert [target for target in local if not (page.parent / target).exists()] == [], page.name
-
-
-def test_commands_of_the_pages_are_understood() -> None:
     for command in bench_commands():
         parse_overrides(parse(shlex.split(command, comments=True)[1:]).overrides)
-
-
-def test_pages_know_nothing_of_the_machine_they_were_written_on() -> None:
     for page in [*PAGES, *(ROOT / "docs" / "measured").rglob("*.json"), *(ROOT / "study").rglob("*.json")]:
         assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], page.name

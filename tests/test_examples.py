@@ -57,9 +57,7 @@ def words(text: str) -> list[str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extra(*EXTRA[name]) if name in EXTRA else []) for name in CLAIMS]
 )
-def test_example_prints_what_it_says(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_prints_what_it_says(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -73,7 +71,7 @@ def test_example_prints_what_it_says(
     assert figures == pytest.approx(stated, rel=0.5, abs=0.02)
 
 
-def test_every_example_is_covered_short_and_has_a_title() -> None:
+def test_every_example_is_covered_short_and_has_a_title():
     paths = sorted(EXAMPLES.glob("*.py"))
     assert {path.stem for path in paths} == CLAIMS.keys()
     for path in paths:

@@ -2,8 +2,6 @@
 
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -14,29 +12,29 @@ FOLDERS = (ROOT / "docs", ROOT / "study")
 
 
 @pytest.fixture
-def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def generated(monkeypatch):
     for folder in FOLDERS:
         monkeypatch.syspath_prepend(folder)
     return import_module("_generated")
 
 
 @pytest.fixture
-def docs(generated: ModuleType) -> Any:
+def docs(generated):
     return generated.DOCS
 
 
 @pytest.fixture
-def study(generated: ModuleType) -> Any:
+def study(generated):
     return import_module("make").STUDY
 
 
 @pytest.mark.parametrize("folder", ["docs", "study"])
-def test_every_table_and_figure_is_fresh(folder: str, request: pytest.FixtureRequest) -> None:
+def test_every_table_and_figure_is_fresh(folder, request):
     pages = request.getfixturevalue(folder)
     assert list(pages.report(pages.stale())) == []
 
 
-def test_what_is_stale_is_named_with_the_command(docs: Any, study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stale_is_named_with_the_command(docs, study, monkeypatch):
     """A table edited by hand, a figure that is gone, and results that changed after they were drawn."""
     there, record = docs.shown(), docs.recorded()
     monkeypatch.setattr(docs, "shown", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"})
@@ -56,9 +54,7 @@ def test_what_is_stale_is_named_with_the_command(docs: Any, study: Any, monkeypa
 @pytest.mark.parametrize(
     ("folder", "name"), [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry")]
 )
-def test_what_is_made_again_is_what_stands_there(
-    generated: ModuleType, folder: str, name: str, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_made_again_is_what_stands_there(generated, folder, name, request):
     """Tables whole; of figures, whose bytes are those of a release of matplotlib, that they are drawn."""
     pages = request.getfixturevalue(folder)
     again, there = generated.made([pages.makers[name]]), pages.shown()

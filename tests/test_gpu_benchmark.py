@@ -5,10 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ PARTS += ("muon", "gpt2")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield import_module("gpu")
     for name in [name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")]:
@@ -35,7 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @needs_triton
-def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
+def test_a_dry_run_goes_through_every_part(tmp_path):
     out, recorded = tmp_path / "gpu.json", FOLDER.parent / "docs" / "measured" / "gpu.json"
     before = recorded.read_bytes()
     command = [sys.executable, str(FOLDER / "gpu.py"), "--dry", "--record", "--out", str(out)]
@@ -63,7 +61,7 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_card_it_says_so() -> None:
+def test_without_a_card_it_says_so():
     done = subprocess.run([sys.executable, str(FOLDER / "gpu.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "gpu.py: there is no GPU here: --dry runs it on a CPU"
@@ -81,7 +79,7 @@ def rows_of(session: Any) -> Any:
     return {"first": {"ms": 1.23456, "peak GB": "out of memory"}, "second": {"error": "killed"}}
 
 
-def test_a_part_that_fails_leaves_the_others_and_the_file(gpu: Any, tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_the_others_and_the_file(gpu, tmp_path):
     parts = tuple(gpu.Part(part, 1) for part in (exact_broken, exact_other, rows_of))
     result = gpu.run(gpu.Session(True), parts, tmp_path / "gpu.json")
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == result
@@ -96,9 +94,7 @@ def test_a_part_that_fails_leaves_the_others_and_the_file(gpu: Any, tmp_path: Pa
     assert rows[1] == {"what": "rows_of: first", "a call, ms": 1.235, "peak GB": "out of memory"}
 
 
-def test_a_second_call_does_what_is_left_of_the_same_code_and_card(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_does_what_is_left_of_the_same_code_and_card(gpu, tmp_path, monkeypatch):
     broken, other, late = parts = tuple(gpu.Part(part, 60) for part in (exact_broken, exact_other, rows_of))
     monkeypatch.setattr(gpu, "PARTS", parts)
     session, out, facts = gpu.Session(True), tmp_path / "gpu.json", gpu.facts(gpu.Session(True))
@@ -112,7 +108,7 @@ def test_a_second_call_does_what_is_left_of_the_same_code_and_card(
     assert list(gpu.run(session, (other,), tmp_path / "other.json", minutes=0.5)["parts"]) == []
 
 
-def test_a_wrong_code_and_a_wrong_product_are_found(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     bits, session = sys.modules["_gpu.bits"], gpu.Session(True)
     assert bits.differing_conversions(session) == 0
     assert len(bits.values_of_bfloat16()) == 2 * (0x43E0 + 1)  # to 448, of either sign
@@ -143,7 +139,7 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu: Any, monkeypatch: pytes
     assert found["largest share of the bound"] > 1
 
 
-def test_flops_are_counted_as_the_bench_does(gpu: Any) -> None:
+def test_flops_are_counted_as_the_bench_does(gpu):
     training = sys.modules["_gpu.training"]
     shape = GPTShape(2, 2, 32, 16, vocab_size=64, tie_weights=True)
     model = GPT(shape)
@@ -155,7 +151,7 @@ def test_flops_are_counted_as_the_bench_does(gpu: Any) -> None:
     assert training.flops_per_token(gpt2) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
 
 
-def test_llama_is_that_of_transformers(gpu: Any) -> None:
+def test_llama_is_that_of_transformers(gpu):
     import transformers
 
     llama = sys.modules["_gpu.llama"]

@@ -1,4 +1,4 @@
-"""The house: which room may import from which, no circle of modules, how many rooms, and short files."""
+"""The house: which room may import from which, no circle of modules, short files, and a map from each to its tests."""
 
 import ast
 import re
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+from of_source import FOLDERS, ROOT, where_tested
+
 import fp8manifold as fm
 
-ROOT = Path(__file__).parent.parent
 MOST_ROOMS = 26
 
 #: from the ground up; what stands on one floor may import from its own and from those below
@@ -54,13 +56,10 @@ def room_of(module: str) -> str:
     return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in FLOORS)
 
 
-def test_nothing_is_imported_from_above() -> None:
+def test_modules_have_rooms_and_import_nothing_from_above() -> None:
     assert FLOORS.keys() == {room_of(m) for m in modules()}
     floor = {m: FLOORS[room_of(m)] for m in modules()}
     assert [f"{m} imports {t}" for m in modules() for t in imported(m) if floor[t] > floor[m]] == []
-
-
-def test_every_module_has_its_room() -> None:
     doors = ("fp8manifold", "nanogpt_bench")
     assert [m for m in modules() if m not in doors and room_of(m) in doors] == []
 
@@ -193,14 +192,11 @@ def test_the_library_imports_its_core_dependencies_only() -> None:
         assert {name.split(".")[0] for name, _ in imports(tree(path))} <= allowed | more, path
 
 
-def test_only_the_public_surface_is_used() -> None:
+def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone() -> None:
     paths = [
         path for path in SHIPPED if path.is_relative_to(ROOT / "nanogpt_bench") or path.parent == ROOT / "examples"
     ]
     assert {path.name: found for path in paths if (found := private_uses(tree(path)))} == {}
-
-
-def test_the_check_sees_private_names_alone() -> None:
     codes = ["from fp8manifold.grid import encode", "from fp8manifold import _charts", "import fp8manifold.optim._slot"]
     codes += ["import fp8manifold as fm\nfm.grid.encode(x)", "import fp8manifold as fm\nfm.optim._optimizer"]
     assert [code for code in codes if not private_uses(ast.parse(code))] == []
@@ -215,3 +211,24 @@ def test_files_are_short_and_compile_nothing() -> None:
         assert path.stem != "utils", path
         called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
         assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}, path
+
+
+SOURCES = [path for package in ("fp8manifold", "nanogpt_bench") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_every_source_has_tests_and_every_test_a_source() -> None:
+    for source in SOURCES:
+        itself, *tests = where_tested(source.relative_to(ROOT).as_posix())
+        assert ROOT / itself == source
+        assert tests, source
+        assert [test for test in tests if not (ROOT / test).exists()] == [], source
+    places = [ROOT / place for places in FOLDERS.values() for place in places.split()]
+    assert [place for place in places if not place.exists()] == []
+    of_packages = [path for folder in ("library", "bench") for path in (ROOT / "tests" / folder).rglob("test_*.py")]
+    assert [path.name for path in of_packages if not {path, *path.parents} & {*places}] == ["test_missing_packages.py"]
+
+
+@pytest.mark.parametrize("source", ["fp8manifold/optim/_slots.py", "LICENSE", "slot"])
+def test_what_is_no_source_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=f"^source: '{source}'; allowed: a file below benchmarks/, "):
+        where_tested(source)

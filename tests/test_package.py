@@ -39,11 +39,8 @@ def modules_after(statement: str) -> set[str]:
     return set(checked([sys.executable, *WITHOUT_WARNINGS, "-c", code], ROOT, ROOT).split())
 
 
-def test_importing_the_library_warns_of_nothing() -> None:
+def test_importing_the_library_warns_of_nothing_and_imports_no_extras() -> None:
     checked([sys.executable, "-W", "error", "-c", "import fp8manifold"], ROOT, ROOT)
-
-
-def test_importing_the_library_imports_neither_extras_nor_the_compiler() -> None:
     loaded = modules_after("import fp8manifold") - modules_after("import torch, geoopt")
     assert {name for name in loaded if name.split(".")[0] in (*NOT_WITHOUT_EXTRAS, "nanogpt_bench")} == set()
     assert not {"torch._dynamo", "torch._inductor"} & loaded

@@ -30,7 +30,7 @@ def baseline() -> dict[str, str]:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86-64")
-def test_the_baseline_is_a_processor_without_products_in_bfloat16() -> None:
+def test_the_baseline_is_a_processor_without_products_in_bfloat16():
     done = subprocess.run(
         [sys.executable, "-c", ASK], capture_output=True, text=True, check=True, env=os.environ | baseline()
     )
@@ -38,9 +38,7 @@ def test_the_baseline_is_a_processor_without_products_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("has_onednn", "found"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_torch_without_onednn_has_products_in_float32(
-    has_onednn: bool, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_without_onednn_has_products_in_float32(has_onednn, found, monkeypatch):
     """Its builds for Macs of ARM lack the operator that is asked, too."""
     operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True) if has_onednn else SimpleNamespace()
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)

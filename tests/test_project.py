@@ -12,7 +12,7 @@ import fp8manifold as fm
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_smoke_test_passes_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smoke_test_passes_here(capsys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests")
     import_module("smoke").main(native=False)
     assert capsys.readouterr().out.endswith(": passed\n")
@@ -31,9 +31,7 @@ ORIGINS = {
 
 
 @pytest.mark.parametrize(("origin", "source"), ORIGINS.items())
-def test_urls_are_those_of_the_repository_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: str, source: str | None
-) -> None:
+def test_urls_are_those_of_the_repository_or_none(tmp_path, monkeypatch, origin, source):
     monkeypatch.syspath_prepend(ROOT)
     urls = import_module("hatch_urls").urls
     assert urls(tmp_path) == {}
@@ -49,7 +47,7 @@ def test_urls_are_those_of_the_repository_or_none(
     assert urls(tmp_path) == {}
 
 
-def test_an_sdist_keeps_its_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sdist_keeps_its_urls(tmp_path, monkeypatch):
     """Files around a copy of the sources don't change them."""
     monkeypatch.syspath_prepend(ROOT)
     text = "Name: fp8manifold\nProject-URL: Source, https://example.org/own/fp8\n\nProject-URL: not, metadata\n"
@@ -64,7 +62,7 @@ m = n["o"](p)
 ```"""
 
 
-def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     described = import_module("hatch_urls").described
     source, here = "https://github.com/own/fp8", README.replace("RAW/", "").replace("BLOB/", "")
@@ -73,7 +71,7 @@ def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(monkeypatch:
     assert described(here, "", "1.2") == described(here, "https://example.org/own/fp8", "1.2") == here
 
 
-def test_one_version_everywhere() -> None:
+def test_one_version_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     released = re.findall(r"^## (\d.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert released[0] == f"{fm.__version__} - {citation['date-released']}"
@@ -81,14 +79,14 @@ def test_one_version_everywhere() -> None:
     assert f"version = {{{fm.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_missing_package_is_the_markers_business() -> None:
+def test_a_missing_package_is_the_markers_business():
     """`pytest -m extra` finds what is marked; what a test asks for itself is in no extra of the tests, or torch's."""
     asked = r'importorskip\(\s*"(\w+)'
     found = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(asked, path.read_text("utf-8"))}
     assert found == {"build", "sdnq", "triton"}
 
 
-def test_a_package_in_the_way_of_the_default_tests_is_marked() -> None:
+def test_a_package_in_the_way_of_the_default_tests_is_marked():
     """An import of a `test-all` package at a test module's top level would stop collecting."""
     only = {"datasets", "diffusers", "lightning", "matplotlib", "nngeometry", "optimi", "peft", "PIL", "ray", "sklearn"}
     only |= {"sphinx", "tensorboard", "trl", "wandb"}

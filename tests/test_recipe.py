@@ -4,7 +4,6 @@ import copy
 import re
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ def table(page: str, first: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     """A random model of SmolLM2's kind: keys narrower than queries, the head tied to the embedding."""
     layers, width, inner, vocabulary, queries, keys = SHAPE
     heads = {"num_attention_heads": queries // 16, "num_key_value_heads": keys // 16}
@@ -68,12 +67,12 @@ def run(code: str, llama: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ran(llama: Path) -> dict[str, Any]:
+def ran(llama):
     return run(recipe(README), llama)
 
 
 @pytest.fixture(scope="module")
-def ran_plainly(llama: Path) -> dict[str, Any]:
+def ran_plainly(llama):
     """The lines of the page on fine-tuning, for which all gradients are there at once."""
     lines = recipe(README).splitlines(keepends=True)
     loop = lines.index(next(line for line in lines if line.startswith("for ")))
@@ -81,13 +80,13 @@ def ran_plainly(llama: Path) -> dict[str, Any]:
     return run(begun + recipe(PAGE, "In the plain loop"), llama)
 
 
-def test_there_are_ten_lines_and_they_stand_on_both_pages() -> None:
+def test_there_are_ten_lines_and_they_stand_on_both_pages():
     lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) == 10
     assert recipe(PAGE, "## In Python") == recipe(README)
 
 
-def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
+def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
     """The page's lines, the model's name replaced: what is saved has the layout that was read, and learnt."""
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
@@ -104,7 +103,7 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", ["ran", "ran_plainly"])
-def test_the_ten_lines_train(lines: str, request: pytest.FixtureRequest) -> None:
+def test_the_ten_lines_train(lines, request):
     """Every matrix is in codes, the embedding too, and no gradient is left."""
     names = request.getfixturevalue(lines)
     text, model = names["batches"][0], names["model"]
@@ -118,15 +117,13 @@ def test_the_ten_lines_train(lines: str, request: pytest.FixtureRequest) -> None
     assert steps == {39.0 if lines == "ran" else 40.0}
 
 
-def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(
-    ran: dict[str, Any], ran_plainly: dict[str, Any]
-) -> None:
+def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(ran, ran_plainly):
     own, its = (names["optimizer"].param_groups[0] for names in (ran, ran_plainly))
     assert {**own, "previous_norm": None} == {**its, "previous_norm": None, "params": own["params"]}
     assert "previous_norm" not in its
 
 
-def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_path: Path) -> None:
+def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
     """The lines of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
@@ -144,7 +141,7 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
     assert torch.equal(again(input_ids=text).logits, model.eval()(input_ids=text).logits)
 
 
-def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], tmp_path: Path) -> None:
+def test_each_way_of_saving_keeps_what_the_model_computes(ran, tmp_path):
     """The page's three: codes to train on, codes for others, floats."""
     code = recipe(PAGE, "Afterwards, one of these:")
     ways = {line.split('"')[1]: line for line in code.splitlines()}
@@ -159,7 +156,7 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], t
         assert torch.equal(read.eval()(input_ids=tokens).logits, logits), folder
 
 
-def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
+def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
     """The sweep's rule: options, every rate, clipping and weights; the embedding in codes is the bench's option."""
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     given = {key: value for key, value in base.items() if value is not None}
@@ -188,12 +185,12 @@ def weights_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+def measured(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return import_module("recipe")
 
 
-def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(measured: Any, cards: Any, llama: Path) -> None:
+def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(measured, cards, llama):
     corpus = Corpus(llama, *(np.arange(700, dtype=np.uint16) * 7 % 128 for _ in range(2)), {})
     assert measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME).replace(", seed=7", "") == recipe(
         README
@@ -209,9 +206,7 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(measured: Any, card
     assert found["readme"]["loss"] == pytest.approx(found["readme"]["loss_in_float32"], abs=0.01)
 
 
-def test_the_benchmark_goes_on_where_it_ended(
-    measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_goes_on_where_it_ended(measured, monkeypatch, tmp_path, capsys):
     made: list[tuple[str, int]] = []
 
     def run(way: str, folder: Path, corpus: Any, seed: int, steps: int) -> dict[str, Any]:
@@ -238,19 +233,16 @@ def test_the_benchmark_goes_on_where_it_ended(
 
 
 @pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def cards(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     return import_module("_cards")
 
 
-def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> None:
+def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_measured(cards):
     assert all(cards.recipe_table() in page for page in (README, PAGE))
     assert cards.owned_table() in README
     assert cards.measured_table() in PAGE
     assert cards.memory_table() in PAGE
-
-
-def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) -> None:
     model = cards.MODELS[0]
     assert model.parameters() == 134_515_008
     exact, (adam, muon) = cards.in_float32(model), (cards.in_one_byte(model, muon=muon) for muon in (False, True))
@@ -260,7 +252,7 @@ def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) ->
 
 
 @pytest.mark.parametrize("muon", [False, True])
-def test_the_arithmetic_gives_what_a_live_model_holds(cards: ModuleType, llama: Path, muon: bool) -> None:
+def test_the_arithmetic_gives_what_a_live_model_holds(cards, llama, muon):
     layers, width, inner, vocabulary, queries, keys = SHAPE
     counted = cards.Model("llama", layers, width, inner, vocabulary, queries, keys, tied=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(llama)
@@ -279,7 +271,7 @@ def test_the_arithmetic_gives_what_a_live_model_holds(cards: ModuleType, llama: 
     assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=0.02)
 
 
-def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards: ModuleType) -> None:
+def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards):
     """Experts, the embedding and the head in codes, and all that is small in bfloat16."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}

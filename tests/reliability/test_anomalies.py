@@ -1,4 +1,4 @@
-"""NaN and Inf injected into every place of a step: the documented policy, and nothing else changed."""
+"""NaN and Inf in every place of a step, and steps that are not taken: the documented policy, and nothing else."""
 
 import math
 from collections.abc import Callable
@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import BASE, bits, recorded
-from torch import Tensor
+from small_runs import BASE, bits, recorded, words
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import read, step_file, steps, verify
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.loop import train
 from nanogpt_bench.loop.anomalies import first_bad_weight
 from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.runs.load import Alert
+from nanogpt_bench.system.errors import BenchError
 
 KINDS = ("gradient", "weight", "state", "loss", "activation")
 #: where each is first seen
@@ -35,7 +38,7 @@ STEPS = 20
 
 
 @pytest.fixture
-def make(small_corpus: Path) -> Callable[..., Config]:
+def make(small_corpus):
     base: dict[str, object] = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
     base |= {"eval.interval": STEPS, "optimizer.warmup_steps": 0, "checkpoint.every": 2, "monitor.interval": 1000}
     base["monitor.watch"] = "[stall, zones, ranges, bits, gradients, geometry, resources, trend]"
@@ -150,18 +153,14 @@ def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, n
 @pytest.mark.parametrize("number", [2, 7, 11, 16, STEPS])
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_injected_is_named_and_meets_the_policy(
-    make: Callable[..., Config], tmp_path: Path, kind: str, policy: str, number: int, full: bool, tally: Any
-) -> None:
+def test_what_is_injected_is_named_and_meets_the_policy(make, tmp_path, kind, policy, number, full, tally):
     chosen = range(number, min(number + 5, STEPS + 1)) if full else (number,)
     for one in chosen:
         inject(make, tmp_path / f"{one}", kind, policy, one, one // 4)
     tally(f"NaN or Inf in {kind}, {policy}", len(chosen))
 
 
-def test_scales_and_counters_of_a_step_left_out_are_as_before(
-    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_and_counters_of_a_step_left_out_are_as_before(make, tmp_path, monkeypatch):
     operand = "{format: E4M3, policy: delayed, history: 4, rounding: stochastic}"
     formats = f"{{mlp: {{weight: E4M3, activation: {operand}, gradient: {operand}}}}}"
     injector = Injector(monkeypatch, "activation", {5}, math.nan)
@@ -171,9 +170,7 @@ def test_scales_and_counters_of_a_step_left_out_are_as_before(
     assert same(injector.before, injector.after)
 
 
-def test_a_finite_state_whose_norm_overflows_is_no_anomaly(
-    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finite_state_whose_norm_overflows_is_no_anomaly(make, tmp_path, monkeypatch):
     Injector(monkeypatch, "state", {3}, 3e38)
     config = make(rule="fp32", optimizer__lr=1e-44, optimizer__weight_decay=0, train__max_steps=4)
     summary = run(config, tmp_path / "r")
@@ -181,9 +178,43 @@ def test_a_finite_state_whose_norm_overflows_is_no_anomaly(
     assert "nan" not in summary["alerts"]
 
 
-def test_codes_that_stand_for_nan_are_found() -> None:
+def test_codes_that_stand_for_nan_are_found():
     layer: Any = torch.nn.Linear(4, 2)
     layer.weight = fm.FP8Parameter(torch.ones(2, 4), "E5M2")
     assert first_bad_weight(layer) is None
     layer.weight.codes[1, 2] = 0x7F
     assert first_bad_weight(layer) == "weight of weight"
+
+
+KIND = "fp8 stochastic"
+WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}
+
+
+def config(corpus: Path, **more: object) -> Any:
+    overrides = words(KIND, corpus, {**WITHIN, **{key.replace("__", "."): value for key, value in more.items()}})[5:]
+    return load_config(find_config("e4m3.yaml"), overrides)
+
+
+def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(small_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
+    with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward has not"):
+        train.run(config(small_corpus), tmp_path / "r")
+
+
+def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(small_corpus, tmp_path, monkeypatch):
+    real, alerts, arrived = Trainer._backward, list[Alert](), dict[int, float | None]()
+
+    def deaf(trainer: Trainer, loss: Any, step: Any, observers: Any) -> None:
+        real(trainer, loss if step.number <= 12 else loss.detach() * nn.Parameter(loss.new_ones(())), step, observers)
+
+    def show(progress: train.Progress) -> None:
+        alerts.extend(progress.alerts)
+        arrived[progress.step] = progress.arrived
+
+    monkeypatch.setattr(Trainer, "_backward", deaf)
+    summary = train.run(config(small_corpus), tmp_path / "r", on_progress=show)
+    assert [(alert.step, alert.kind) for alert in alerts] == [(18, "no_step"), (18, "no_change")]
+    assert alerts[0].message == "the optimizer took no step from step 12 to step 18, in 6 steps"
+    assert summary["alerts"] == {"no_step": 1, "no_change": 1}
+    assert arrived[12] is not None
+    assert arrived[16] is arrived[24] is None

@@ -3,7 +3,7 @@
 import math
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,7 @@ def assert_names_the_nearest(message: str, typo: str, key: str) -> None:
     assert named == key or (named in FIELDS and typo in typos(named)), f"{typo}: {message}"
 
 
-def test_a_misspelt_key_is_answered_with_the_nearest(
-    tmp_path: Path, full: bool, tally: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path, full, tally, capsys):
     source, path, count = random.Random(0), tmp_path / "typo.yaml", 0
     for key in FIELDS:
         words = list(typos(key))
@@ -105,9 +103,7 @@ def as_text(value: Any) -> str:
 
 
 @pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in FIELDS}))
-def test_a_wrong_value_is_refused_by_its_key(
-    section: str, tmp_path: Path, full: bool, tally: Callable[..., None]
-) -> None:
+def test_a_wrong_value_is_refused_by_its_key(section, tmp_path, full, tally):
     path, count = tmp_path / "wrong.yaml", 0
     for key in [key for key in FIELDS if key.partition(".")[0] == section]:
         types, beyond = [*WRONG[FIELDS[key].kind], *([] if FIELDS[key].optional else [None])], out_of_range(key)
@@ -124,9 +120,7 @@ def test_a_wrong_value_is_refused_by_its_key(
     tally(f"wrong values refused by their key, {section}", count)
 
 
-def test_a_misspelt_key_of_a_sweep_file_is_answered_with_the_nearest(
-    tmp_path: Path, full: bool, tally: Callable[..., None]
-) -> None:
+def test_a_misspelt_key_of_a_sweep_file_is_answered_with_the_nearest(tmp_path, full, tally):
     source, path, count = random.Random(1), tmp_path / "sweep.yaml", 0
     for key in KEYS:
         words = [word for word in typos(key) if word not in KEYS and word]

@@ -243,7 +243,7 @@ class Tried:
 
 
 @pytest.fixture
-def tried(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Iterator[Tried]:
+def tried(request, tally):
     """Counts what a test tries; both outcomes must occur, lest it try one thing only."""
     count = Tried()
     yield count
@@ -264,7 +264,7 @@ def fuzz(inputs: st.SearchStrategy[Any], once: Callable[[Any], None], examples: 
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
+def path():
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "x.yaml"
 
@@ -278,14 +278,7 @@ def path() -> Iterator[Path]:
         pytest.param(sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
     ],
 )
-def test_a_file_is_taken_or_refused_in_one_line(
-    parse: Callable[..., None],
-    inputs: st.SearchStrategy[tuple[bytes, list[str]]],
-    examples: int,
-    tried: Tried,
-    path: Path,
-    full: bool,
-) -> None:
+def test_a_file_is_taken_or_refused_in_one_line(parse, inputs, examples, tried, path, full):
     def once(given: tuple[bytes, list[str]]) -> None:
         path.write_bytes(given[0])
         tried(is_taken(partial(parse, path, given[1])))
@@ -294,9 +287,7 @@ def test_a_file_is_taken_or_refused_in_one_line(
 
 
 @pytest.mark.parametrize("command", [pytest.param("run", id="run's files"), pytest.param("sweep", id="sweep's files")])
-def test_a_command_ends_with_code_2_and_one_line(
-    command: str, tried: Tried, path: Path, full: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_command_ends_with_code_2_and_one_line(command, tried, path, full, capsys, monkeypatch):
     """A file that is taken finds no corpus; a sweep of more than some runs is left to the other tests."""
     monkeypatch.chdir(path.parent)
     monkeypatch.setattr("nanogpt_bench.sweep.plan.MOST_RUNS", MOST_PLANNED)
@@ -319,7 +310,7 @@ def test_a_command_ends_with_code_2_and_one_line(
 
 
 @pytest.mark.parametrize("inputs", [pytest.param(NAMES, id="format names")])
-def test_a_format_name_is_read_or_refused_in_one_line(inputs: Any, tried: Tried, full: bool) -> None:
+def test_a_format_name_is_read_or_refused_in_one_line(inputs, tried, full):
     fuzz(inputs, lambda name: tried(is_taken(partial(format_name, name), ValueError)), 500, full)
 
 
@@ -351,7 +342,7 @@ def places(outline: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("examples", [pytest.param(400, id="outlines of a tree")])
-def test_a_changed_tree_is_restored_or_refused_in_one_line(examples: int, tried: Tried, full: bool) -> None:
+def test_a_changed_tree_is_restored_or_refused_in_one_line(examples, tried, full):
     def once(data: st.DataObject) -> None:
         tensors, outline = capture_tree(whole_tree())
         for _ in range(data.draw(st.integers(1, 3))):

@@ -28,7 +28,7 @@ Line = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def finished(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(small_corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -37,7 +37,7 @@ def finished(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def line(finished: Path, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
+def line(finished, small_corpus, tmp_path, monkeypatch):
     shutil.copytree(finished / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return lambda more=None, *options: [*words(KIND, small_corpus, more), *options]
@@ -56,9 +56,7 @@ def taken_up_at(run_dir: Path) -> list[int]:
         ({"optimizer.lr": 0.125, "model.dropout": 0.25}, ["optimizer.lr was", "model.dropout was 0.1, is 0.25"]),
     ],
 )
-def test_changed_keys_are_refused_by_name(
-    changed: dict[str, Any], named: list[str], line: Line, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
     before = traces(RUN)
     assert main(line(changed)) == 2
     (said,) = capsys.readouterr().err.splitlines()
@@ -70,7 +68,7 @@ def test_changed_keys_are_refused_by_name(
     assert differences(before, traces(RUN)) == []
 
 
-def test_a_change_that_is_allowed_goes_on_and_is_said(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     more = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
     assert main(line(more, "--allow-config-change")) == 0
     said = capsys.readouterr().err
@@ -96,16 +94,14 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line: Line, capsys: pytest
     assert f"# {told}" in unescape(_config("", loaded))
 
 
-def test_settings_that_change_no_number_are_free(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_change_no_number_are_free(line, capsys):
     assert main(line({"checkpoint.keep": 5, "tracking.wandb": "off"})) == 0
     assert "settings that differ from the checkpoint's: checkpoint.keep was 2, is 5" in capsys.readouterr().err
     assert json.loads((RUN / "summary.json").read_text())["config_history"] == []
     assert (RUN / "config.yaml").read_text().startswith("rule: ")
 
 
-def test_another_corpus_is_refused_or_remembered(
-    line: Line, small_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_corpus_is_refused_or_remembered(line, small_corpus, tmp_path, capsys):
     (tmp_path / "text").write_text("Quite another text of some more words, again and again.\n" * 120)
     prepare_text(tmp_path / "text", tmp_path / "other", "byte")
     before = traces(RUN)
@@ -122,9 +118,7 @@ def test_another_corpus_is_refused_or_remembered(
     assert main(line(more)) == 0  # the run's text is this one from now on
 
 
-def test_the_same_corpus_elsewhere_is_no_other(
-    line: Line, small_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_corpus_elsewhere_is_no_other(line, small_corpus, tmp_path, capsys):
     shutil.copytree(small_corpus, tmp_path / "moved")
     assert main(line({"data.dir": tmp_path / "moved"})) == 0
     assert "data.dir was" in capsys.readouterr().err
@@ -136,9 +130,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(
-    finished: Path, line: Line, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(finished, line, capsys):
     shutil.copy(step_file(RUN, 21), step_file(RUN, 22))
     flip(step_file(RUN, STEPS))
     assert main(line()) == 0
@@ -152,7 +144,7 @@ def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(
     assert {step_of(Path(name).name.removesuffix(".sha256")) for name in differing} <= {21, 22}  # kept beside step 24
 
 
-def test_checkpoints_of_an_earlier_layout_are_refused(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys):
     shutil.rmtree(RUN / "checkpoints")
     (RUN / "checkpoints" / "step-24").mkdir(parents=True)
     before = traces(RUN)
@@ -166,9 +158,7 @@ def test_checkpoints_of_an_earlier_layout_are_refused(line: Line, capsys: pytest
     assert differences(before, traces(RUN)) == []
 
 
-def test_without_a_whole_checkpoint_an_unfinished_run_begins(
-    finished: Path, line: Line, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_whole_checkpoint_an_unfinished_run_begins(finished, line, capsys):
     for path in (RUN / "checkpoints").glob("step-*.safetensors"):
         flip(path)
     (RUN / "summary.json").unlink()
@@ -181,9 +171,7 @@ def test_without_a_whole_checkpoint_an_unfinished_run_begins(
     assert differences(traces(finished / RUN), traces(RUN)) == []
 
 
-def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
-    finished: Path, line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(finished, line, tmp_path, capsys):
     shutil.rmtree(RUN / "checkpoints")
     assert main(line()) == 2
     assert "holds a finished run without a checkpoint; give another --name" in capsys.readouterr().err
@@ -202,9 +190,7 @@ def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
     assert [path.name for path in RUN.iterdir()] == ["letter.txt"]
 
 
-def test_a_finished_run_is_left_as_it_is(
-    finished: Path, line: Line, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_left_as_it_is(finished, line, monkeypatch, capsys):
     def refuse(*_: object) -> float:
         raise AssertionError("a step was taken")
 
@@ -242,7 +228,7 @@ def after(step: int) -> tuple[StopRequest, Callable[[train.Progress], None]]:
     return request, show
 
 
-def test_sums_go_on_over_two_resumes(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_go_on_over_two_resumes(small_corpus, tmp_path, monkeypatch):
     more = {"shadow.enabled": False, "rule": "nearest", "optimizer.lr": 1e-5}  # a stall, told after the first resume
     overrides = words(KIND, small_corpus, more)[5:]
     config = load_config(find_config("e4m3.yaml"), overrides)

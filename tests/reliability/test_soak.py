@@ -2,7 +2,6 @@
 
 import os
 import statistics
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +66,7 @@ def read_samples(folder: Path) -> list[Sample]:
 
 
 @pytest.mark.parametrize("long", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
-def test_a_long_run_leaks_nothing(
-    small_corpus: Path, tmp_path: Path, full: bool, tally: Callable[..., None], long: int
-) -> None:
+def test_a_long_run_leaks_nothing(small_corpus, tmp_path, full, tally, long):
     steps = FULL if full else long
     line = words("fp8 stochastic", small_corpus, {**SETTINGS, "train.max_steps": steps})
     child = children.start(tmp_path, line, Sampler(tmp_path / "samples"))

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
+def _quick():
     """Reports without their pictures and workers that find torch imported: most of the time, and no part in this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
@@ -81,7 +81,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def interrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interrupted(small_corpus, tmp_path_factory):
     """A folder where a comparison was stopped in its second run, gone on with, and started a third time."""
     folder = tmp_path_factory.mktemp("compare")
     out, going = folder / "again" / "out", comparison(small_corpus)
@@ -109,7 +109,7 @@ def planned_of(corpus: Path, **settings: Any) -> list[PlannedRun]:
     return plan_sweep(comparison_of(**ROWS, data_dir=corpus, given=read_given(words(SMALL | settings))))
 
 
-def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupted: Path, small_corpus: Path) -> None:
+def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupted, small_corpus):
     out = interrupted / "again" / "out"
     planned = planned_of(small_corpus)
     for one in planned:
@@ -123,7 +123,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     assert "2 runs, 1 done before" in said(interrupted / "again")
 
 
-def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_corpus: Path) -> None:
+def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus):
     out = interrupted / "again" / "out"
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     expected = table(out)
@@ -135,7 +135,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_c
     assert table(out) == expected
 
 
-def test_settings_that_changed_are_refused(interrupted: Path, small_corpus: Path) -> None:
+def test_settings_that_changed_are_refused(interrupted, small_corpus):
     out = interrupted / "again" / "out"
     before = (out / "sweep.json").read_bytes()
     for changed, named in (({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"), ({"data_dir": out}, "data.dir")):
@@ -145,7 +145,7 @@ def test_settings_that_changed_are_refused(interrupted: Path, small_corpus: Path
 
 
 @pytest.mark.parametrize(("content", "named"), [("[1", "can't be read"), ("{}", "can't be read"), (None, "is in use")])
-def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
+def test_a_folder_that_is_no_comparison_is_refused(tmp_path, content, named):
     (tmp_path / ("mine.txt" if content is None else "sweep.json")).write_text(content or "mine")
     with pytest.raises(ValueError, match=named):
         compared(out=tmp_path)
@@ -170,7 +170,7 @@ def kill_worker_in(pid: int, run_dir: Path) -> None:
     os.kill(int(worker), signal.SIGKILL)
 
 
-def test_a_command_that_is_killed_takes_its_workers_along(small_corpus: Path, tmp_path: Path) -> None:
+def test_a_command_that_is_killed_takes_its_workers_along(small_corpus, tmp_path):
     saving = {"checkpoint.every": 5}
     first = planned_of(small_corpus, **saving)[0]
     pid, run_dir = start(tmp_path, comparison(small_corpus, **saving)), tmp_path / "out" / first.name
@@ -189,7 +189,7 @@ def test_a_command_that_is_killed_takes_its_workers_along(small_corpus: Path, tm
     assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
 
-def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
+def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus, tmp_path):
     settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
     settings |= {"checkpoint.every": 5, "train.max_steps": STEPS, **IN_BACKWARD}
     path, out = tmp_path / "my.yaml", tmp_path / "out"
@@ -223,9 +223,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
         (None, {}, True),
     ],
 )
-def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(
-    status: str | None, settings: dict[str, Any], kept: bool, tmp_path: Path
-) -> None:
+def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(status, settings, kept, tmp_path):
     (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
     if status is not None:
         (tmp_path / "summary.json").write_text(json.dumps({"status": status}))

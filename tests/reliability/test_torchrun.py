@@ -96,7 +96,7 @@ def losses(run_dir: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(small_corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     assert finished(folder, words(small_corpus), 2) == 0, (folder / "output.txt").read_text()
     assert main(["verify", str(folder / "runs" / "r")]) == 0
@@ -108,9 +108,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("to", ["torchrun", pytest.param("a rank", marks=SLOW)])
-def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
-    small_corpus: Path, tmp_path: Path, whole: dict[str, Any], to: str
-) -> None:
+def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path, whole, to):
     run_dir = tmp_path / "runs" / "r"
     with started(tmp_path, words(small_corpus), 2) as child:
         wait_for_step(child, run_dir, 6)
@@ -135,7 +133,7 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
 
 
 @pytest.mark.parametrize(("dying", "then"), [(1, 1), pytest.param(0, 3, marks=SLOW)])
-def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_path: Path, dying: int, then: int) -> None:
+def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dying, then):
     run_dir = tmp_path / "runs" / "r"
     with started(tmp_path, words(small_corpus, train__max_steps=ENDLESS, train__batch_size=6), 2) as child:
         wait_for_step(child, run_dir, 6)
@@ -169,9 +167,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_pat
         pytest.param(2, {"shadow.enabled": True}, "train.parallel: 'ddp' can't be used with shadow.enab", marks=SLOW),
     ],
 )
-def test_one_line_and_nothing_on_the_disk(
-    small_corpus: Path, tmp_path: Path, processes: int, settings: dict[str, Any], line: str
-) -> None:
+def test_one_line_and_nothing_on_the_disk(small_corpus, tmp_path, processes, settings, line):
     given = {key.replace(".", "__"): value for key, value in settings.items()}
     code = finished(tmp_path, words(small_corpus, **given), processes)
     (only,) = said(tmp_path)
@@ -182,7 +178,7 @@ def test_one_line_and_nothing_on_the_disk(
 
 
 @SLOW
-def test_other_commands_take_one_process(tmp_path: Path) -> None:
+def test_other_commands_take_one_process(tmp_path):
     assert finished(tmp_path, ["compare"], 2) == 1
     assert said(tmp_path) == [
         "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without torchrun"

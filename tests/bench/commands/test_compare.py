@@ -15,7 +15,6 @@ from bench_runs import flags, refusal, summary_of, wait_until
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, Rule
-from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.report import report
 from nanogpt_bench.sweep import workers as pool_module
@@ -64,20 +63,6 @@ def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch)
     assert "absent" not in {row["rule"] for row in choose_rows(None, ["all"])}
     with refusal("needs no_such_package"):
         choose_rows(None, ["all", "absent"])
-
-
-def test_seeds_and_data_are_shared_by_all_rows():
-    planned = plan_sweep(comparison(seeds=2, max_steps=50, data_dir=Path("corpus")))
-    assert len({run.name for run in planned}) == len(planned) == 24
-    configs = [build_config(run.settings) for run in planned]
-    for config in configs:
-        assert config.train.max_steps == 50
-        assert config.data.dir == "corpus"
-        assert (config.monitor.interval, config.optimizer.warmup_steps) == (2, 5)
-        assert (config.shadow.enabled, config.shadow.interval) == ((True, 16) if config.model.formats else (False, 100))
-        assert (config.train.precision == "float32") is bool(config.model.formats)
-    assert [config.seed for config in configs] == [42, 43] * 12
-    assert len({(config.train.batch_size, config.eval.interval) for config in configs}) == 1
 
 
 # The worker processes

@@ -27,13 +27,10 @@ def search():
     return module
 
 
-def test_its_examples_run(search):
+def test_its_examples_run_and_every_rule_has_a_grid_around_its_default(search):
     result = doctest.testmod(search)
     assert result.attempted > 0
     assert result.failed == 0
-
-
-def test_every_rule_has_a_grid_that_holds_its_default_or_lies_around_it(search):
     for name, entry in RULES.items():
         powers = math.log2(entry.lr / search.lr_at(name, 0))
         assert abs(powers) <= search.MOST_POWERS, name

@@ -1,13 +1,14 @@
-"""Configuration files and overrides: where they are found, what is read, what is refused and how."""
+"""Configuration files, overrides, rules and comparisons' settings: what is read, resolved and refused."""
 
 import gpt2_checkpoints
 import pytest
-from bench_runs import refusal
+from bench_runs import refusal, resolved
 from laws import each
 
+from nanogpt_bench.cli import main
 from nanogpt_bench.config.keys import FIELDS, get
-from nanogpt_bench.config.rules import available_rules
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import (
     FOLDER,
     build_config,
@@ -16,8 +17,10 @@ from nanogpt_bench.config.settings import (
     load_config,
     parse_overrides,
     shipped_configs,
+    to_yaml,
 )
-from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve, rule_name
+from nanogpt_bench.sweep import session as command
 from nanogpt_bench.sweep.file import read_sweep
 
 STOP = "train: {stop_on: [nan, plateau]}"
@@ -140,3 +143,113 @@ def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered
             find_config(name)
     (here / "e4m3.yaml").write_text("seed: 1\n")
     assert load_config(find_config("e4m3.yaml")).seed == 1
+
+
+def arguments_of(rule: str) -> list[str]:
+    quantised = RULES[rule].storage not in WITHOUT_FORMATS
+    return ["--rule", rule, *(["--model.format", "E4M3"] if quantised else [])]
+
+
+@each("rule", available_rules())
+def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_itself(rule, tmp_path):
+    config = resolved(arguments_of(rule))
+    entry, optimizer = RULES[rule], config.optimizer
+    assert (config.model.storage, config.train.precision) == (entry.storage, entry.precision)
+    assert (optimizer.name, optimizer.lr, optimizer.writeback) == (entry.optimizer, entry.lr, entry.writeback)
+    assert optimizer.moments == (entry.moments or ("float32" if entry.storage in MANIFOLDS else None))
+    assert (optimizer.stiffness, optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
+    config.rule = None
+    assert rule_name(config) == rule
+    once, path = resolved(arguments_of(rule)), tmp_path / "config.yaml"
+    path.write_text(to_yaml(once))
+    again = resolve(load_config(path))
+    assert again == once
+    assert again.layers == once.layers
+    with pytest.raises(TypeError, match="can't be resolved again"):
+        resolve(once)
+
+
+@each(
+    ("words", "name"),
+    [
+        ("--optimizer.name StiffnessAdamW --optimizer.stiffness=2", "custom"),
+        *((f"--rule stiffness --model.storage {storage}", "stiffness") for storage in ("grid", "fp8")),
+    ],
+)
+def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_settings_are_custom(words, name):
+    config = resolved(["--model.format", "E4M3", *words.split()])
+    config.rule = None
+    assert rule_name(config) == name
+
+
+@each("name", OWN_OPTIMIZERS)
+def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name):
+    config = resolved(["--model.format", "E4M3", "--optimizer.name", name])
+    optimizer = config.optimizer
+    assert config.model.storage in ROUNDED
+    assert (optimizer.writeback, optimizer.moments) == ("stochastic", "float32")
+    assert optimizer.lr is not None
+    assert (optimizer.stiffness is not None) is name.startswith(("stiffness", "fisher"))
+    assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon"))
+
+
+def test_formats_to_measure_against_take_their_own_spelling():
+    config = resolved(["--monitor.activation_format=e4m3", "--monitor.gradient_format=none"])
+    assert (config.monitor.activation_format, config.monitor.gradient_format) == ("E4M3", None)
+
+
+ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "out"]
+
+
+@pytest.fixture
+def planned(monkeypatch, here):
+    """Return a function from a command line to the records of what it would have trained, by label."""
+    records = []
+
+    class Planning(command.Session):
+        def train(self, planned):
+            records.append(planned)
+            for run in planned:
+                self._record.add(run)
+            self._record.write_manifest()
+            return True
+
+    monkeypatch.setattr(command, "Session", Planning)
+    monkeypatch.setattr(command, "close", lambda *_, **__: 0)
+
+    def plan(*words):
+        assert main([*ROWS, *words]) == 0
+        return {run.label: run for run in records[-1]}
+
+    return plan
+
+
+def test_settings_go_into_every_row_that_takes_them(planned, capsys):
+    words = ("--model.n_layer=2", "--optimizer.lr", "3e-3", "--optimizer.weight_decay=0", "--optimizer.momentum", "0.5")
+    rows = planned(*words, "--model.formats.lm_head", "none", "--train.max_steps", "40", "--seed", "7")
+    configs = {label: resolve(build_config(run.settings)) for label, run in rows.items()}
+    assert list(configs) == ["bf16-mixed", "sgd", "E4M3 stochastic"]
+    for label, config in configs.items():
+        assert (config.model.n_layer, config.optimizer.lr, config.optimizer.weight_decay) == (2, 3e-3, 0.0)
+        assert (config.train.max_steps, config.optimizer.warmup_steps, config.eval.interval) == (40, 4, 4)
+        assert (config.seed, config.optimizer.momentum) == (7, 0.5 if label == "sgd" else None)
+    assert configs["E4M3 stochastic"].model.formats == {"lm_head": "none", "*": "E4M3"}
+    assert capsys.readouterr().err.splitlines()[:3] == [
+        "optimizer.lr 0.003 in every row, in the unit of its optimizer, in place of the rule's own",
+        "optimizer.momentum 0.5 in the rows that take it: sgd",
+        "model.formats {'lm_head': 'none'} in the rows that take it: E4M3 stochastic",
+    ]
+
+
+def test_without_settings_every_row_has_its_rule_s_rate_and_another_rate_is_another_comparison(planned):
+    rates = {run.rule: resolve(build_config(run.settings)).optimizer.lr for run in planned().values()}
+    assert rates == {rule: RULES[rule].lr for rule in ("bf16-mixed", "sgd", "stochastic")}
+    assert main([*ROWS, "--optimizer.lr", "0.1"]) == 2
+
+
+def test_what_differs_from_an_earlier_start_is_named(planned, capsys):
+    planned("--optimizer.lr", "0.1")
+    capsys.readouterr()
+    assert main([*ROWS, "--eval.batches", "3"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "with eval.batches 20, now 3; give a new folder" in line

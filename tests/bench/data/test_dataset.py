@@ -1,18 +1,21 @@
-"""Data sets: a local copy in the hub's layout, read by the library that reads the hub."""
+"""Data sets in the hub's layout, from a local copy; labelled documents written, opened again, and drawn."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bench_runs import refusal
 from hubs import write_parquet
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.batches import Documents, documents_of, drawn, held_out, label_names, load_corpus
 from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-from nanogpt_bench.data.tokenizers import tokenizer_from_meta
+from nanogpt_bench.data.text import prepare_text
+from nanogpt_bench.data.tokenizers import ByteTokenizer, tokenizer_from_meta
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.files import sha256
 
 pytestmark = pytest.mark.extra("datasets")
@@ -130,3 +133,133 @@ def test_a_model_learns_from_eu_law(tmp_path, copy, tiny, tokenizer, place):
     assert summary["final_val_loss"] < np.log(corpus.vocab_size) - 0.3
     facts = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert facts["corpus"]["source"]["dataset"] == "coastalcph/lex_glue"
+
+
+TEXTS = [f"Council decision {number} on fisheries and trade." for number in range(20)]
+LABELS = [sorted({number % 3, number % 5}) for number in range(20)]
+
+
+def write_copy(folder: Path, texts: list[str], labels: list[object], names: list[str] | None = None) -> Path:
+    """A data set in the hub's layout, its labels named as the hub keeps names where there are some."""
+    import datasets
+
+    (folder / "eurlex").mkdir(parents=True)
+    label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+    features = datasets.Features({"text": datasets.Value("string"), "labels": datasets.Sequence(label)})
+    for split, rows in (("train", slice(0, 15)), ("validation", slice(15, None))):
+        content = {"text": texts[rows], "labels": labels[rows]}
+        table = datasets.Dataset.from_dict(content, features)
+        table.to_parquet(folder / "eurlex" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.fixture
+def labelled(tmp_path):
+    return write_copy(tmp_path / "copy", TEXTS, [*LABELS])
+
+
+@pytest.fixture
+def prepared(tmp_path, labelled):
+    prepare_eurlex(tmp_path / "out", data_dir=labelled, task="labels")
+    return tmp_path / "out"
+
+
+def texts_of(found: Documents) -> list[str]:
+    tokens = (found.tokens[start:end] for start, end in zip(found.starts, found.ends, strict=True))
+    return [ByteTokenizer().decode(part) for part in tokens]
+
+
+def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp_path):
+    names = [f"concept {number}" for number in range(7)]
+    folder = write_copy(tmp_path / "copy", ["", *TEXTS[1:]], [*LABELS], names)
+    meta = prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")
+    assert meta["labels"] == names
+    corpus = load_corpus(tmp_path / "out", 16)
+    assert documents_of(corpus, "val").labels.shape == (5, 7)
+    found = documents_of(corpus, "train")
+    assert texts_of(found) == TEXTS[1:15]
+    assert [np.flatnonzero(row).tolist() for row in found.labels] == LABELS[1:15]
+
+
+def write_rows(folder: Path, labels: object) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "eurlex").mkdir(parents=True)
+    columns = {"text": TEXTS} | ({} if labels is None else {"labels": labels})
+    for split in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "eurlex" / f"{split}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        (None, "unknown column of data set .* 'labels'; allowed: text"),
+        ([3] * 20, "column 'labels' of .* holds int, not lists of numbers"),
+        ([["a"]] * 20, "holds 'a'; whole numbers from 0 to 65535 are allowed"),
+        ([[-1]] * 20, "holds -1; whole numbers"),
+        ([[0], [70000]] * 10, "holds 70000; whole numbers"),
+        ([[1.5]] * 20, "holds 1.5; whole numbers"),
+        ([None] * 20, "holds NoneType, not lists"),
+        ([[None]] * 20, "holds None; whole numbers"),
+        ([[]] * 20, "no document has a label"),
+    ],
+)
+def test_labels_that_are_none_are_named(tmp_path, labels, reason):
+    write_rows(tmp_path / "copy", labels)
+    with refusal(reason):
+        prepare_eurlex(tmp_path / "out", data_dir=tmp_path / "copy", task="labels")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_the_command_says_how_many_labels_there_are(here, labelled, capsys):
+    assert main(["prepare", "eurlex", "--task", "labels", "--data-dir", "copy"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("data/eurlex-labels: ")
+    assert "; 5 labels, 15 documents for training, 5 for validation" in said
+    Path("a.txt").write_text("one two three\n" * 100)
+    prepare_text(Path("a.txt"), here / "data" / "eurlex-labels")  # a text over it leaves none of its files
+    assert sorted(path.name for path in (here / "data" / "eurlex-labels").iterdir()) == [
+        "meta.json",
+        "train.bin",
+        "val.bin",
+    ]
+
+
+def test_the_sample_of_eu_law_is_read(tmp_path):
+    """The real layout; every label in it is 0."""
+    if not SAMPLE.is_dir():
+        pytest.skip("the sample of EU legislation is not there")
+    words = ["prepare", "eurlex", "--task", "labels", "--data-dir", str(SAMPLE), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    corpus = load_corpus(tmp_path / "out", 16)
+    train, val = (documents_of(corpus, split) for split in ("train", "val"))
+    assert (label_names(corpus), len(train), len(val)) == (["0"], 183, 15)
+    assert train.labels.all()
+    assert val.labels.all()
+
+
+def test_rows_are_first_tokens_with_padding_behind(prepared):
+    found = documents_of(load_corpus(prepared, 16), "train")
+    length = int(found.ends[0])
+    for block in (16, length, 64):
+        tokens, labels = found.rows(np.array([0, 3]), block)
+        assert tokens.shape == (2, block)
+        whole = found.tokens[found.starts[3] : found.ends[3]].astype(np.int64)
+        kept = min(block, len(whole))
+        assert tokens[1, :kept].tolist() == whole[:kept].tolist()
+        assert (tokens[1, kept:] == PADDING).all()
+        assert found.lengths(np.array([3]), block).tolist() == [kept]
+        assert torch.equal(labels[1], torch.from_numpy(found.labels[3]).float())
+
+
+def test_drawing_depends_on_seed_step_and_micro_step_only(prepared):
+    found = documents_of(load_corpus(prepared, 16), "train")
+    draw = drawn(found, 8, seed=1, step=5, micro_step=2)
+    assert np.array_equal(draw, drawn(found, 8, seed=1, step=5, micro_step=2))
+    for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}):
+        assert not np.array_equal(draw, drawn(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change}))
+    batches = held_out(found, 4, 4, seed=7)
+    assert [len(part) for part in batches] == [4, 4, 4, 3]
+    assert sorted(np.concatenate(batches)) == list(range(15))
+    assert [len(part) for part in held_out(found, 2, 4, seed=7)] == [4, 4]

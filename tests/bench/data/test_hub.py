@@ -117,7 +117,7 @@ def asked(requests: list[str], name: str) -> list[str]:
     return [request for request in requests[first:last] if "/datasets/" in request]
 
 
-def test_eurlex_comes_from_the_hub(outcomes):
+def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
     done = outcomes["eurlex"]
     assert (done.code, done.err) == (0, "")
     assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
@@ -126,6 +126,9 @@ def test_eurlex_comes_from_the_hub(outcomes):
     named = {"dataset": "coastalcph/lex_glue", "config": "eurlex", "column": "text", "limit_tokens": None}
     assert done.meta["source"] == {"kind": "hub", "revision": "c0ffee" * 6 + "c0de", **named}
     assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
+    done = outcomes["copy"]
+    assert (done.code, done.err, done.requests) == (0, "", [])
+    assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
 
 
 def test_a_limit_leaves_files_unread(outcomes):
@@ -142,12 +145,6 @@ def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
     assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in done.requests
     assert (done.meta["source"]["dataset"], done.meta["source"]["config"]) == (MULTI, "en")
     assert done.meta["splits"]["train"]["tokens"] == sum(map(len, TRAIN))
-
-
-def test_a_local_copy_asks_the_hub_nothing(outcomes):
-    done = outcomes["copy"]
-    assert (done.code, done.err, done.requests) == (0, "", [])
-    assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -207,14 +204,11 @@ def test_a_hub_that_never_answers_or_is_in_trouble_is_given_up(at, hub, monkeypa
         assert time.monotonic() - started < 5
 
 
-def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch):
+def test_errors_are_a_hub_out_of_reach_and_a_given_revision_is_looked_for_in_one_data_set(monkeypatch, tmp_path):
     for error in (ConnectionError("no route"), OfflineModeIsEnabled("off"), TimeoutError(), OSError(5, "broken pipe")):
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
         with refusal(r"can't be reached \(.+\)"):
             find_commit("some/set", None)
-
-
-def test_a_given_revision_is_not_looked_for_in_another_data_set(monkeypatch, tmp_path):
     monkeypatch.setattr(dataset, "find_commit", Mock(side_effect=NotOnHubError("the hub has no data set 'lex_glue'")))
     with pytest.raises(NotOnHubError, match="lex_glue"):
         dataset.prepare_eurlex(tmp_path / "out", revision="v2")

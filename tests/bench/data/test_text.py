@@ -61,13 +61,6 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
     assert corpus.meta["source"] == {"kind": "nanogpt", "file": "shakespeare"}
 
 
-def test_a_limit_takes_the_first_tokens(tmp_path):
-    given = folder_of(tmp_path / "in", "byte")
-    meta = prepare_nanogpt(given, tmp_path / "out", "byte", limit=700)
-    assert [meta["splits"][split]["tokens"] for split in ("train", "val")] == [700, 70]
-    assert (given / "train.bin").read_bytes().startswith((tmp_path / "out" / "train.bin").read_bytes())
-
-
 @pytest.mark.parametrize(
     ("damage", "tokenizer", "message"),
     [

@@ -57,11 +57,17 @@ def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(name, text, pla
         assert CharTokenizer.of(text).characters == "".join(sorted(set(text)))
 
 
-def test_gpt2_known_tokens():
-    """GPT-2's own numbers; what looks like an end of text in a document is not one."""
+def test_gpt2_has_its_own_numbers_and_merges_nothing_across_a_cut():
+    # GPT-2's own numbers; what looks like an end of text in a document is not one
     assert Gpt2Tokenizer().encode("hello world").tolist() == [31373, 995]
     assert 50256 not in Gpt2Tokenizer().encode("<|endoftext|>")
     assert Gpt2Tokenizer().vocab_size == 50257
+    text = "It's  1,234 words,\n\n\tsome of them naïve: don't   cut 'em wrongly. " * 40
+    tokenizer = Gpt2Tokenizer()
+    cut = list(pieces(text, 97))
+    assert "".join(cut) == text
+    assert max(map(len, cut)) <= 97
+    assert np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist() == tokenizer.encode(text).tolist()
 
 
 def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
@@ -80,15 +86,6 @@ def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
     awkward = "  \n\n\tif x:\r\n      y = 'it''s'  \u00a0\u2003 1234567890 \U0001f600  "
     for text in (TEXT, awkward, *stdlib_documents()[:40]):
         assert ours.encode(text).tolist() == theirs.encode_ordinary(text)
-
-
-def test_gpt2_merges_nothing_across_a_cut():
-    text = "It's  1,234 words,\n\n\tsome of them naïve: don't   cut 'em wrongly. " * 40
-    tokenizer = Gpt2Tokenizer()
-    cut = list(pieces(text, 97))
-    assert "".join(cut) == text
-    assert max(map(len, cut)) <= 97
-    assert np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist() == tokenizer.encode(text).tolist()
 
 
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(1, 12))
@@ -112,19 +109,6 @@ def longest_word(text: str) -> int:
     """The characters of a text's longest word, a blank before it left out."""
     words = (found[0] for found in tokenizers._words().finditer(text))
     return max((len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0)
-
-
-@pytest.mark.parametrize("word", ["acgt", "  ", "=", "12", "\n", "é"])
-def test_a_word_of_a_text_without_blanks_is_cut(word):
-    most, text = tokenizers.LONGEST, "a word " + word * 3000 + " and more " + TEXT
-    parts = list(tokenizers.in_parts(text))
-    assert "".join(parts) == text
-    assert max(map(longest_word, parts)) == most
-    tokenizer = make_tokenizer("bpe-280", "", [text])
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    longest = (word * most)[: most - 2]
-    for short in (f"a word {longest} and more", f"{longest}x.x{longest}", TEXT):  # whose pairs are what they were
-        assert list(tokenizers.in_parts(short)) == [short]
 
 
 @settings(deadline=None)

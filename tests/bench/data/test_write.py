@@ -1,4 +1,4 @@
-"""A corpus is written whole or not at all."""
+"""Corpora as they are written and read: batches, windows, and what stands in the way."""
 
 import hashlib
 import json
@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bench_runs import refusal
 from damages import contents
 
+from nanogpt_bench.data.batches import batch, open_corpus
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import DiskError
 
 SPLITS = {"train": ["a" * 100, "b" * 50], "val": ["c" * 80]}
@@ -20,7 +23,7 @@ def write(out: Path, tokenizer: ByteTokenizer | None = None) -> dict[str, object
     return write_corpus(out, SPLITS, tokenizer or ByteTokenizer(), {"kind": "test"}, progress=False)
 
 
-def test_files_and_meta_agree(tmp_path):
+def test_files_and_meta_agree_and_a_prepared_corpus_is_replaced(tmp_path):
     meta = write(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "meta.json").read_text()) == meta
     train = np.fromfile(tmp_path / "out" / "train.bin", dtype="<u2")
@@ -28,6 +31,10 @@ def test_files_and_meta_agree(tmp_path):
     counts = meta["splits"]["train"]
     digest = hashlib.sha256((tmp_path / "out" / "train.bin").read_bytes()).hexdigest()
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
+    write(tmp_path / "out")
+    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class Failing(ByteTokenizer):
@@ -55,13 +62,6 @@ def test_what_ends_it_leaves_what_was_there(tmp_path, there_before):
     assert contents(tmp_path) == before
 
 
-def test_a_prepared_corpus_is_replaced(tmp_path):
-    write(tmp_path / "out")
-    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
-    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     with refusal(r"thesis\.tex"):
@@ -71,20 +71,6 @@ def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
     with refusal("too short: its val split has 11 tokens, at least 65"):
         write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
     assert contents(tmp_path) == {"thesis.tex": b"precious"}
-
-
-def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path):
-    taken = []
-
-    def stream():
-        for index in range(1000):
-            taken.append(index)
-            yield "x" * 99
-
-    splits = {"train": stream(), "val": ["y" * 100]}
-    meta = write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=False, limit=800)
-    assert taken == list(range(8))
-    assert {split: count["tokens"] for split, count in meta["splits"].items()} == {"train": 800, "val": 80}
 
 
 @pytest.mark.parametrize("limit", [None, 800])
@@ -98,3 +84,35 @@ def test_the_bar_is_drawn_on_standard_error_only(limit, stream, tmp_path, capsys
     assert output.out == ""
     assert "tokenizing" in output.err
     assert f"{1520 + 810 if limit is None else 880:,} tokens" in output.err
+
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+
+
+def test_batches_depend_on_their_keys_and_targets_follow_inputs():
+    draw = [batch(TOKENS, 8, 16, seed=1, step=5, micro_step=2, rank=3)[0] for _ in range(2)]
+    assert torch.equal(draw[0], draw[1])
+    others = [{"seed": 2}, {"step": 6}, {"micro_step": 3}, {"rank": 4}]
+    for change in others:
+        where = {"seed": 1, "step": 5, "micro_step": 2, "rank": 3, **change}
+        assert not torch.equal(draw[0], batch(TOKENS, 8, 16, **where)[0])
+    x, y = batch(TOKENS, 32, 16, seed=0, step=0)
+    assert x.dtype == y.dtype == torch.int64
+    assert x.shape == y.shape == (32, 16)
+    assert torch.equal(x + 1, y)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    starts = {int(row[0]) for step in range(200) for row in batch(TOKENS[:20], 8, 16, seed=0, step=step)[0]}
+    assert starts == {0, 1, 2, 3}
+
+
+def test_a_run_can_train_on_the_first_tokens_only(tiny):
+    config = resolve(tiny())
+    whole = open_corpus(config)
+    config.data.train_tokens = 100
+    part = open_corpus(config)
+    assert np.array_equal(part.train, whole.train[:100])
+    assert len(part.val) == len(whole.val)
+    for count in (16, len(whole.train) + 1):
+        config.data.train_tokens = count
+        with refusal(rf"data.train_tokens: {count} .* give 17 to {len(whole.train)}"):
+            open_corpus(config)

@@ -266,6 +266,30 @@ def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, cap
     assert (code, told.replace("MODEL", "./MODEL") in capsys.readouterr().err) == ((2, True) if named else (0, False))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_head_of_its_own_counts_whatever_the_settings_say(kind, tmp_path):
+    folder = causal_models.write(tmp_path / kind, kind, tied=False)
+    put("tie_word_embeddings", True)(folder / "config.json")
+    found, model = outline(str(folder)), load_causal(str(folder))
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert not found.shared
+
+
+def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
+    folder = causal_models.write(tmp_path / "same")
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    save_file({**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    found, model = outline(str(folder)), load_causal(str(folder))
+    assert list(found.shared) == ["lm_head"]
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    other = causal_models.write(tmp_path / "none")
+    put("tie_word_embeddings", False)(other / "config.json")
+    with refusal(r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
+        load_causal(str(other))
+
+
 def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkeypatch):
     monkeypatch.setattr(free_memory, "free_memory", lambda: 90_000)
     (real, opened) = (builtins.open, [])

@@ -1,11 +1,21 @@
-"""The GPT: shapes, initial values, causality; its weights in a file, and back."""
+"""The GPT: shapes, initial values, causality; weights in a file, and back; other models, and models in 16 bits."""
 
+import json
+from pathlib import Path
+from typing import Any
+
+import causal_models
 import pytest
 import torch
+import transformers
 from bench_runs import refusal, resolved
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fp8manifold as fm
+from nanogpt_bench.cli import main
+from nanogpt_bench.evaluation import measurement, report
+from nanogpt_bench.model.causal import computes_in_float32, is_linear, load_narrow, window_losses
 from nanogpt_bench.model.gpt import FLOATS, GPT, GPTShape, build_model, linear_sizes
 from nanogpt_bench.model.weights import fill, quantized_layers, save_weights
 from nanogpt_bench.setup.surgery import quantize
@@ -34,14 +44,11 @@ def test_a_token_does_not_see_later_ones():
     assert float(difference[10:].min()) > 0.0
 
 
-def test_initial_values_follow_gpt2():
+def test_initial_values_follow_gpt2_and_the_seed_and_the_global_generator_stays():
     model = build_model(GPTShape(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=300, bias=True), seed=0)
     for name, std in (("blocks.0.attn.qkv", 0.02), ("blocks.3.mlp.proj", 0.005), ("token_embedding", 0.02)):
         assert float(model.get_submodule(name).weight.detach().std()) == pytest.approx(std, rel=0.02)
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
-
-
-def test_the_seed_decides_and_the_global_generator_stays():
     before = torch.get_rng_state()
     one, same, other = (build_model(SMALL, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -49,14 +56,11 @@ def test_the_seed_decides_and_the_global_generator_stays():
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
 
 
-def test_tying_shares_one_parameter():
+def test_tying_shares_one_parameter_and_dropout_acts_in_training_only():
     tied = GPT(GPTShape(2, 2, 32, 16, vocab_size=50, tie_weights=True))
     assert tied.lm_head.weight is tied.token_embedding.weight
     total = sum(parameter.numel() for parameter in GPT(SMALL).parameters())
     assert sum(parameter.numel() for parameter in tied.parameters()) == total - 50 * 32
-
-
-def test_dropout_acts_in_training_only():
     model = build_model(GPTShape(1, 2, 32, 16, vocab_size=50, dropout=0.5), seed=0)
     tokens = torch.arange(16)[None]
     assert not torch.equal(model(tokens), model(tokens))
@@ -117,3 +121,101 @@ def test_weights_of_another_model_are_refused(tmp_path, there, words):
         fill(model, load_file(tmp_path / "w"), {}, "weights")
     for name, layer in quantized_layers(model).items():
         assert torch.equal(layer.weight_codes(), before[name])
+
+
+QUICK = ["--model.block_size", "16", "--train.max_steps", "2", "--eval.batches", "1", "--monitor.interval", "2"]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    return causal_models.write(tmp_path_factory.mktemp("models") / "mixtral", "mixtral")
+
+
+def test_experts_in_one_parameter_are_measured_around_and_named(mixtral, text_file, tmp_path, capsys):
+    words = ["evaluate", "--model", str(mixtral), "--input", str(text_file), "--formats", "E4M3"]
+    assert main([*words, "--model.block_size", "16", "--windows", "2", "--out", str(tmp_path / "out")]) == 0
+    assert "model.layers.0.mlp.experts (18,432): " in capsys.readouterr().err
+    rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
+    assert rows[1]["quantized_parameters"] == 2 * 4 * 32 * 32
+
+
+def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, here, capsys):
+    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(mixtral), "--out", "law"]) == 0
+    assert main(["finetune", "--model", str(mixtral), "--data.dir", "law", "--name", "f", *QUICK]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: ")]
+    summary = json.loads(Path("runs/f/summary.json").read_text())
+    left = summary["parameters"] - summary["quantized_parameters"]
+    (line,) = said
+    assert line.startswith(f"left in float: {left / summary['parameters']:.0%} of the weights, {left:,} of ")
+    assert "most in model.layers.0.mlp.experts (18,432), model.layers.1.mlp.experts (18,432)" in line
+
+
+@pytest.mark.parametrize("command", ["evaluate", "finetune"])
+def test_a_model_without_attention_is_refused(command, text_file, tmp_path, corpus_dir, refused):
+    text = ["--input", text_file] if command == "evaluate" else ["--data.dir", corpus_dir]
+    said = refused(command, "--model", causal_models.write(tmp_path / "mamba", "mamba"), *text)
+    assert "is of type 'mamba', without attention" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(value, text_file, tmp_path, refused):
+    model = causal_models.write(tmp_path / "llama")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    said = refused("evaluate", "--model", model, "--input", text_file)
+    assert "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values" in said
+
+
+def written(folder: Path, kind: str, dtype: torch.dtype) -> Path:
+    causal_models.write(folder, kind, tied=kind != "gpt2")
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = json.loads((folder / "evaluation.json").read_text())["rows"]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)]
+)
+def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(kind, dtype, text_file, tmp_path, monkeypatch):
+    """The results equal those of a model that holds float weights and codes."""
+    model = written(tmp_path / kind, kind, dtype)
+    words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "3", "--model.block_size=16"]
+    words += ["--formats", "E4M3,E2M1", "--scales", "tensor,channel"]
+    held = []
+
+    def losses(model, *rest):
+        layers = [each for each in model.modules() if is_linear(each) or isinstance(each, fm.QuantizedLinear)]
+        codes = [isinstance(each.weight, fm.FP8Tensor) for each in layers if each is not model.get_output_embeddings()]
+        held.append({torch.uint8} if all(codes) else {each.weight.dtype for each in layers})
+        return window_losses(model, *rest)
+
+    monkeypatch.setattr(measurement, "window_losses", losses)
+    assert main([*words, "--out", str(tmp_path / "anew")]) == 0
+    assert held == [{dtype}, *[{torch.uint8}] * 4]
+    monkeypatch.setattr(report, "find_model", lambda _: {"gguf_file": ""})  # of which floats alone are read
+    assert main([*words, "--out", str(tmp_path / "floats")]) == 0
+    assert held[5] == {torch.float32}
+    assert rows_of(tmp_path / "anew") == rows_of(tmp_path / "floats")
+
+
+@pytest.mark.parametrize("options", [["--sensitivity"], ["--embeddings"], ["--model.formats.embeddings", "E4M3"]])
+def test_what_is_measured_beside_floats_holds_them(options, text_file, tmp_path, monkeypatch):
+    model = written(tmp_path / "llama", "llama", torch.bfloat16)
+    monkeypatch.setattr(report, "load_narrow", lambda _: pytest.fail("read without its floats"))
+    words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "2", "--model.block_size=16"]
+    assert main([*words, "--formats", "E4M3", *options, "--out", str(tmp_path / "out")]) == 0
+
+
+def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path):
+    assert load_narrow(str(causal_models.write(tmp_path / "floats"))) is None
+    narrow = load_narrow(str(written(tmp_path / "llama", "llama", torch.bfloat16)))
+    assert narrow is not None
+    assert narrow.config.dtype is torch.float32
+    made = torch.nn.Linear(2, 2).bfloat16()
+    made.register_buffer("cache", torch.ones(2, dtype=torch.bfloat16), persistent=False)
+    assert not computes_in_float32(made)

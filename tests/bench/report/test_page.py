@@ -92,3 +92,11 @@ def test_a_source_of_many_files_is_named_shortly():
     corpus = {"source": {"kind": "copy", "files": files, "limit": None}, "splits": {"train": {"tokens": 1200}}}
     said = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
     assert said == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"
+
+
+def test_the_page_is_printed_whole():
+    from importlib import resources
+
+    rules = resources.files("nanogpt_bench.report").joinpath("page.css").read_text().partition("@media print")[2]
+    assert ".scroll, pre { overflow: visible; }" in rules
+    assert "break-inside: avoid" in rules

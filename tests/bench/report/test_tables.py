@@ -1,11 +1,8 @@
 """Every form of the table carries the same numbers, has the columns that tell rows apart, and fits a terminal."""
 
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from laws import each
 from run_folders import csv_lines, measured, write_comparison, write_run
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
@@ -66,16 +63,6 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
         assert [word for word in shown if word not in table] == []
 
 
-@each(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)])
-def test_alerts_and_the_best_loss_are_shown_where_they_differ(alerts, shown):
-    results = [
-        replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
-    ]
-    assert ("alerts" in headings(results)) == shown
-    assert "best val loss" not in headings(results)
-    assert "best val loss" in headings([replace(results[0], best_val_loss=Figure(2.4)), *results[1:]])
-
-
 def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
     lines = csv_lines(results)
     columns = [name for column in COLUMNS for name in column.csv]
@@ -99,15 +86,6 @@ def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_pa
     assert (line["rule"], line["format"], line["failures"]) == ("'" + text,) * 3
     assert float(line["gap"]) == pytest.approx(-0.178)  # no apostrophe: a number
     assert not any(cell.startswith(tuple("=+@")) for cell in line.values())
-
-
-def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
-    lines = to_markdown(results).splitlines()
-    assert len(lines) == 2 + len(results)
-    assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {len(shown_columns(results)) + 2}
-    assert len({len(line) for line in lines}) == 1
-    assert "+0.450 (+21.4%)" in lines[5]
-    assert "93.0% code" in lines[4]
 
 
 def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path):

@@ -143,7 +143,7 @@ def test_what_cannot_be_constrained_is_refused(said):
         resolved(**{"model__constraint": "stiefel"} | REFUSED[said])
 
 
-def test_a_row_of_zeros_has_no_nearest_point(tiny):
+def test_a_row_of_zeros_has_no_nearest_point_and_a_comparison_constrains_what_it_can(tiny):
     config = resolve(tiny(**SPHERE))
     corpus = open_corpus(config)
     model = initial_model(config, corpus)
@@ -151,9 +151,6 @@ def test_a_row_of_zeros_has_no_nearest_point(tiny):
         model.blocks[0].attn.qkv.weight[3] = 0.0
     with refusal(r"the weight of 'blocks.0.attn.qkv' has a row of zeros"):
         Trainer(config, corpus, torch.device("cpu"), start=model)
-
-
-def test_a_comparison_constrains_the_rows_that_can_be():
     assert applies("model.constraint", "stiefel", RULES["riemannian"])
     assert not applies("model.constraint", "stiefel", RULES["fp32"])
     assert not applies("optimizer.constrained_lr", 0.1, RULES["stochastic"])

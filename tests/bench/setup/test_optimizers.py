@@ -1,16 +1,32 @@
-"""Parameter groups and the optimizers they go to."""
+"""Optimizers and storages: what a rule sets up, by its options and beside its float twin."""
 
+import shutil
 import sys
+from typing import Any
 
 import pytest
 import torch
-from bench_runs import refusal, resolved
+from bench_runs import recorded, refusal, resolved, summary_of, train, trainer_of
 from laws import each
+from torch import nn
 
 import fp8manifold as fm
+from nanogpt_bench.checkpoint import step_file
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
+from nanogpt_bench.config.schema import FP8_FORMATS, PRODUCTS, ROUNDED
+from nanogpt_bench.config.settings import build_config, find_config, read_yaml
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.model.weights import quantized_layers
+from nanogpt_bench.runs.trained import choose, load
+from nanogpt_bench.setup.memory import bytes_of
 from nanogpt_bench.setup.optimizers import build_optimizer, parameter_groups
+from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.setup.surgery import quantize
+from nanogpt_bench.sweep.comparison import choose_rows
 
 SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)
 ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=fp8")
@@ -112,3 +128,216 @@ def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
     asked = on_one_byte(name, "--optimizer.draws=dither")
     assert {group["draws"] for group in asked.param_groups} == {"dither"}
     assert {group["draws"] for group in on_one_byte(name).param_groups} <= {"independent", None}
+
+
+QUANTISED = [name for name in available_rules() if RULES[name].storage in ROUNDED]
+#: values of a simulated byte are multiplied as they are, so it has no products of codes
+SIMULATED = [name for name in QUANTISED if RULES[name].products is None]
+#: what a weight and its optimizer state hold in one-byte storage, scales and block scales left out
+HELD = {
+    **dict.fromkeys(("nearest", "stochastic", "momentum", "stiffness", "riemannian"), 9.0),
+    **dict.fromkeys(("stiffness-lion", "madam", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0),
+    **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
+    "residual8": 10.0,
+    "muon-stochastic": 2.0,
+}
+
+
+@each("fmt", ["E4M3", "E7M0"])
+@pytest.mark.parametrize("rule", [name for name in SIMULATED if RULES[name].writeback != "residual8"])
+def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fmt):
+    room = {"model__headroom": 1024.0}  # a byte's scale doubles where a weight reaches its end, and a grid's does not
+    byte, floats = (
+        trainer_of(tiny(rule=rule, model__format=fmt, model__storage=name, **room)) for name in ("fp8", "grid")
+    )
+    assert train(byte, 8) == train(floats, 8)
+    assert byte.validate() == floats.validate()
+    twins = quantized_layers(floats.model)
+    for name, layer in quantized_layers(byte.model).items():
+        assert torch.equal(layer.weight_codes(), twins[name].weight_codes()), name
+
+
+@each("rule", HELD)
+def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
+    trainer = trainer_of(tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128))
+    train(trainer, 2)
+    weights = [layer.weight for layer in quantized_layers(trainer.model).values()]
+    each = bytes_of(weights, trainer.optimizer) / sum(weight.numel() for weight in weights)
+    # One float32 scale a row of 128 or 512, block scales of the averages, counters.
+    assert HELD[rule] < each < HELD[rule] + 0.15
+
+
+def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp_path):
+    config = tiny(rule="stiffness-unrounded", model__format="E4M3", optimizer__lr=0.02, train__max_steps=40)
+    trainer = trainer_of(config)
+    layers = quantized_layers(trainer.model)
+    start = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    drawn = trainer_of(tiny(rule="fp32"))
+    for name, layer in layers.items():  # the float weights of the same seed, not their roundings
+        assert torch.equal(start[name], drawn.model.get_submodule(name).weight)
+        assert layer.weight_format is not None
+    train(trainer, 2)
+    assert all(not torch.equal(layer.weight, start[name]) for name, layer in layers.items())
+    summary = run(config, tmp_path / "r")
+    assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
+    assert (summary["storage"], summary["stall"], summary["stall_metric"]) == ("continuous", None, None)
+    assert 12 <= summary["bytes_per_quantized_parameter"] < 12.5
+    records = recorded(tmp_path / "r")
+    assert records[1]["stiffness/exponent"] == 1.0
+
+
+def test_a_residual_begins_with_the_float_weights(tiny):
+    trainer = trainer_of(tiny(rule="residual8", model__format="E4M3", optimizer__lr=1e-12, optimizer__weight_decay=0))
+    floats = trainer_of(tiny(rule="fp32"))
+    train(trainer, 1)
+    for name, layer in quantized_layers(trainer.model).items():
+        weight, residual = layer.weight, trainer.optimizer.state[layer.weight]["residual"]
+        assert weight.remainder is None  # handed over
+        assert residual.dtype == torch.int8
+        start, scale = floats.model.get_submodule(name).weight.detach(), layer.weight_scale()
+        code = fm.to_chart(weight.dequantize() / scale, "E4M3")
+        value = fm.from_chart(code + residual / 256, "E4M3") * scale
+        assert bool(((value - start).abs() <= fm.ulp(start / scale, "E4M3") * scale / 256).all()), name
+        assert not torch.equal(weight.dequantize(), value), name
+
+
+@each("fmt", ["E4M3", "E7M0"])
+@each("rule", WITH_TWIN)
+def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule, fmt):
+    """From the same weights and batch: what the rule writes is a neighbour of what the twin keeps."""
+    twin, rounded = (
+        trainer_of(tiny(rule=name, model__format=fmt, optimizer__warmup_steps=0, **grid))
+        for name, grid in ((f"{rule}-float", {}), (rule, {"model__storage": "grid"}))
+    )
+    with torch.no_grad():
+        for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
+            own.copy_(other)
+    assert train(twin, 1) == train(rounded, 1)
+    layers, moved = quantized_layers(rounded.model), 0
+    others = {name: layer.weight for name, layer in quantized_layers(twin.model).items()}
+    for name, layer in layers.items():
+        ulps = layer.manifold.to_chart(layer.weight) - layer.manifold.to_chart(others[name])
+        assert ulps.abs().max() < 1 + 1e-4
+        moved += int((others[name] != layer.weight).sum())
+    assert moved  # the twin is off the grid
+    quantized = {id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())}
+    for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
+        assert id(own) in quantized or torch.equal(own, other)
+
+
+def products_of(**settings: Any) -> dict[str, tuple[str, str]]:
+    """Products of each layer of one block, and of its weight's gradient, where the shipped file has other settings."""
+    file = read_yaml(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
+    formats = {"*": file.pop("model.format"), **settings.pop("formats", {})}
+    layers = resolve(build_config(file | {"model.formats": formats} | settings)).layers
+    return {name.removeprefix("blocks.0."): (spec.products, spec.gradient_products) for name, spec in layers.items()}
+
+
+def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
+    fp8, decoded = ("fp8", "bfloat16"), ("decoded", "bfloat16")
+    every = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
+    assert products_of() == {**every, "lm_head": decoded}
+    own = {"attn.qkv": {"weight": "E4M3", "products": "decoded"}, "lm_head": {"weight": "E5M2", "products": "fp8"}}
+    own["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
+    assert products_of(formats=own) == {**every, "attn.qkv": decoded, "mlp.fc": ("fp8", "fp8"), "lm_head": fp8}
+    integers = {"rule": None, "model.storage": "fp8", "formats": {"*": "E1M6"}, "model.products": "int8"}
+    assert products_of(**integers)["mlp.fc"] == ("int8", "bfloat16")
+
+
+def test_the_bench_has_the_products_that_the_library_has():
+    for products in PRODUCTS:
+        assert fm.LayerSpec("E1M6" if products == "int8" else "E4M3", products=products).products == products
+    for fmt in ("E4M3", "E5M2", "E1M6", "E2M5", "E3M4"):
+        units = fm.LayerSpec(fmt, products="auto").units
+        assert (units == "fp8") == (fmt in FP8_FORMATS)
+
+
+def test_settings_one_by_one_are_the_rule():
+    given = {"model.storage": "fp8", "optimizer.writeback": "stochastic", "optimizer.moments": "8bit"}
+    given |= {"model.format": "E4M3", "optimizer.name": "adamw"}
+    names = {
+        p: rule_name(resolve(build_config(given | {"model.products": p}))) for p in (None, "decoded", "fp8", "auto")
+    }
+    assert names.pop("fp8") == "stochastic-fp8"
+    assert names.pop("auto") == "custom"
+    assert set(names.values()) == {"stochastic-8bit"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
+    losses = {}
+    for rule in ("stochastic-8bit", "stochastic-fp8"):
+        trainer = trainer_of(tiny(rule=rule, model__format="E4M3", train__precision=precision))
+        losses[rule] = train(trainer, 20)
+        products = {layer.spec.products for name, layer in quantized_layers(trainer.model).items() if name != "lm_head"}
+        assert products == {"fp8" if rule == "stochastic-fp8" else "decoded"}
+    decoded, fp8 = (torch.tensor(each) for each in losses.values())
+    assert not torch.equal(decoded, fp8)
+    torch.testing.assert_close(fp8, decoded, atol=0.02, rtol=0)
+
+
+def test_a_comparison_of_all_rules_leaves_out_formats_that_no_unit_multiplies():
+    def formats(rules):
+        return [row["model.format"] for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"]
+
+    assert formats(["all"]) == ["E4M3"]
+    assert formats(["stochastic-fp8"]) == ["E4M3", "E7M0"]  # refused when it is planned, as it was named
+
+
+OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
+
+
+def embeddings(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+
+
+@pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_embedding_trains_in_its_codes(tiny, corpus_dir, rule, tied):
+    more = {"model__tied": "leave"} if tied else {}
+    config = resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more))
+    trainer = Trainer(config, load_corpus(corpus_dir, config.model.block_size or 0), torch.device("cpu"))
+    found = embeddings(trainer.model)
+    assert len(found) == 2
+    before = {}
+    for name, weight in found.items():
+        assert isinstance(weight, fm.FP8Parameter)
+        assert weight.format == fm.FloatFormat.from_string("E3M4")
+        before[name] = weight.codes.clone()
+    assert (trainer.model.lm_head.weight is trainer.model.token_embedding.weight) is tied
+    train(trainer, 1)
+    for name, weight in found.items():
+        assert not torch.equal(weight.codes, before[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys):
+    more = {"model__tie_weights": True, "model__tied": "leave"} if tied else {}
+    config = tiny(rule="stochastic-8bit", train__max_steps=4, checkpoint__every=2, **OPTIONS, **more)
+    run(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    step_file(tmp_path / "half", 4).unlink()
+    run(config, tmp_path / "half", resume=True)
+    one, other = (load(choose(tmp_path / name)).tensors for name in ("whole", "half"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    floats = tiny(rule="stochastic-8bit", model__format="E4M3", **more)
+    run(floats, tmp_path / "floats")
+    held = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
+    assert held[0] < held[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
+    for command in (["evaluate", str(tmp_path / "whole")], ["sample", str(tmp_path / "whole"), "--tokens", "3"]):
+        assert main(command) == 0, capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "whole"), "--formats", "E5M2"]) == 0
+
+
+def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny):
+    floats = "model.embeddings: 'E3M4' needs model.storage fp8, not "
+    for given, message in {
+        "--model.embeddings=e3m4 --rule=master --model.format=E4M3": f"{floats}'mast",
+        "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
+        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: unknown float format 'E3M9",
+    }.items():
+        with refusal() as refused:
+            resolved(given.split())
+        assert str(refused.value).startswith(message)
+    assert resolve(tiny(rule="fp32", model__embeddings="none")).model.embeddings is None

@@ -1,18 +1,24 @@
-"""Sensitivity: what a sweep over layer patterns finds."""
+"""Sweeps over lengths, sizes of the data, and layers: a reference for each, and the gap to it."""
 
 import csv
+import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
-from sweep_runs import read_json, runs_of
+from bench_runs import recorded, summary_of
+from sweep_runs import read_json, runs_of, small, train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.runs.load import find_runs
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import check_inputs
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
+from nanogpt_bench.sweep.tuning import Tuning
 
 
 def vocabulary(run: Path) -> int:
@@ -63,3 +69,78 @@ def test_sensitivity_of_other_operands(write, operand):
     assert spec == {operand: "E1M6"}
     check_inputs(study.planned)  # and the surgery takes it
     assert (study.operand, run.format, run.rule) == (operand, "E1M6", "master")
+
+
+TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
+
+
+def sweep_file(folder: Path, corpus_dir: Path, **more: object) -> Path:
+    path = folder / "sizes.yaml"
+    own = {"eval.interval": 100, "eval.batches": 5, "optimizer.warmup_steps": 1, "optimizer.stiffness_end": None}
+    settings = small(corpus_dir, own)
+    axes = {"rule": ["fp32", "sgd"], "seed": [1, 2]}
+    path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more))
+    return path
+
+
+def swept(folder: Path, path: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        train_here(patch)
+        assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory, corpus_dir):
+    """Two rules, two seeds and two lengths, trained."""
+    folder = tmp_path_factory.mktemp("lengths")
+    axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
+    return swept(folder, sweep_file(folder, corpus_dir, axes=axes, reference="fp32"))
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory, corpus_dir):
+    """Two rules, two seeds and two sizes, trained."""
+    folder = tmp_path_factory.mktemp("sizes")
+    axes = {"rule": ["fp32", "sgd"], "data.train_tokens": [800, 200], "train.max_steps": [4], "seed": [1, 2]}
+    return swept(folder, sweep_file(folder, corpus_dir, axes=axes))
+
+
+def test_every_length_has_the_whole_of_its_schedule(lengths):
+    for steps in (4, 8):
+        rates = [record["lr"] for record in recorded(lengths / f"sgd-max_steps={steps}-seed=1")[1:]]
+        cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1))) for step in range(1, steps)]
+        assert rates == pytest.approx([0.05, *(0.1 * factor for factor in cosine)])
+
+
+@pytest.mark.parametrize("by", ["length", "data"])
+def test_each_row_is_measured_against_the_reference_of_its_own(by, lengths, sizes):
+    out, rungs = (lengths, (4, 8)) if by == "length" else (sizes, (200, 800))
+    labels = {r: f"max_steps={r}" if by == "length" else f"train_tokens={r} max_steps=4" for r in rungs}
+    rows = {row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())}
+    for label in labels.values():
+        ends = [
+            [summary_of(out / f"{rule}-{label.replace(' ', '-')}-seed={seed}")["final_val_loss"] for seed in (1, 2)]
+            for rule in ("sgd", "fp32")
+        ]
+        row = rows[f"sgd {label}"]
+        assert float(row["difference"]) == pytest.approx(sum(a - b for a, b in zip(*ends, strict=True)) / 2)
+        assert row["difference_seeds"] == "2"
+
+
+def test_a_validation_states_its_standard_error(lengths):
+    for run in find_runs([lengths]):
+        assert 0 < summary_of(run)["final_val_loss_se"] == recorded(run)[-1]["val/loss_se"] < 1
+    assert "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]  # intervals of seeds take its place
+    head, *lines = csv.reader((lengths / "results.csv").read_text().splitlines())
+    assert all(0 < float(line[head.index("final_val_loss_se")]) < 1 for line in lines)
+
+
+@pytest.mark.parametrize(("settings", "searches"), [({}, 4), ({"data.train_tokens": None}, 2)])
+def test_sizes_share_a_search_where_the_trials_have_one_text(settings, searches, tmp_path, corpus_dir):
+    tune, axes = TUNE | {"settings": settings}, {"rule": ["fp32", "sgd"], "data.train_tokens": [200, 800]}
+    path = sweep_file(tmp_path, corpus_dir, axes=axes, reference=None, tune=tune, confirm={"seeds": [1]})
+    tuning = Tuning(read_sweep(path), SweepRecord(tmp_path / "out", "tune"))
+    assert len(tuning.searches) == searches
+    confirmed = [run for search in tuning.searches for run in search.confirmed]
+    assert sorted(run.settings["data.train_tokens"] for run in confirmed) == [200, 200, 800, 800]

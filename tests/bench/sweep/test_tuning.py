@@ -209,35 +209,6 @@ def test_lengths_share_a_search_or_have_each_their_own(write):
         assert {run.settings["train.max_steps"] for run in tuning.first()} == ({4} if steps else {4, 8, 16})
 
 
-@pytest.mark.usefixtures("_bowl")
-def test_points_that_differ_in_what_the_trials_have_set_share_a_search(write):
-    axes = {"rule": ["sgd", "fp32"], "optimizer.grad_clip": [0.5, 1.0, 2.0]}
-    told = {"optimizer.grad_clip": 2.0, "eval": {"batches": 3}}
-    sweep = read_sweep(write(axes=axes, tune={"seeds": [1], "settings": told}, confirm={"seeds": [2]}))
-    tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
-    assert [len(search.confirmed) for search in tuning.searches] == [3, 3]
-    trials = [run.settings for run in tuning.first()]
-    assert {(settings["optimizer.grad_clip"], settings["eval.batches"]) for settings in trials} == {(2.0, 3)}
-    runs = list(tuning.confirmations(tuning.searches[0], {"optimizer.lr": 0.3}))
-    assert [run.settings["optimizer.grad_clip"] for run in runs] == [0.5, 1.0, 2.0]
-    assert {(run.settings["optimizer.lr"], run.settings.get("eval.batches")) for run in runs} == {(0.3, 2)}
-
-
-def test_the_estimate_counts_what_is_still_to_be_planned_and_a_reference_is_tuned_too(write):
-    tuning = Tuning(
-        read_sweep(write(axes={"rule": ["sgd"]}, tune=TUNE, confirm=CONFIRM)), SweepRecord(Path("out"), "tune")
-    )
-    assert tuning.to_come() == []
-    tuning.first()
-    trial, confirmed = 4 * 4, 8 * 4  # steps times sequences
-    assert tuning.to_come() == [trial] * 4 + [confirmed] * 3
-    axes = {"rule": ["sgd"], "train.max_steps": [4, 8]}
-    sweep = read_sweep(write(axes=axes, tune={"seeds": [1]}, confirm={"seeds": [2]}, reference={"rule": "fp32"}))
-    tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
-    labels = [f"{rule} max_steps={steps}" for rule in ("fp32", "sgd") for steps in (4, 8)]
-    assert ([search.start.label for search in tuning.searches], tuning.baseline) == (labels, labels[0])
-
-
 SGD = {"axes": {"rule": ["sgd"]}}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import struct
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -14,14 +13,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from bench_runs import Tiny, recorded, refusal
 from safetensors.torch import load_file
 
 from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop import trackers as build
-from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
 
 
@@ -79,12 +76,6 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(ti
     assert found["weights/lm_head.weight"].size == found["gradients/lm_head.weight"].size > 0
 
 
-def test_a_histogram_is_of_what_is_finite():
-    values = torch.tensor([[1.0, 2.0, math.nan], [math.inf, 3.0, -math.inf]])
-    assert finite(values).tolist() == [1.0, 2.0, 3.0]
-    assert finite(torch.full((3,), 2.0, dtype=torch.bfloat16)).tolist() == [2.0] * 3
-
-
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(build, "TensorBoardTracker", Mock(side_effect=RuntimeError("no network")))
     summary = run(tracked(tiny), tmp_path / "r")
@@ -103,15 +94,6 @@ def test_an_interrupted_run_finishes_its_trackers(tiny, tmp_path, recorder):
     with pytest.raises(KeyboardInterrupt):
         run(tracked(tiny), tmp_path / "r", on_progress=interrupt)
     assert recorder.finish.call_args.args[0]["status"] == "stopped"
-
-
-def test_trackers_are_told_apart_by_name():
-    first, second = Mock(facts={"name": "tensorboard"}), Mock(facts={"name": "wandb"})
-    first.finish.side_effect = OSError("broken")
-    trackers = Trackers([first, second])
-    trackers.finish(None)
-    assert (first.finish.call_count, second.finish.call_count) == (1, 1)
-    assert list(trackers.dropped) == ["tensorboard"]
 
 
 def assert_every_loss_is_in_tensorboard(run_dir: Path) -> Any:

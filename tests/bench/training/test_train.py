@@ -1,15 +1,29 @@
-"""A run and its steps: what its folder holds, what its observers see, and how it ends."""
+"""Runs: the rate's schedule, what is entered, where a run ends, and what it leaves."""
 
 import hashlib
 import json
 import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import one_step, recorded, summary_of, trainer_of
+from bench_runs import one_step, recorded, summary_of, train, trainer_of
+from laws import each
 
+import nanogpt_bench
+from nanogpt_bench.checkpoint import step_file
+from nanogpt_bench.config.schema import COURSES, OptimizerConfig
+from nanogpt_bench.loop.outcome import Outcome
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors import Observer
+from nanogpt_bench.runs.load import has_ended, make_ready
+from nanogpt_bench.setup.optimizers import lr_factor, stiffness_at
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.plan import plan_point
+from nanogpt_bench.sweep.record import SweepRecord
 
 #: figures of the clock, which no two runs share
 CLOCK = ("time/elapsed_s", "time/tokens_per_s")
@@ -95,3 +109,156 @@ def test_validation_changes_nothing_and_repeats(tiny):
     assert trainer.validate() == trainer.validate()
     assert torch.equal(trainer.model.lm_head.weight, before)
     assert trainer.model.training
+
+
+def factors(**settings: object) -> list[float]:
+    config = OptimizerConfig(**settings)
+    return [lr_factor(config, step, 100) for step in range(101)]
+
+
+#: settings, and the factors from a step on
+FACTORS = [
+    ({"warmup_steps": 9}, 0, [step / 10 for step in range(1, 11)]),
+    ({"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0}, 0, [1.0] * 80),
+    ({"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0}, 80, [1 - step / 20 for step in range(21)]),
+    ({"warmup_steps": 20, "schedule": "linear", "min_lr_ratio": 0.0}, 20, [1 - step / 80 for step in range(81)]),
+    ({"warmup_steps": 10, "schedule": "step", "step_at": 0.25, "min_lr_ratio": 0.1}, 10, [1.0] * 15 + [0.1] * 76),
+]
+
+
+@pytest.mark.parametrize(("settings", "start", "expected"), FACTORS)
+def test_a_schedule_has_its_factors(settings, start, expected):
+    assert factors(**settings)[start : start + len(expected)] == pytest.approx(expected)
+
+
+#: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps
+LEFT = {"linear": [1, 0.75, 0.5, 0.25, 0], "cosine": [1, 0.8536, 0.5, 0.1464, 0], "step": [1, 1, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_k_follows_its_course_by_name(tiny, course):
+    options = {"optimizer__stiffness_schedule": course, "train__max_steps": 8}
+    config = resolve(tiny(rule="stiffness-anneal", model__format="E4M3", **options))
+    assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(LEFT[course], abs=1e-4)
+    trainer = trainer_of(config)
+    train(trainer, 1)  # and the optimizer takes it
+
+
+@pytest.mark.parametrize("rule", ["muon-stochastic", "stochastic-8bit"])
+def test_the_last_steps_are_written_back_in_another_way(tiny, rule, tmp_path):
+    """Residuals come to be at the fourth of six steps."""
+    options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
+    config, plain = (tiny(rule=rule, model__format="E4M3", train__max_steps=6, **more) for more in (options, {}))
+    trainer, seen = trainer_of(config), []
+    for number in range(1, 7):
+        one_step(trainer, number)
+        seen.append(any("residual" in state for state in trainer.optimizer.state.values()))
+    assert seen == [False] * 3 + [True] * 3
+    whole, other = (run(config, tmp_path / name) for name, config in (("whole", config), ("other", plain)))
+    assert whole["bytes_per_quantized_parameter"] > other["bytes_per_quantized_parameter"]
+
+
+def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):
+    options = {"optimizer__schedule": "step", "optimizer__warmup_steps": 0, "optimizer__min_lr_ratio": 0.5}
+    trainer = trainer_of(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options))
+    rates = []
+    for number in range(1, 5):
+        rates.append((one_step(trainer, number).record["lr"], trainer.optimizer.param_groups[0]["lr"]))
+    assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2
+
+
+#: files of whose functions a run calls one, and files that it imports at all
+MOST_ENTERED, MOST_IMPORTED = 60, 68
+#: a command line under a profiler, which writes down how often every function of the bench was called
+COUNT = """
+import json, sys
+from collections import Counter
+from nanogpt_bench.cli import main
+
+calls = Counter()
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(sys.argv[1]) and code.co_name != "<module>":
+        calls[f"{code.co_filename}:{code.co_qualname}"] += 1
+
+sys.setprofile(note)
+code = main(sys.argv[3:])
+sys.setprofile(None)
+imported = [name for name in sys.modules if name.partition(".")[0] == "nanogpt_bench"]
+print(json.dumps([code, calls, imported]), file=open(sys.argv[2], "w"))
+"""
+TINY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory, corpus_dir):
+    """Calls of a run of the shipped e4m3.yaml by FILE:FUNCTION, and the modules of the bench that it imports."""
+    place = tmp_path_factory.mktemp("profiled")
+    words = ["run", "e4m3.yaml", "--train.max_steps=5", "--train.batch_size=4", "--eval.batches=2"]
+    words += [f"--data.dir={corpus_dir}"] + [f"--model.{name}={value}" for name, value in TINY.items()]
+    bench = str(Path(nanogpt_bench.__file__).parent)
+    subprocess.run([sys.executable, "-c", COUNT, bench, "calls.json", *words], cwd=place, check=True, timeout=300)
+    code, calls, imported = json.loads((place / "calls.json").read_text())
+    assert code == 0
+    return Counter(calls), imported
+
+
+def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(called):
+    calls, imported = called
+    assert len({place.rpartition(":")[0] for place in calls}) <= MOST_ENTERED
+    assert len(imported) <= MOST_IMPORTED
+    # neither pages nor sweeps, nor what prepares texts or reads models of others
+    foreign = ("report", "sweep", "workers", "evaluation", "data.text", "data.write", "model.causal", "setup.start")
+    names = [name.removeprefix("nanogpt_bench.") for name in called[1]]
+    assert [name for name in names if name.startswith(foreign)] == []
+    resolved = {place.rpartition("/")[2]: count for place, count in called[0].items() if "setup/resolve.py" in place}
+    assert resolved["resolve.py:resolve"] == 1
+
+
+FAILED = {"status": "failed", "stop": None}
+
+
+@each(
+    ("summary", "ended"),
+    [
+        ({"status": "finished"}, True),
+        ({**FAILED, "failure": {"kind": "nan"}}, True),
+        ({**FAILED, "failure": {"kind": "divergence"}}, True),
+        ({"status": "stopped", "stop": {"kind": "plateau"}}, True),
+        ({"status": "stopped", "stop": {"kind": "time"}}, True),
+        *(({**FAILED, "failure": {"kind": kind}}, False) for kind in ("crash", "OSError", "BenchError", "MemoryError")),
+        *(({"status": "stopped", "stop": {"kind": kind}}, False) for kind in ("signal", "disk", "killed")),
+        ({"status": "stopped", "stop": None}, False),
+        ({**FAILED, "failure": None}, False),
+        ({}, False),
+    ],
+)
+def test_only_what_the_training_brought_about_is_an_end(summary, ended):
+    assert has_ended(summary) is ended
+
+
+def test_a_run_can_fail_in_no_other_way():
+    with pytest.raises(AssertionError):
+        Outcome().fail("disk", "no space left", 3)
+
+
+@pytest.mark.parametrize(("kind", "again"), [("FileNotFoundError", True), ("crash", True), ("nan", False)])
+def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path, kind, again):
+    run, record = plan_point({"train.max_steps": 4}, {"rule": "fp32"}), SweepRecord(tmp_path, "grid")
+    record.add(run)
+    record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
+    assert summary_of(tmp_path / run.name)["failure"]["kind"] == kind
+    assert record.left() == ([run] if again else [])
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_a_failed_attempt_left_does_not_stay(tmp_path, checkpoint):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "traceback.txt").touch()
+    if checkpoint:
+        (folder / "checkpoints").mkdir()
+        step_file(folder, 3).touch()
+    assert make_ready(folder) is checkpoint
+    assert not (folder / "traceback.txt").exists()

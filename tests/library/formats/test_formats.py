@@ -51,17 +51,13 @@ def test_derived_facts_follow_from_the_codes(fmt: fm.FloatFormat) -> None:
 
 
 @every
-def test_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
+def test_names_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
     assert [str(v) for v in fmt.values] == [str(v) for v in finite_values(fmt)]
     decoded = [str(fmt.decode_code(code)) for code in range(1 << fmt.bits)]
     assert decoded == [str(reference.decode(code, fmt)) for code in range(1 << fmt.bits)]
     assert sorted(fmt.nan_codes) == sorted(reference.nan_codes(fmt))
     assert fmt.inf_code == reference.inf_code(fmt)
     assert fmt.has_negative_zero == (reference.sign_bit(fmt) not in reference.nan_codes(fmt))
-
-
-@every
-def test_name_round_trip(fmt: fm.FloatFormat) -> None:
     for name in (fmt.name, fmt.name.lower(), fmt.name.upper(), str(fmt)):
         assert read(name) == fmt
 
@@ -127,12 +123,14 @@ def test_any_text_is_read_or_refused_with_a_value_error(text: str) -> None:
         assert read(fmt.name) == fmt
 
 
-def test_defaults_follow_from_the_widths() -> None:
+def test_defaults_follow_from_the_widths_and_named_formats_have_their_names() -> None:
     for e in range(1, 8):
         for m in range(8 - e):
             assert fm.FloatFormat(e, m) == read(f"E{e}M{m}")
     assert fm.FloatFormat(4, 3, layout="fnuz") == read("E4M3FNUZ")
     assert fm.FloatFormat(4, 3, bias=7, layout="fn") == read("E4M3")
+    for name, fmt in fm.NAMED_FORMATS.items():
+        assert fmt.name == name
 
 
 def test_frozen_hashable_and_four_fields() -> None:
@@ -144,8 +142,3 @@ def test_frozen_hashable_and_four_fields() -> None:
     assert hash(fmt) == hash(fm.FloatFormat(4, 3))
     assert len({*ALL.values()}) == len(ALL)
     assert fmt != fm.FloatFormat(4, 3, bias=8)
-
-
-def test_named_formats_have_their_own_names() -> None:
-    for name, fmt in fm.NAMED_FORMATS.items():
-        assert fmt.name == name

@@ -172,14 +172,11 @@ def test_decode_of_encode_is_round_to_grid(fmt, compare_bits) -> None:
             compare_bits(fm.decode(codes, fmt, x.dtype), rounded, x, f"{fmt.name} {mode} {policy}")
 
 
-def test_requires_grad_input_is_accepted_and_left_alone() -> None:
+def test_inputs_that_require_grad_are_left_alone_and_a_name_is_as_good_as_a_format() -> None:
     x = torch.linspace(-3, 3, 101, requires_grad=True)
     assert torch.equal(fm.round_to_grid(x, "E4M3"), fm.round_to_grid(x.detach(), "E4M3"))
     assert torch.equal(fm.encode(x, "E4M3"), fm.encode(x.detach(), "E4M3"))
     assert x.grad is None
-
-
-def test_a_name_is_as_good_as_a_format() -> None:
     x, fmt = torch.linspace(-9, 9, 99), fm.FloatFormat.from_string("E3M4")
     assert torch.equal(fm.round_to_grid(x, "e3m4"), fm.round_to_grid(x, fmt))
     assert torch.equal(fm.encode(x, "E3M4"), fm.encode(x, fmt))

@@ -72,14 +72,11 @@ def test_what_has_no_magnitude_has_scale_one(granularity: Any) -> None:
     assert amax_scale(torch.empty(3, 0), "E4M3", "channel").tolist() == [[1.0], [1.0], [1.0]]
 
 
-def test_an_infinite_magnitude_has_the_largest_scale() -> None:
+def test_the_largest_and_the_tiniest_magnitudes_have_normal_scales() -> None:
     infinite, none = torch.tensor([math.inf]), torch.empty(0)
     assert fm.widened_scale(infinite, torch.ones(1), "E4M3").tolist() == [2.0**127]
     assert fm.widened_scale(none, none, "E4M3").shape == (0,)
-
-
-def test_tiny_magnitudes_have_a_normal_scale() -> None:
-    """Dividing by a subnormal would give Inf."""
+    # dividing by a subnormal would give Inf
     x = torch.tensor([2.0**-149, 0.0])
     assert amax_scale(x, "E4M3").item() == 2.0**-126
     assert (x / amax_scale(x, "E4M3")).isfinite().all()
@@ -111,11 +108,16 @@ def test_squares_of_the_stiffness_of_stored_weights_stay_within_float32() -> Non
     assert (manifold.projx(w).abs() >= w.abs() / 2).all()
 
 
-def test_dynamic_follows_and_logs() -> None:
+def test_scales_follow_each_tensor_without_a_gradient_and_say_what_they_are() -> None:
     scale = Scale("E4M3")
     for amax in (448.0, 44.8, 896.0):
         assert scale(torch.tensor([amax, 1.0])).item() == pytest.approx(amax / 448, rel=1e-6)
         assert scale.value.item() == pytest.approx(amax / 448, rel=1e-6)
+    x = normal(5).requires_grad_()
+    assert not Scale("E4M3")(x).requires_grad
+    assert not amax_scale(x, "E4M3").requires_grad
+    assert not storage_scale(x, "E4M3").requires_grad
+    assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
 @each("granularity", ["tensor", "channel"])
@@ -192,17 +194,6 @@ def test_blocks_have_scales_that_are_powers_of_two() -> None:
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale.repeat_interleave(32, 1)))
     assert amax_scale(torch.empty(0, 32), "E3M4", "block").shape == (0, 1)
     assert (amax_scale(torch.full((2, 32), -math.inf, dtype=torch.float64), "E3M4", "block") == 1).all()
-
-
-def test_no_gradient_flows_through_a_scale() -> None:
-    x = normal(5).requires_grad_()
-    assert not Scale("E4M3")(x).requires_grad
-    assert not amax_scale(x, "E4M3").requires_grad
-    assert not storage_scale(x, "E4M3").requires_grad
-
-
-def test_repr() -> None:
-    assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
 @each(("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)])

@@ -46,14 +46,10 @@ def stepped(net: Any, make: Any) -> list[list[float]]:
 
 
 @STORED
-def test_the_weights_say_which_draws_they_have(storage: Any) -> None:
+def test_weights_reports_and_layers_say_which_draws_they_have(storage: Any) -> None:
     assert owned(network(storage)) == ["dither"] * 2
     assert owned(network(storage, "independent")) == owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) * 2
     assert owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) == ["independent"]
-
-
-@STORED
-def test_reports_and_layers_show_draws_that_are_not_the_default(storage: Any) -> None:
     net, plain = network(storage), network(storage, "independent")
     said = f"weight=E4M3, activation=none, storage={storage}"
     assert [layer.detail for layer in fm.quantization_report(net).quantized] == [f"{said}, draws=dither"] * 2

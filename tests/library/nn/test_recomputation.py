@@ -1,5 +1,9 @@
-"""Activation checkpointing: a layer that remembers nothing repeats itself to the bit, one that does is refused."""
+"""Layers under checkpointing, called whole by others' code, and their operands."""
 
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +14,7 @@ from optimizer_cases import frozen, normal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8manifold import LayerSpec, QuantizedLinear, quantize_model
+from fp8manifold import LayerSpec, OperandSpec, QuantizedLinear, quantize_model
 
 SPECS: dict[str, Any] = {
     "stochastic": LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="stochastic"),
@@ -65,3 +69,102 @@ def test_without_gradients_nothing_changes() -> None:
         layer(normal(3, 8))
         layer(normal(3, 8))
     assert layer.activation_scaler.history.count_nonzero() == 2  # type: ignore[union-attr]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+X = normal(3, 5, 32, seed=3)
+PADDING = torch.arange(5).expand(3, 5) >= torch.tensor([[5], [3], [4]])
+#: one scale a token, so that padding has no say in those of the others
+TOKENS = LayerSpec("E4M3", activation={"format": "E4M3", "granularity": "channel"}, gradient="E5M2")
+
+
+def encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    stack = nn.TransformerEncoder(layer, 2)
+    for i, p in enumerate(stack.parameters()):
+        p.data = p.data + normal(*p.shape, seed=i, std=0.1)
+    return stack.eval()
+
+
+@contextmanager
+def without_fused_operators() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@each("padding", [None, PADDING], ids=["whole", "nested"])
+@each("pattern", ["*", "layers.1"])
+@each("storage", ["master", "grid", "fp8", "bare"])
+@each("mode", [torch.no_grad, torch.inference_mode])
+def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, pattern: str, padding: Any) -> None:
+    stored = "fp8" if storage == "bare" else storage
+    made = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
+    for model in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        with mode():
+            seen = model(X, src_key_padding_mask=padding)
+            with without_fused_operators():
+                expected = model(X, src_key_padding_mask=padding)
+        tokens = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
+        torch.testing.assert_close(seen[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
+
+
+@each("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_rows_are_quantised_as_one_tensor(layout: torch.layout) -> None:
+    layer = QuantizedLinear(nn.Linear(32, 8), LayerSpec("E4M3", activation="E4M3", gradient="E5M2"), storage="master")
+    parts = [normal(n, 32, seed=n, std=n) for n in (2, 5, 1)]
+    rows = torch.cat(parts).requires_grad_()
+    expected = layer(rows)
+    expected.sum().backward()
+    grads = [rows.grad, layer.weight.grad]
+    layer.zero_grad()
+    leaves = [part.clone().requires_grad_() for part in parts]
+    out = layer(torch.nested.as_nested_tensor(leaves, layout=layout))
+    assert out.layout == layout
+    assert [tuple(part.shape) for part in out.unbind()] == [(2, 8), (5, 8), (1, 8)]
+    assert torch.equal(torch.cat(out.unbind()), expected)
+    torch.cat(out.unbind()).sum().backward()
+    again: list[Tensor] = [torch.cat([leaf.grad for leaf in leaves]), layer.weight.grad]  # type: ignore[misc,list-item]
+    assert all(torch.equal(x, y) for x, y in zip(grads, again, strict=True))  # type: ignore[arg-type]
+
+
+BACKWARD = ("activation_gradient", "weight_gradient")
+
+
+def test_a_format_is_short_for_an_operand_and_one_gradient_is_both() -> None:
+    assert LayerSpec("E4M3").weight == LayerSpec({"format": "e4m3"}).weight == OperandSpec("E4M3")
+    assert LayerSpec({"format": "none"}) == LayerSpec()
+    for gradient in ("E5M2", {"format": "E5M2"}, OperandSpec("E5M2")):
+        spec = LayerSpec(gradient=gradient)
+        assert spec.activation_gradient == spec.weight_gradient == OperandSpec("E5M2")
+    only = LayerSpec(gradient={"weight": {"format": "E5M2", "rounding": "stochastic"}})
+    assert only.activation_gradient is None
+    assert only.weight_gradient == OperandSpec("E5M2", rounding="stochastic")
+    assert LayerSpec(gradient={"activation": "none", "weight": None}).quantizes_nothing
+
+
+def test_what_an_operand_leaves_out_is_the_layers_and_its_own_options_come_first() -> None:
+    spec = LayerSpec("E4M3", "E4M3", "block", "delayed", "clipped", gradient="E5M2", rounding="split", history=20)
+    weight, activation = spec.operand("weight"), spec.operand("activation")
+    assert weight == OperandSpec("E4M3", "block", "delayed", 20, "nearest", ste="clipped")
+    assert activation == OperandSpec("E4M3", "tensor", "delayed", 20, "nearest", ste="clipped")
+    for name in BACKWARD:
+        assert spec.operand(name) == OperandSpec("E5M2", "tensor", "delayed", 20, "stochastic")  # type: ignore[arg-type]
+    own = {"format": "E3M4", "granularity": "channel", "policy": "dynamic", "rounding": "stochastic", "ste": "relu"}
+    spec = LayerSpec("E4M3", own, "tensor", "static", gradient={"activation": own | {"ste": None}})
+    assert spec.operand("activation") == OperandSpec("E3M4", "channel", "dynamic", None, "stochastic", ste="relu")
+    assert spec.operand("activation_gradient") == OperandSpec("E3M4", "channel", "dynamic", None, "stochastic")
+    assert spec.operand("weight").policy == "static"  # type: ignore[union-attr]
+
+
+def test_a_history_is_sixteen_unless_told_otherwise_and_a_given_scale_has_no_policy() -> None:
+    assert LayerSpec("E4M3", policy="delayed").operand("weight").history == 16  # type: ignore[union-attr]
+    spec = LayerSpec({"format": "E4M3", "policy": "delayed", "history": 100}, activation="E4M3")
+    assert spec.operand("weight").history == 100  # type: ignore[union-attr]
+    assert spec.operand("activation").history is None  # type: ignore[union-attr]
+    spec = LayerSpec({"format": "E4M3", "scale": 2}, gradient={"format": "E5M2", "scale": "global"}, policy="static")
+    assert spec.operand("weight") == OperandSpec("E4M3", "tensor", None, None, "nearest", 2.0, "identity")
+    assert spec.operand("weight_gradient") == OperandSpec("E5M2", "tensor", None, None, "nearest", "global")

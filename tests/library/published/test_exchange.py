@@ -45,9 +45,7 @@ def assert_same_weights(model: Any, other: Any) -> None:
 
 @stored
 @each("dequantize", [False, True])
-def test_transformers_reads_compressed_tensors(
-    storage: Any, granularity: Any, dequantize: bool, tmp_path: Path
-) -> None:
+def test_transformers_reads_compressed_tensors(storage, granularity, dequantize, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, storage, granularity=granularity, tied="leave")
     settings = copy.deepcopy(model.config.to_dict())
     export_model(model, tmp_path)
@@ -62,7 +60,7 @@ def test_transformers_reads_compressed_tensors(
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_a_server_may_round_what_it_multiplies(granularity: Any, tmp_path: Path) -> None:
+def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
     """By a scale a token, which transformers emulates: the same logits as from inputs rounded by hand."""
     model = quantize_model(llama(), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=granularity, tied="leave")
     export_model(model, tmp_path, activations="E4M3")
@@ -102,9 +100,7 @@ def in_squares(**sizes: Any) -> Any:
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("told", [False, True])
 @each("vocabulary", [48, 256])
-def test_transformers_reads_what_was_trained_in_squares(
-    vocabulary: int, told: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype, tmp_path):
     """A head of 48 rows is one partial square; untold, transformers dequantises by itself where no GPU is."""
     model = in_squares(vocab_size=vocabulary)
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=0.02, moments="8bit")
@@ -134,7 +130,7 @@ def test_transformers_reads_what_was_trained_in_squares(
         assert torch.equal(logits(other), logits(model))
 
 
-def test_partial_squares_are_written_as_their_layout_has_them() -> None:
+def test_partial_squares_are_written_as_their_layout_has_them():
     layer = quantize_model(nn.Linear(300, 200), "E4M3", "fp8", granularity="square")
     with pytest.warns(UserWarning, match=r"'0\.weight' of shape \(200, 300\) ends in partial squares"):
         tensors, config = exported_state_dict(nn.Sequential(layer), "fp8")
@@ -151,7 +147,7 @@ def test_partial_squares_are_written_as_their_layout_has_them() -> None:
 
 
 @stored
-def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -> None:
+def test_torchao_reads_its_own(storage, granularity, tmp_path):
     for fmt in ("E4M3", "E5M2"):
         model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
         tensors, _ = exported_state_dict(model, "torchao")
@@ -162,7 +158,7 @@ def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -
         assert_same(model, read(tmp_path / fmt))
 
 
-def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
+def test_bfloat16_weights_are_exact_too(tmp_path):
     model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
     tensors, _ = exported_state_dict(model)
     assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32
@@ -172,7 +168,7 @@ def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
         assert_same_weights(quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave"), other)
 
 
-def test_granularities_and_layers_are_mixed(tmp_path: Path) -> None:
+def test_granularities_and_layers_are_mixed(tmp_path):
     """Float layers, scales of three kinds, an untied output layer, activations that only training quantises."""
     formats = {
         "*": "none",
@@ -194,7 +190,7 @@ def test_granularities_and_layers_are_mixed(tmp_path: Path) -> None:
     assert_same(model, read(tmp_path / "other"))
 
 
-def test_what_is_held_beside_a_weight_stays_behind() -> None:
+def test_what_is_held_beside_a_weight_stays_behind():
     """Counts, measured scales and manifolds; what somebody has registered in a layer goes along."""
     spec = LayerSpec("E4M3", activation="E5M2", policy="delayed", rounding="split")
     for storage in ("master", "fp8", "grid"):
@@ -207,7 +203,7 @@ def test_what_is_held_beside_a_weight_stays_behind() -> None:
         assert not tensors["0.weight"].requires_grad
 
 
-def test_a_layer_by_itself_and_special_codes() -> None:
+def test_a_layer_by_itself_and_special_codes():
     layer: Any = quantize_model(nn.Linear(4, 2, bias=False), "E4M3", "fp8")
     codes = torch.tensor([[0, 128, 127, 255], [1, 129, 126, 254]], dtype=torch.uint8)  # NaN and -0 among them
     layer.weight.codes.copy_(codes)
@@ -222,7 +218,7 @@ def test_a_layer_by_itself_and_special_codes() -> None:
 
 @each("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
 @each("layout", ["compressed-tensors", "torchao"])
-def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> None:
+def test_formats_without_a_dtype_are_refused_by_name(name, layout):
     allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[layout]
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
     if name in allowed:
@@ -236,7 +232,7 @@ def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> 
         exported_state_dict(model, layout)
 
 
-def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
+def test_what_no_layout_takes_is_refused(tmp_path):
     plain = nn.Sequential(nn.Linear(4, 2))
     quantized = quantize_model(plain, "E4M3", "fp8")
     quantized.append(nn.Linear(4, 4))
@@ -248,7 +244,7 @@ def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_block_scales_are_written_as_they_are_kept() -> None:
+def test_block_scales_are_written_as_they_are_kept():
     layer: Any = quantize_model(nn.Linear(64, 1, bias=False), LayerSpec("E4M3", granularity="block"), "fp8")
     for exponent in (-126, 0, 127):
         layer.weight.set_scale_(2.0**exponent)
@@ -257,7 +253,7 @@ def test_block_scales_are_written_as_they_are_kept() -> None:
         assert torch.equal(written, layer.weight.exponents)
 
 
-def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float() -> None:
+def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
     spec = LayerSpec("E4M3", granularity="block", policy="static")
     layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "master")
     layer(torch.ones(1, 64))
@@ -271,7 +267,7 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float() -> None:
 
 
 @pytest.mark.parametrize("missing", ["torchao", "transformers"])
-def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named(missing, monkeypatch, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
     module = {"torchao": "torchao.quantization", "transformers": "transformers.quantizers.base"}[missing]
     monkeypatch.setitem(sys.modules, module, None)

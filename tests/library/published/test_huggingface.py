@@ -40,7 +40,7 @@ def learnt(model: Any, steps: int = 2) -> Any:
 @MAKERS
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
 @each("tied", ["leave", "untie", "was not"])
-def test_a_model_comes_back_to_the_bit(maker: Any, storage: Any, tied: Any, tmp_path: Path) -> None:
+def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     tmp_path = tmp_path / tied
     model = quantize_model(
         maker(tied != "was not"), {"*": "E4M3"}, storage, tied="refuse" if tied == "was not" else tied
@@ -58,7 +58,7 @@ def test_a_model_comes_back_to_the_bit(maker: Any, storage: Any, tied: Any, tmp_
 
 @each("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
 @each("granularity", ["tensor", "channel", "block", "square"])
-def test_every_format_and_scale_comes_back(name: str, granularity: Any, tmp_path: Path) -> None:
+def test_every_format_and_scale_comes_back(name, granularity, tmp_path):
     options: Any = {"granularity": granularity, "tied": "leave", "seed": 3, "rounding": "nearest"}
     model = huggingface.attach(quantize_model(llama(), {"*": name}, "fp8", **options))
     folder = tmp_path / f"{name}-{granularity}"
@@ -81,12 +81,12 @@ SPECS = [
 
 
 @each("spec", SPECS)
-def test_a_specification_survives_json(spec: LayerSpec) -> None:
+def test_a_specification_survives_json(spec):
     assert LayerSpec(**json.loads(json.dumps(spec_as_json(spec)))) == spec
 
 
 @MAKERS
-def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
+def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     names = {"llama": ("q_proj", "mlp"), "gpt2": ("c_attn", "mlp")}[maker.__name__]
     model = quantize_model(
         maker(), {"*": "none", names[0]: DELAYED}, tied="leave", defer_weight_gradients=True, storage="master"
@@ -110,9 +110,7 @@ def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
 @each("maker", [llama, gpt2])
 @each("storage", ["fp8", "grid", "master"])
 @each(("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_a_model_is_read_in_the_dtype_asked_for(
-    maker: Any, storage: Any, saved: torch.dtype, wanted: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_model_is_read_in_the_dtype_asked_for(maker, storage, saved, wanted, tmp_path):
     model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
     huggingface.attach(model).save_pretrained(tmp_path)
     other = read(tmp_path, dtype=wanted)
@@ -123,7 +121,7 @@ def test_a_model_is_read_in_the_dtype_asked_for(
     learnt(other, 1)
 
 
-def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
+def test_scales_are_not_cast_with_the_model(tmp_path):
     """A number that bfloat16 does not have."""
     model: Any = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
     scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(1 / 3)
@@ -175,7 +173,7 @@ def losses(trainer: Any) -> list[float]:
 
 @MAKERS
 @pytest.mark.parametrize("optimizer", ["8bit", "residual8", "muon", "wrapper", "adamw"])
-def test_a_trainer_goes_on_where_it_was(maker: Any, optimizer: str, tmp_path: Path) -> None:
+def test_a_trainer_goes_on_where_it_was(maker, optimizer, tmp_path):
     """A checkpoint that a model made anew takes up is an uninterrupted run: losses, weights and states."""
     storage: Any = "master" if optimizer == "adamw" else "fp8"
     whole, again = (quantize_model(maker(), {"*": DELAYED, "mlp": "E4M3"}, storage, tied="leave") for _ in range(2))
@@ -191,14 +189,14 @@ ONE_BY_ONE: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumu
 
 
 @pytest.mark.parametrize("clips", [0.0, 1.0])
-def test_a_trainer_that_reads_gradients_is_told_of_steps_in_the_backward_pass(clips: float, tmp_path: Path) -> None:
+def test_a_trainer_that_reads_gradients_is_told_of_steps_in_the_backward_pass(clips, tmp_path):
     model = huggingface.attach(quantize_model(llama(), "E4M3", "fp8", tied="leave"))
     with pytest.raises(RuntimeError, match=r"gradients cannot be accumulated, clipped"):
         trained(model, tmp_path, "muon", in_backward=True, **(ONE_BY_ONE | {"max_grad_norm": clips}))
 
 
 @pytest.mark.parametrize("more", [{"bf16": True}, {"gradient_checkpointing": True}])
-def test_a_trainer_goes_on_from_what_was_read(more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_trainer_goes_on_from_what_was_read(more, tmp_path):
     """Under autocast, and with activations computed again where no scale is delayed, of a model out of a folder."""
     spec = DELAYED if "bf16" in more else LayerSpec("E4M3", activation="E4M3", gradient="E5M2")
     huggingface.attach(quantize_model(llama(), {"*": spec}, "fp8", tied="leave")).save_pretrained(tmp_path / "start")
@@ -210,7 +208,7 @@ def test_a_trainer_goes_on_from_what_was_read(more: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
-def test_layers_are_placed_by_accelerate(device_map: Any, tmp_path: Path) -> None:
+def test_layers_are_placed_by_accelerate(device_map, tmp_path):
     """Whose estimates count a byte for each of these weights."""
     model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
     model.save_pretrained(tmp_path)
@@ -220,7 +218,7 @@ def test_layers_are_placed_by_accelerate(device_map: Any, tmp_path: Path) -> Non
     assert sizes["model.embed_tokens.weight"] == 4
 
 
-def test_what_is_saved_is_what_the_model_is_now(tmp_path: Path) -> None:
+def test_what_is_saved_is_what_the_model_is_now(tmp_path):
     model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
     quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "fp8")
     model.save_pretrained(tmp_path / "more")
@@ -230,7 +228,7 @@ def test_what_is_saved_is_what_the_model_is_now(tmp_path: Path) -> None:
     assert torch.equal(logits(read(tmp_path / "floats")), logits(model))
 
 
-def test_the_base_of_a_model_is_read_and_written(tmp_path: Path) -> None:
+def test_the_base_of_a_model_is_read_and_written(tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="untie")
     huggingface.attach(model).save_pretrained(tmp_path / "whole")
     base = transformers.AutoModel.from_pretrained(tmp_path / "whole")
@@ -243,7 +241,7 @@ def test_the_base_of_a_model_is_read_and_written(tmp_path: Path) -> None:
 
 
 @MAKERS
-def test_a_model_is_dequantised_and_exported(maker: Any, tmp_path: Path) -> None:
+def test_a_model_is_dequantised_and_exported(maker, tmp_path):
     model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
     quantizer, expected = model.hf_quantizer, logits(model)
     if maker is llama:
@@ -256,7 +254,7 @@ def test_a_model_is_dequantised_and_exported(maker: Any, tmp_path: Path) -> None
     torch.testing.assert_close(logits(floats), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path: Path) -> None:
+def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path):
     """Nor by a copy, or the model within; floats are."""
     model = quantize_model(llama(), "E4M3", "fp8", tied="leave")
     for one in (model, copy.deepcopy(model), model.model):
@@ -267,7 +265,7 @@ def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path: Path) -> 
     quantize_model(llama(), "E4M3", "master", tied="leave").save_pretrained(tmp_path)
 
 
-def test_what_can_not_be_attached_is_refused() -> None:
+def test_what_can_not_be_attached_is_refused():
     with pytest.raises(TypeError, match="Linear, not a transformers model: save its state_dict"):
         huggingface.attach(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no quantised layer: call quantize_model first"):
@@ -291,7 +289,7 @@ TAMPERED: list[tuple[dict[str, Any], str]] = [
 
 
 @each(("changes", "message"), TAMPERED)
-def test_a_folder_that_was_tampered_with_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_folder_that_was_tampered_with_is_refused(changes, message, tmp_path):
     huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8")).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())
@@ -301,7 +299,7 @@ def test_a_folder_that_was_tampered_with_is_refused(changes: dict[str, Any], mes
         read(tmp_path)
 
 
-def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_old_package_is_named(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
         with pytest.raises(ImportError, match=r"needs transformers 5 or newer, not 4\.57\.1"):

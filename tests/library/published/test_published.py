@@ -143,7 +143,7 @@ def test_extras_go_with_the_weight_whose_they_are() -> None:
     }
 
 
-def test_settings_wherever_they_are() -> None:
+def test_settings_are_found_wherever_they_are_and_a_folder_of_floats_has_none() -> None:
     own = {"quant_method": "fp8"}
     assert quantization_of({"quantization_config": own}) == own
     assert quantization_of({"compression_config": own}) == own
@@ -151,9 +151,6 @@ def test_settings_wherever_they_are() -> None:
     modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     assert quantization_of({}, modelopt) == {"quant_method": "modelopt", "quant_algo": "FP8"}
     assert quantization_of({}) is None
-
-
-def test_a_folder_of_floats_has_none() -> None:
     tensors = {
         "a.weight": torch.ones(2, 2),
         "mask": torch.ones(2, dtype=torch.uint8),

@@ -42,7 +42,7 @@ def some(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Get:
+def published(tmp_path_factory):
     place = tmp_path_factory.mktemp("published")
     made: dict[str, Path] = {}
 
@@ -83,13 +83,13 @@ def check_same_files(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_no_step_and_the_same_files(published: Get, name: str, tmp_path: Path) -> None:
+def test_no_step_and_the_same_files(published, name, tmp_path):
     fm.save_fp8(fm.load_fp8(published(name)), tmp_path)
     check_same_files(tmp_path, published(name))
 
 
 @pytest.mark.parametrize("name", READ)
-def test_the_model_is_the_one_that_others_decode(published: Get, name: str, tmp_path: Path) -> None:
+def test_the_model_is_the_one_that_others_decode(published, name, tmp_path):
     for dtype in sorted({torch.bfloat16, widest(name)}, key=str):
         model = fm.load_fp8(published(name), dtype=dtype)
         other = as_served(name, published(name), dtype, tmp_path / str(dtype))
@@ -129,7 +129,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "optimizer"), some(PAIRS, len(READ)))
-def test_gradients_of_zero_and_the_same_files(published: Get, name: str, optimizer: str, tmp_path: Path) -> None:
+def test_gradients_of_zero_and_the_same_files(published, name, optimizer, tmp_path):
     model = fm.load_fp8(published(name))
     stepping = OPTIMIZERS[optimizer](model, 1e-2)
     for _ in range(2):
@@ -141,9 +141,7 @@ def test_gradients_of_zero_and_the_same_files(published: Get, name: str, optimiz
 
 
 @pytest.mark.parametrize(("name", "optimizer"), some(PAIRS, len(OPTIMIZERS)))
-def test_what_is_served_after_20_steps_is_what_is_trained(
-    published: Get, name: str, optimizer: str, tmp_path: Path
-) -> None:
+def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optimizer, tmp_path):
     dtype = widest(name)
     model = fm.load_fp8(published(name), dtype=dtype)
     before = {key: value.codes.clone() for key, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
@@ -164,7 +162,7 @@ def test_what_is_served_after_20_steps_is_what_is_trained(
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says how large a process was")
-def test_reading_takes_the_codes_and_little_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
     """50M codes: their bytes, pages of files that are given back every 16 MiB, and one tensor of 4 MiB as float32."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     importlib.import_module("loading").write(tmp_path / "fp8", "50M", 3)

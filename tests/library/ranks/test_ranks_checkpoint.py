@@ -1,6 +1,5 @@
 """Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optimizer_cases import bits_of, normal
 from rank_cases import model, refusal, seeds, stored
-from rank_pool import Pool
 from test_ranks_fsdp import check_same, own_rows, put_equal_gradients, sharded
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -107,9 +105,7 @@ def step_whole(nets: Any, optimizers: Any, step: int) -> None:
         ("riemannian", True, False),
     ],
 )
-def test_saved_by_two_loaded_by_any_number(
-    pools: dict[int, Pool], tmp_path: Path, kind: str, flat: bool, background: bool
-) -> None:
+def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, background):
     pools[2].run(saved, kind, str(tmp_path), flat, background)
     for size in (1, 2, 3):
         assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
@@ -135,7 +131,7 @@ def gathered(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "riemannian"])
-def test_full_states_are_the_wholes(pools: dict[int, Pool], kind: str) -> None:
+def test_full_states_are_the_wholes(pools, kind):
     pools[2].run(gathered, kind)
 
 
@@ -153,7 +149,7 @@ def taken_whole(kind: str, broadcast: bool) -> str:
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools: dict[int, Pool], broadcast: bool) -> None:
+def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools, broadcast):
     for said in pools[2].run(taken_whole, "adamw", broadcast, limit=60):
         assert "write to a sharded FP8Tensor" in said if broadcast else not said
         assert "\n" not in said
@@ -193,7 +189,7 @@ def get_whole(optimizer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("from_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_cut_from_the_whole(pools: dict[int, Pool], kind: str, from_rows: bool) -> None:
+def test_rows_are_cut_from_the_whole(pools, kind, from_rows):
     for size in (1, 2, 3):
         pools[size].run(cut, kind, from_rows)
 
@@ -208,6 +204,6 @@ def filled() -> None:
     check_same(parts, whole)
 
 
-def test_a_model_made_on_meta_is_sharded_and_filled(pools: dict[int, Pool]) -> None:
+def test_a_model_made_on_meta_is_sharded_and_filled(pools):
     for size in (1, 3):
         pools[size].run(filled)

@@ -10,7 +10,6 @@ from laws import each
 from optimizer_cases import bits_of, normal
 from paths import by
 from rank_cases import batch, combined, loss_of, model
-from rank_pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -134,7 +133,7 @@ def stepped_from_zeros(name: str, granularity: Any, options: dict[str, Any]) -> 
 
 @each("granularity", ["tensor", "channel"])
 @each(("name", "stiffness"), [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)])
-def test_rows_of_zeros_begin_as_the_whole_does(pool: Pool, name: str, stiffness: float, granularity: str) -> None:
+def test_rows_of_zeros_begin_as_the_whole_does(pool, name, stiffness, granularity):
     options = {"stiffness": stiffness, "moments": "8bit", "refresh_every": 2}
     pool.run(stepped_from_zeros, name, granularity, options)
 
@@ -151,7 +150,7 @@ def path_of(combination: tuple[str, str, str]) -> str:
 
 
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
-def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, str]) -> None:
+def test_rows_are_stepped_as_the_whole(pool, combination):
     """22, 64 and 5 rows in 3 processes: none has as many as the others; every other case has scales of any kind."""
     net = {"granularity": "channel", "factors": SOME.index(combination) % 2 == 0}
     pool.run(stepped, *combination, net, path_of(combination))
@@ -163,34 +162,32 @@ def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, 
     "StiffnessAdamW-residual8-8bit StiffnessAdamW-stochastic-bfloat16 StiffnessMuon-residual8-8bit "
     "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit"
 )
-def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granularity: str, factors: bool) -> None:
+def test_every_granularity(pair, combination, granularity, factors):
     pair.run(stepped, *combination, {"granularity": granularity, "factors": factors})
 
 
 @each("moments", ["float32", "8bit"])
 @each("name", ["StiffnessAdamW", "StiffnessMuon"])
 @each("net", [{"storage": "float"}, {"rows": 7}])
-def test_rows_of_floats_and_of_odd_columns(pair: Pool, name: str, moments: str, net: dict[str, Any]) -> None:
+def test_rows_of_floats_and_of_odd_columns(pair, name, moments, net):
     pair.run(stepped, name, "stochastic", moments, net)
 
 
 @pytest.mark.covering(1)
 @each(("name", "writeback", "moments"), COMBINATIONS)
 @each(("granularity", "path"), [("channel", "native"), ("tensor", "eager"), ("block", "native")])
-def test_rows_dither_as_the_whole(
-    pool: Pool, name: str, writeback: str, moments: str, granularity: str, path: str
-) -> None:
+def test_rows_dither_as_the_whole(pool, name, writeback, moments, granularity, path):
     net = {"granularity": granularity}
     pool.run(stepped, name, writeback, moments, net, path, border=True, draws="dither")
 
 
 @each("name", ["RiemannianAdam", "RiemannianSGD"])
-def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
+def test_rows_draw_by_the_weights_own(pool, name):
     pool.run(stepped, name, "stochastic", "8bit", {"draws": "dither"}, border=True, draws=None)
 
 
 @each("granularity", ["channel", "tensor", "block"])
-def test_one_process_holds_all_rows(pools: dict[int, Pool], granularity: str) -> None:
+def test_one_process_holds_all_rows(pools, granularity):
     pools[1].run(stepped, "StiffnessAdamW", "stochastic", "float32", {"granularity": granularity})
 
 
@@ -205,14 +202,14 @@ def stepped_halves(name: str, dtype: torch.dtype, path: str) -> None:
 
 @each("dtype", [torch.bfloat16, torch.float16])
 @each("name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"])
-def test_rows_of_halves_draw_as_the_whole(pair: Pool, name: str, dtype: torch.dtype) -> None:
+def test_rows_of_halves_draw_as_the_whole(pair, name, dtype):
     pair.run(stepped_halves, name, dtype, "eager" if (name, dtype) == ("StiffnessMuon", torch.float16) else "native")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
-def test_every_combination(pool: Pool, pair: Pool, combination: tuple[str, str, str], granularity: str) -> None:
+def test_every_combination(pool, pair, combination, granularity):
     """Natively, and in one of the six by torch's own operators."""
     for net in ({}, {"rows": 7}, {"storage": "float"}, {"factors": True}):
         pair.run(stepped, *combination, {"granularity": granularity, **net})
@@ -263,7 +260,7 @@ def trained(net: dict[str, Any], options: dict[str, Any], *, nested: bool = True
     ],
     ids=["nested", "as one", "kept whole", "offloaded", "clipped", "master", "products"],
 )
-def test_a_run_of_two_processes_is_one_processs(pair: Pool, case: Any) -> None:
+def test_a_run_of_two_processes_is_one_processs(pair, case):
     net, options, how = case
     first, second = pair.run(trained, net, options, **how)
     assert first != second
@@ -287,7 +284,7 @@ def stored_rows(net: nn.Module) -> list[bytes]:
     return [bits_of(p._local_tensor) for p in net.parameters()]  # type: ignore[operator]
 
 
-def test_mixed_precision(pair: Pool) -> None:
+def test_mixed_precision(pair):
     pair.run(in_bfloat16)
 
 
@@ -340,7 +337,7 @@ OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
     "StiffnessAdamW-residual8-8bit StiffnessMuon-momentum-float32 StiffnessMuon-residual8-8bit "
     "StiffnessLion-stochastic-8bit Madam-residual8-bfloat16 RiemannianAdam-residual8-8bit"
 )
-def test_vectors_batches_single_rows_and_wider_scales(pool: Pool, combination: tuple[str, str, str]) -> None:
+def test_vectors_batches_single_rows_and_wider_scales(pool, combination):
     found = pool.run(vectors_stepped, *combination, path_of(combination))
     assert found[0] == found[1] == found[2]
     assert found[0][0] > 0

@@ -1,14 +1,22 @@
-"""Whatever happens to the bytes or files of a checkpoint is detected, and the one before it is taken instead."""
+"""Checkpoints that are damaged, or made by someone else: read or refused, nothing in them runs."""
 
+import hashlib
+import json
 import os
+import pickle
 import random
 import shutil
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from small_checkpoints import small
+from watched import watched
 
 from nanogpt_bench.checkpoint import BrokenCheckpoint, commit, newest, read, step_file, steps, verify
 
@@ -135,3 +143,151 @@ def test_a_broken_checkpoint_is_replaced_when_its_step_comes_again(run_dir: Path
     commit(run_dir, small(2), keep_last=2)
     assert newest(run_dir) == (step_file(run_dir, 2), [])
     assert steps(run_dir) == [1, 2]
+
+
+#: what reading a checkpoint must never lead to, beside what no reader may
+FORBIDDEN = ("exec", "compile", "import", "marshal.loads", "code.__new__", "os.rename", "os.remove")
+MIB = 1 << 20
+FACTS = b'{"step": 5}'
+
+
+class Payload:
+    """Pickled, it runs a command when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch executed",)
+
+
+def tensor_file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def checkpoint(text: bytes | None = None, tensors: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
+    whole = b'{"format": 2, "texts": {}, "facts": ' + FACTS + b"}" if text is None else text
+    return tensor_file({"__metadata__": {"checkpoint": whole.decode("latin-1")}, **(tensors or {})}, data)
+
+
+def with_facts(facts: bytes) -> bytes:
+    return checkpoint(b'{"format": 2, "texts": {}, "facts": ' + facts + b"}")
+
+
+def entry(dtype: str = "U8", shape: Any = (1,), offsets: Any = (0, 1)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def with_tensor(**changes: Any) -> bytes:
+    return checkpoint(tensors={"model/a": entry(**changes)}, data=b"x")
+
+
+#: name -> its content; those in WHOLE are odd and nothing else, and are read
+CASES: dict[str, bytes] = {
+    "nothing": b"",
+    "a pickle": pickle.dumps(Payload()),
+    "a zip": b"PK\x03\x04" + bytes(200),
+    "another safetensors file": tensor_file({"model/a": entry()}, b"x"),
+    "facts of ten million lists": with_facts(b'{"step": 5, "a": [' + b"[]," * 10_000_000 + b"[]]}"),
+    "facts of brackets": with_facts(b"]" * (30 * MIB)),
+    "facts of forty megabytes": with_facts(b'{"step": 5, "a": "' + b"x" * (40 * MIB) + b'"}'),
+    "facts nested deep": with_facts(b'{"step": 5, "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+    "facts with a long number": with_facts(b'{"step": ' + b"5" * 1_000_000 + b"}"),
+    "facts with NaN": with_facts(b'{"step": 5, "loss": NaN}'),
+    "facts of another step": with_facts(b'{"step": 6}'),
+    "facts without a step": with_facts(b"{}"),
+    "facts with a text for a step": with_facts(b'{"step": "5"}'),
+    "facts that are a list": with_facts(b"[5]"),
+    "texts that are a list": checkpoint(b'{"format": 2, "texts": [], "facts": {"step": 5}}'),
+    "texts that are numbers": checkpoint(b'{"format": 2, "texts": {"model": 5}, "facts": {"step": 5}}'),
+    "another version": checkpoint(b'{"format": 3, "texts": {}, "facts": {"step": 5}}'),
+    "header of petabytes": tensor_file({}, length=1 << 50),
+    "header of all the file": tensor_file(b" " * (50 * MIB)),
+    "header of more than the file": tensor_file(b"{}", length=1000),
+    "header nested deep": tensor_file(b"[" * 100_000),
+    "header of a million values": tensor_file({"a": [0] * 1_200_000}),
+    "header that is a list": tensor_file([]),
+    "header with other texts": tensor_file({"__metadata__": {"checkpoint": 1}}),
+    "tensor of petabytes": with_tensor(shape=[1 << 50], offsets=[0, 1 << 50]),
+    "tensor of more than 64 bits": with_tensor(shape=[1 << 40, 1 << 40]),
+    "tensor of many dimensions": with_tensor(shape=[1] * 100_000, offsets=[0, 2]),
+    "tensor of a negative size": with_tensor(shape=[-1]),
+    "tensor beyond the file": with_tensor(shape=[9], offsets=[0, 9]),
+    "tensors in each other": checkpoint(tensors={"model/a": entry(), "model/b": entry()}, data=b"x"),
+    "tensor of no type": with_tensor(dtype="OBJECT"),
+    "twenty thousand tensors": checkpoint(
+        tensors={f"model/t{index}": entry(shape=[0], offsets=[0, 0]) for index in range(20_000)}
+    ),
+    "a tensor with a long name": checkpoint(tensors={"a" * MIB: entry()}, data=b"x"),
+    "made by someone else": with_tensor(),
+}
+WHOLE = ("twenty thousand tensors", "a tensor with a long name", "made by someone else")
+
+
+def lay(folder: Path, data: bytes) -> Path:
+    path = folder / "step-5.safetensors"
+    path.write_bytes(data)
+    path.with_name(f"{path.name}.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
+    return path
+
+
+def said_of(look: Callable[[Path], Any], path: Path) -> str:
+    try:
+        look(path)
+    except BrokenCheckpoint as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_is_refused_in_one_line_or_read(case, tmp_path, attacks, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = lay(Path(), CASES[case])
+    assert said_of(verify, Path("nowhere"))  # which imports what it needs
+    found = watched(lambda: [said_of(look, path) for look in (verify, read)], FORBIDDEN)
+    assert (found.raised, found.executions) == ("", [])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert found.grown <= 2 * len(CASES[case]) + 64 * MIB
+    attacks.append(found.grown)
+    for said in found.returned:
+        assert (said == "") == (case in WHOLE), said
+        assert "\n" not in said
+        assert len(said) < 400
+        assert not said or said.startswith("checkpoint 'step-5.safetensors': ")
+
+
+def test_a_file_of_a_terabyte_without_content_is_not_read(tmp_path):
+    path = lay(tmp_path, b"")
+    os.truncate(path, 1 << 43)
+    assert "more than this machine's memory" in said_of(verify, path)
+
+
+QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70)
+JSON = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner), max_leaves=9
+)
+TENSOR = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["U8", "F32", "BF16", "F4", "F8_E8M0", "BOOL", "?"]) | JSON,
+        "shape": st.lists(st.integers(-1, 5) | st.integers(0, 2**64), max_size=3) | JSON,
+        "data_offsets": st.lists(st.integers(0, 16) | st.integers(0, 2**64), min_size=2, max_size=2) | JSON,
+    },
+)
+TEXTS = st.just({"checkpoint": '{"format": 2, "texts": {}, "facts": {"step": 5}}'}) | JSON
+
+
+@QUICK
+@given(TEXTS, st.dictionaries(st.text(max_size=5), TENSOR | JSON, max_size=3), st.binary(max_size=16))
+def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, tensors, data):
+    path = lay(tmp_path_factory.getbasetemp(), tensor_file({"__metadata__": texts, **tensors}, data))
+    with suppress(BrokenCheckpoint):
+        found = read(path)
+        assert found.step == 5
+        assert sum(tensor.nbytes for part in found.tensors.values() for tensor in part.values()) == len(data)
+
+
+@QUICK
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused(tmp_path_factory, data):
+    with pytest.raises(BrokenCheckpoint):
+        read(lay(tmp_path_factory.getbasetemp(), data))

@@ -220,14 +220,11 @@ def test_too_little_room_is_said_before_anything_is_written(run_dir: Path, monke
         check_room(Path("gone/run"), 2_000_000, "the first checkpoint")
 
 
-def test_a_run_folder_that_has_gone(run_dir: Path) -> None:
+def test_a_folder_that_has_gone_and_a_file_in_its_place_are_named(run_dir: Path, tmp_path: Path) -> None:
     shutil.rmtree(run_dir)
     with pytest.raises(CheckpointNotWritten, match="No such file or directory"):
         commit(run_dir, small(3), keep_last=1)
     assert not run_dir.exists()
-
-
-def test_a_file_in_the_place_of_the_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(CheckpointNotWritten, match="File exists"):
         commit(tmp_path, small(1), keep_last=1)

@@ -1,15 +1,20 @@
-"""Files are replaced whole, and no link in a folder that someone else has made leads a writing out of it."""
+"""Files are replaced whole, no link leads a writing out of a folder, and files of others are read with care."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from laws import each
 from run_folders import write_run
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.data.text import prepare_text
+from nanogpt_bench.system.errors import nearest
 from nanogpt_bench.system.files import remove_parts, replacing, write_text
+from nanogpt_bench.system.untrusted import DEEPEST, Refused, parse_json, parse_yaml, read_json, read_text
 
 SECRET = "what was there before"
 
@@ -113,3 +118,42 @@ def test_a_report_writes_to_no_file_that_lies_elsewhere(tmp_path, secret):
         (out / name).symlink_to(secret)
     assert main(["report", *map(str, runs), "--out", str(out)]) == 2
     assert secret.read_text() == SECRET
+
+
+def test_an_honest_alias_and_merge_are_read():
+    text = "base: &base {a: 1, b: [2, 3]}\nother: {<<: *base, c: *base}\n"
+    assert parse_yaml(text)["other"] == {"a": 1, "b": [2, 3], "c": {"a": 1, "b": [2, 3]}}
+
+
+@each("depth", [DEEPEST - 2, DEEPEST + 1, 100_000])
+def test_nesting_is_read_to_the_bound(depth):
+    for parse in (parse_yaml, parse_json):
+        text = "[" * depth + "]" * depth
+        if depth < DEEPEST:
+            assert json.dumps(parse(text)) == text
+        else:
+            with pytest.raises(Refused, match=f"nests more than {DEEPEST} deep"):
+                parse(text)
+
+
+def test_a_file_is_read_to_the_bound_and_only_an_ordinary_one(tmp_path):
+    path, link, pipe = tmp_path / "a.json", tmp_path / "link", tmp_path / "pipe"
+    path.write_bytes(b"[1]      ")
+    link.symlink_to("a.json")
+    os.mkfifo(pipe)
+    assert read_json(path) == read_json(link) == [1]
+    assert read_text(path, most=9) == "[1]      "
+    for place, options, said in (
+        (path, {"most": 8}, "more than 8 bytes"),
+        (tmp_path, {}, "not an ordinary file"),
+        (pipe, {}, "not an ordinary file"),
+        (link, {"links": False}, "symbolic link"),
+    ):
+        with pytest.raises(Refused, match=said):
+            read_text(place, **options)
+
+
+def test_one_edit_is_nearer_than_likeness():
+    assert nearest("model.n_eabd", FIELDS) == "model.n_embd"
+    assert nearest("sede", ["sides", "seed"]) == "seed"
+    assert nearest("x" * 10**6, FIELDS) is None

@@ -1,4 +1,4 @@
-"""Sweeps: what a file plans, what is left when it is started again, and what the special modes find."""
+"""Sweeps: what a file plans, its labels and references, and what is refused of it."""
 
 import json
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 import torch
 from bench_runs import refusal
 from laws import each
+from sweep_runs import train_here
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -16,7 +17,7 @@ from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep import workers as cores_module
-from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
+from nanogpt_bench.sweep.axes import Axis, Range, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
@@ -56,26 +57,6 @@ def test_random_points_lie_between_the_bounds_and_more_samples_leave_them():
     assert {point["rule"] for point in many} == {"a", "b"}
     assert [point["seed"] for point in many] == [1, 2] * 40
     assert many[0] | {"seed": 2} == many[1]  # a point is trained at every seed
-
-
-FULL = {"model.formats": {"*": {"weight": "E4M3", "activation": "E5M2"}}}
-POLICY = {"model.formats.mlp.fc.policy": "static", "model.formats.mlp.fc": "E5M2"}
-
-
-@pytest.mark.parametrize(
-    ("base", "point", "formats"),
-    [
-        ({}, {"model.format": "E4M3"}, {"*": "E4M3"}),
-        ({"model.format": "E4M3"}, {"model.formats.attn": "E5M2"}, {"*": "E4M3", "attn": "E5M2"}),
-        ({"model.formats": {"*": "E4M3", "mlp": "none"}}, {"model.format": "E7M0"}, {"*": "E7M0", "mlp": "none"}),
-        ({"model.format": "E4M3"}, {"model.formats.*.ste": "relu"}, {"*": {"weight": "E4M3", "ste": "relu"}}),
-        ({}, POLICY, {"mlp.fc": {"weight": "E5M2", "policy": "static"}}),
-        (FULL, {"model.format": "E3M4"}, {"*": {"weight": "E3M4", "activation": "E5M2"}}),
-    ],
-)
-def test_formats_of_patterns_and_options_of_layers_are_axes_too(base, point, formats):
-    assert assemble(base, point)["model.formats"] == formats
-    resolve(build_config(assemble(base, point)))  # and the run understands them
 
 
 # The plan
@@ -208,16 +189,13 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(write, axes, more, options,
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_cores_are_divided_among_the_workers(monkeypatch):
+def test_cores_are_divided_among_workers_that_have_no_more_threads_than_this_process(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     for workers, runs, threads, divided in (
         *((None, 1000, None, (4, 1)), (None, 1, None, (1, 4)), (3, 1000, None, (3, 1)), (None, 1000, 2, (2, 2))),
         *((None, 1000, 40, (1, 40)), (3, 1000, 2, (3, 2))),  # what the settings say belongs to the run
     ):
         assert divide(workers, runs, threads, 4) == divided
-
-
-def test_no_run_has_more_threads_than_this_process_would_take(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
@@ -282,3 +260,54 @@ def test_one_seed_of_every_row_comes_before_the_next_whatever_a_run_costs():
     ]
     trial = replace(points[0], aside=True)
     assert min([*points, trial], key=session_module._turn) is trial
+
+
+def test_formats_of_all_layers_and_of_one_are_told_apart(write):
+    axes = {"rule": ["fp32", "nearest"], "model.format": ["E4M3", "e7m0"]}
+    axes |= {f"model.formats.{key}": ["none", "E5M2"] for key in ("lm_head", "*.activation")}
+    planned = plan_sweep(read_sweep(write(axes=axes)))
+    assert len({run.label for run in planned}) == len(planned) == 1 + 8
+    assert {run.label for run in planned} >= {
+        "E4M3 nearest lm_head=E5M2 activation=none",
+        "E7M0 nearest lm_head=none activation=E5M2",
+    }
+    for run in planned[1:]:
+        formats = resolve(build_config(run.settings)).model.formats
+        assert run.label.startswith(formats["*"]["weight"])
+
+
+def test_close_numbers_are_written_in_full_and_formats_under_a_rule_without_any_refused(write):
+    axes = {"optimizer.lr": [0.001, 0.00100000001], "rule": ["fp32"]}
+    labels = [run.label for run in plan_sweep(read_sweep(write(axes=axes)))]
+    assert labels == ["fp32 lr=0.001", "fp32 lr=0.00100000001"]
+    with refusal(r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
+        plan_sweep(read_sweep(write(axes={"model.format": ["E4M3", "E7M0"]}, settings={"rule": "fp32"})))
+
+
+def planned(write, axes, **content):
+    """The labels of the references, and of the points."""
+    runs = plan_sweep(read_sweep(write(axes=axes, settings={"model.format": "E4M3"}, **content)))
+    points = plan_sweep(read_sweep(write(axes=axes, settings={"model.format": "E4M3"})))
+    own = {run.name for run in points}
+    return [run for run in runs if run.name not in own], runs
+
+
+def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays_another(write):
+    axes = {"rule": ["fp32", "nearest"], "train.max_steps": [3, 4]}
+    references, runs = planned(write, axes, reference={"rule": "fp32"})
+    assert (references, len(runs)) == ([], 4)
+    references, runs = planned(write, axes, reference={"rule": "fp32", "optimizer.weight_decay": 0.5})
+    assert [run.label for run in references] == [f"fp32 max_steps={steps} (reference)" for steps in (3, 4)]
+    assert len({run.name for run in runs}) == 6
+
+
+def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
+    """The file's rate is the rules' on its axis: a reference that is given as settings has its own."""
+    train_here(monkeypatch)
+    own = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
+    settings = {"model.format": "E4M3", "train.max_steps": 2}
+    told = "the reference is trained with its rule's own optimizer.lr, optimizer.weight_decay, not the file's: set them"
+    for reference, said in (({"rule": "fp32"}, True), ("E4M3 stochastic", False), ({"rule": "fp32"} | own, False)):
+        path = write(axes={"rule": ["stochastic"]}, settings=settings | own, reference=reference)
+        assert main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0
+        assert (told in capsys.readouterr().err) == said

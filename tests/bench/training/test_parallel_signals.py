@@ -1,7 +1,12 @@
-"""A run in several processes: shares of one batch, the same steps to the bit, and checkpoints of any number of them."""
+"""Runs in several processes, and signals that stop them."""
 
 import errno
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_runs import Tiny, one_step, trainer_of
+from rank_pool import Pool
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
 from nanogpt_bench.config.schema import Config
@@ -16,9 +22,9 @@ from nanogpt_bench.loop.resume import capture, restore
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.system.signals import SAME_REQUEST_SECONDS, stop_requests, stop_requests_once
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "library"))
-from rank_pool import Pool
 
 MONITORS = {"monitor__watch": "[resources, trend]"}
 #: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
@@ -186,3 +192,77 @@ def test_what_fails_in_one_fails_in_all(pools, what):
         assert second[3:] == [("BenchError", None, "no")]
     else:
         assert first[3:] == second[3:] == []
+
+
+def exit_code_of(child: Callable[[], None]) -> int:
+    """Fork, run `child`, and return what the process ended with: 0 if it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+            os._exit(0)
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    with stop_requests() as stop:
+        assert not stop.asked
+        signal.raise_signal(number)
+        assert stop.asked
+        assert stop.name == number.name
+    assert {one: signal.getsignal(one) for one in before} == before
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
+    done, said = os.pipe()
+
+    def child():
+        try:
+            with stop_requests(lambda: os.write(said, b"x")):
+                signal.raise_signal(first)
+                time.sleep(SAME_REQUEST_SECONDS * 1.5)
+                signal.raise_signal(second)
+        finally:
+            os.write(said, b"cleaned up")
+
+    assert exit_code_of(child) == 128 + second
+    os.close(said)
+    with os.fdopen(done, "rb") as pipe:
+        assert pipe.read() == b"x"
+
+
+def test_a_signal_that_comes_twice_at_once_or_to_a_worker_is_one_request():
+    """As from `timeout`, which signals its child and then the group."""
+
+    def child():
+        with stop_requests() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.name == "SIGTERM"
+
+    assert exit_code_of(child) == 0
+    with stop_requests_once() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(SAME_REQUEST_SECONDS * 1.5)
+    assert stop.asked
+
+
+def test_outside_of_the_main_thread_nothing_is_handled():
+    before, asked = signal.getsignal(signal.SIGTERM), list[bool]()
+
+    def work():
+        with stop_requests() as stop:
+            assert signal.getsignal(signal.SIGTERM) is before
+            asked.append(stop.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [False]

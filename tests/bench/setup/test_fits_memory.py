@@ -1,0 +1,324 @@
+"""Memory: what a run needs by arithmetic and has on this machine, and machines without a GPU."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench_runs import refusal
+from laws import each
+from torch import Tensor, nn
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.rules import available_rules
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import build_config, find_config, load_config, shipped_configs
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.model.gpt import build_model
+from nanogpt_bench.setup.memory import bytes_each, bytes_of, check_fits, held_bytes, parameters_of
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.task import model_shape
+from nanogpt_bench.sweep import workers as pool
+from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.sweep.workers import RayCluster
+from nanogpt_bench.system import free_memory
+from nanogpt_bench.system.signals import StopRequest
+
+GIB = 2**30
+TOO_MUCH = ("model.n_embd 2000000", f"model.n_embd {10**18}", f"train.batch_size {10**9}", f"eval.batches {10**11}")
+AXES = "axes: {seed: [1, 2]}\nsettings: {rule: stochastic, model.format: E4M3}\n"
+TUNED = "tune: {seeds: [1]}\nconfirm: {seeds: [2]}\n"
+TRAINING = {
+    "run": "run fp32.yaml",
+    "run in a format": "run e4m3.yaml --train.precision bf16-mixed",
+    "compare": "compare --max-steps 2",
+    "sweep": "sweep axes.yaml --out out",
+    "tune": "sweep tuned.yaml --out out",
+}
+
+
+@pytest.fixture
+def folder(here, monkeypatch):
+    """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where no worker can be started."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
+    Path("axes.yaml").write_text(AXES)
+    Path("tuned.yaml").write_text(AXES.replace("seed: [1, 2]", "optimizer.beta1: [0.9]") + TUNED)
+    return here
+
+
+@each("command", TRAINING.values(), ids=TRAINING)
+@each("asked", TOO_MUCH)
+def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(asked, command, folder, refused):
+    key, value = asked.split()
+    before = sorted(folder.iterdir())
+    said = refused(*command.split(), "--model.n_head", "1", f"--{key}", value)
+    assert f"{key} {value}" in said
+    assert "GiB are free" in said
+    assert sorted(folder.iterdir()) == before
+
+
+def test_nor_is_a_model_trained_further(folder, refused):
+    import causal_models
+
+    finetune = ["finetune", "--model", str(causal_models.write(folder / "model")), "--model.block_size", "16"]
+    before = sorted(folder.iterdir())
+    for *words, asked in ([*finetune, f"--{asked}"] for asked in TOO_MUCH[2:]):
+        said = refused(*words, *asked.split())
+        assert asked.removeprefix("--") in said
+        assert "GiB are free" in said
+    assert sorted(folder.iterdir()) == before
+
+
+def test_layers_and_threads_have_a_limit(corpus_dir, refused):
+    said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, "--runtime.threads", "100000")
+    assert "runtime.threads: 100000 is out of range; give a whole number >= 1 and <= 1024" in said
+    said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, "--model.n_layer", str(10**9))
+    assert f"model.n_layer: {10**9} is out of range; give a whole number >= 1 and <= 4096" in said
+
+
+def test_what_is_counted_is_what_a_model_has(tiny):
+    config = resolve(tiny())
+    shape = model_shape(config, open_corpus(config))
+    matrices = [parameter for parameter in build_model(shape, 0).parameters() if parameter.dim() == 2]
+    assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
+
+
+@each(
+    ("rule", "fmt", "fewest"),
+    [("fp32", None, 12), ("bf16-pure", None, 6), ("stochastic", "E4M3", 9), ("stochastic-8bit", "E4M3", 6)],
+)
+def test_no_weight_takes_fewer_bytes(rule, fmt, fewest):
+    assert bytes_each(resolve(build_config({"rule": rule} | ({"model.format": fmt} if fmt else {})))) == fewest
+
+
+def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 20 * GIB)
+    there = available_rules()
+    for name in shipped_configs():
+        config = load_config(find_config(name))
+        if config.rule in (None, *there) and not config.model.pretrained and not config.model.init_from:
+            check_fits(resolve(config))
+    for name in (path.name for path in FOLDER.glob("*.yaml")):
+        sweep = read_sweep(find_sweep(name), [])
+        rules = sweep.axis("rule")
+        if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {None, *there}:
+            for run in plan_sweep(sweep):
+                check_fits(resolve(build_config(run.settings)))
+    check_fits(resolve(build_config({"rule": "fp32", "model.size": "124M", "train.batch_size": 12})))
+
+
+def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_documents_do_not_count(
+    labelled_dir, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: GIB)
+    check_fits(resolve(Config()))
+    with refusal("GiB are free"):
+        check_fits(resolve(build_config({"model.size": "124M"})))
+    config = build_config({"task": "classify", "data.dir": str(labelled_dir), "eval.batches": 10**11})
+    check_fits(resolve(config), open_corpus(resolve(config)))
+
+
+def test_what_was_read_counts_as_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "_GROUP", tmp_path)
+    stat = "anon 100000\ninactive_anon 7\ninactive_file 500000\nactive_file 300000\n"
+    for files, free in (
+        ({"meminfo": "MemTotal: 9000 kB\nMemAvailable:   8000 kB\n"}, 8000 * 1024),
+        ({"memory.max": "max\n", "memory.current": "900000\n"}, 8000 * 1024),
+        ({"memory.max": "1000000\n"}, 100_000),
+        ({"memory.stat": stat}, 900_000),
+    ):
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        assert free_memory.free_memory() == free
+
+
+def test_what_fits_is_trained(corpus_dir, folder, monkeypatch):
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 10_000_000)
+    small = ["--model.block_size", "16", "--model.n_layer", "1", "--model.n_head", "1", "--train.batch_size", "2"]
+    words = ["run", "fp32.yaml", "--data.dir", str(corpus_dir), "--model.n_embd", "32", *small]
+    assert main([*words, "--train.max_steps", "1", "--eval.batches", "1"]) == 0
+
+
+class Packed(Tensor):
+    """A wrapper that looks like float32 and holds one byte an element, and a scale."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes):
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale = codes, torch.ones(())
+        return made
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+def bytes_with(**kept: Any) -> int:
+    """The bytes that an optimizer is counted to hold with these entries in its state."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state[layer.weight].update(kept)
+    return held_bytes(layer, optimizer) - 4
+
+
+def test_each_memory_counts_once_and_a_wrapper_as_what_is_inside_it():
+    whole = torch.zeros(100)
+    assert bytes_with(kept=Packed(torch.zeros(100, dtype=torch.uint8))) == 100 + 4
+    assert bytes_with(kept=[whole, whole.view(10, 10), whole[:3]]) == 400
+    assert bytes_with(kept={whole: 1, "b": [2.0, (whole[:3], {"c": torch.zeros(1)})]}) == 404
+    assert bytes_with(kept=whole[:3]) == 400  # a view keeps all of its memory
+    assert bytes_with(kept=[torch.zeros(0), torch.zeros(0)]) == 0
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=torch.tensor(0.1))
+    vars(optimizer).update(scratch=SimpleNamespace(room=torch.zeros(10)))  # which is made anew
+    assert held_bytes(layer, optimizer) == 4 + 4  # the weight and the rate
+
+
+def test_gradients_do_not_count_while_the_model_has_them():
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer.state[layer.weight]["kept"] = layer.weight.grad.view(-1)
+    assert held_bytes(layer, optimizer) == 256
+    optimizer.zero_grad()
+    assert held_bytes(layer, optimizer) == 512
+
+
+@each(
+    ("make", "per_parameter"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 4),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 8),
+        (lambda p: torch.optim.AdamW(p), 12),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 16),
+    ],
+)
+def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make, per_parameter):
+    layer = nn.Linear(64, 32, bias=False)
+    optimizer = make(layer.parameters())
+    layer(torch.ones(1, 64)).sum().backward()
+    assert held_bytes(layer, optimizer) == 4 * 2048  # nothing before the first step, and no gradients
+    optimizer.step()
+    steps = 4 if isinstance(optimizer, torch.optim.AdamW) else 0
+    assert held_bytes(layer, optimizer) == bytes_of([layer.weight], optimizer) == per_parameter * 2048 + steps
+
+
+class Asked(StopRequest):
+    """A stop request that comes when a step is reached."""
+
+    def at(self, step):
+        def follow(progress):
+            if progress.step == step:
+                self.note(signal.SIGTERM)
+
+        return follow
+
+
+@pytest.mark.parametrize("rule", ["stochastic", "fisher"])
+def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, rule):
+    """The last step was watched or not, another follows, or the run was resumed with or without a step to do."""
+    config = tiny(rule=rule, model__format="E4M3", monitor__interval=100, train__max_steps=5)
+    ends = {"whole": run(config, tmp_path / "whole")}
+    stop = Asked()
+    ends["stopped"] = run(config, tmp_path / "other", stop=stop, on_progress=stop.at(3))
+    ends["gone on"] = run(config, tmp_path / "other", resume=True)
+    ends["nothing left"] = run(config, tmp_path / "other", resume=True)
+    assert len({end["status"] for end in ends.values()}) == 2
+    for figure in ("bytes_per_parameter", "bytes_per_quantized_parameter"):
+        assert {end[figure] for end in ends.values()} == {ends["whole"][figure]}, figure
+
+
+def test_a_run_that_took_no_step_has_none(tiny, tmp_path):
+    stop = Asked()
+    ended = run(tiny(), tmp_path / "r", stop=stop, on_progress=stop.at(0))
+    assert (ended["status"], ended["steps"], ended["bytes_per_parameter"]) == ("stopped", 0, None)
+    assert run(tiny(), tmp_path / "r", resume=True)["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
+
+
+ON_CUDA = "axes: {model.format: [E4M3, E5M2]}\nsettings: {rule: stochastic, runtime.device: cuda, data.dir: CORPUS}\n"
+DEVICE = "--runtime.device cuda"
+COMMANDS = {
+    "run": f"run fp32.yaml {DEVICE}",
+    "run, resumed": f"run fp32.yaml --name gone --resume {DEVICE}",
+    "finetune": f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}",
+    "compare": f"compare --max-steps 2 {DEVICE}",
+    "compare of a text": f"compare --max-steps 2 --data.dir CORPUS --out out {DEVICE}",
+    "sweep": f"sweep formats.yaml --data.dir CORPUS {DEVICE}",
+    "sweep, in the file": "sweep axes.yaml --out out",
+    "sweep, an axis": "sweep device.yaml --out out",
+    "sweep of the default text": "sweep default.yaml --out out",
+    "tuned on the default text": "sweep tuned_default.yaml --out out",
+    "sensitivity": f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}",
+    "tuned": "sweep tuned.yaml --out out",
+}
+
+
+@pytest.fixture
+def places(here, corpus_dir, monkeypatch):
+    """A folder with sweep files, on a machine without a GPU, where no worker can be started."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
+    files = {"axes.yaml": ON_CUDA, "tuned.yaml": ON_CUDA + TUNED, "device.yaml": ON_CUDA.replace("cuda", "cpu")}
+    files["device.yaml"] = files["device.yaml"].replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
+    files["device.yaml"] = files["device.yaml"].replace("runtime.device: cpu, ", "")
+    files |= {
+        name: files[of].replace(", data.dir: CORPUS", "")
+        for name, of in (("default.yaml", "axes.yaml"), ("tuned_default.yaml", "tuned.yaml"))
+    }
+    for name, text in files.items():
+        Path(name).write_text(text.replace("CORPUS", str(corpus_dir)))
+    return {"CORPUS": str(corpus_dir)}
+
+
+@each("words", COMMANDS.values(), ids=COMMANDS)
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, places, tmp_path, capsys):
+    if "MODEL" in words:
+        import causal_models
+
+        places["MODEL"] = str(causal_models.write(tmp_path / "model"))
+    before = sorted(tmp_path.iterdir())
+    assert main([places.get(word, word) for word in words.split()]) == 2
+    said = capsys.readouterr()
+    line = "nanogpt-bench: error: runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu\n"
+    assert (said.out, said.err) == ("", line)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@each("name", ["cuda:7", "mps", "gpu", ""])
+@each("command", ["run fp32.yaml", "compare", "sweep formats.yaml"])
+def test_other_devices_are_not_known(command, name, refused):
+    said = refused(*command.split(), "--runtime.device", name)
+    assert f"runtime.device: {name!r} is not known" in said
+    assert "allowed: auto, cpu, cuda" in said
+
+
+def test_a_cluster_is_asked_for_its_own_gpus(tmp_path):
+    class Nodes:
+        def __init__(self, gpus):
+            self.gpus = gpus
+
+        def cluster_resources(self):
+            return {"CPU": 4.0} | ({"GPU": self.gpus} if self.gpus else {})
+
+    RayCluster(Nodes(1.0), tmp_path).check_device("cuda")
+    cluster = RayCluster(Nodes(0.0), tmp_path)
+    cluster.check_device("auto")
+    with pytest.raises(ValueError, match="not available on any node of the cluster; allowed: auto, cpu"):
+        cluster.check_device("cuda")
