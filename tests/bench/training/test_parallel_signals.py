@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import SAME_REQUEST_SECONDS, stop_requests, stop_requests_once
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "library"))
 
 MONITORS = {"monitor__watch": "[resources, trend]"}
 #: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
