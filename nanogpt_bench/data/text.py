@@ -69,7 +69,7 @@ def prepare_nanogpt(
         text = read_text(folder / "input.txt")
     made = make_tokenizer(tokenizer, text)
     for split, tokens in splits.items():
-        if (largest := int(tokens.max())) >= made.vocab_size:
+        if (largest := int(np.max(tokens))) >= made.vocab_size:
             raise BenchError(
                 f"{str(folder / f'{split}.bin')!r} holds token {largest}: {tokenizer} has 0 to {made.vocab_size - 1}"
             )

@@ -167,7 +167,7 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
         return corpus
     text, tokenizer = read_text(args.input), own_tokenizer(args.model)
     tokens = tokenizer.encode(text)
-    check_tokens(tokenizer.name, args.model, found.vocab_size, str(args.input), int(tokens.max(initial=0)))
+    check_tokens(tokenizer.name, args.model, found.vocab_size, str(args.input), int(np.max(tokens, initial=0)))
     if len(tokens) <= (block or 1):
         raise BenchError(
             f"--input {str(args.input)!r} has {counted(len(tokens), 'token')}, a window needs {(block or 1) + 1}"
