@@ -233,7 +233,7 @@ class _Quantizer:
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
         names = {"weight": "weight", **{rf"(?<!\w){re.escape(name)}": name for name in self.own_parameters}}
         return [  # the longest suffix first: transformers before 5.22 takes the first that a name begins with
-            package.WeightConverter([f"{start}{suffix}" for suffix in reversed(PARTS)], name, operations=[operation])
+            package.WeightConverter([f"{start}{suffix}$" for suffix in reversed(PARTS)], name, operations=[operation])
             for start, name in names.items()
         ]
 
@@ -345,7 +345,7 @@ class _Gather:
     ) -> dict[str, Tensor]:
         parts = {}
         for pattern, value in input_dict.items():
-            suffix = next((suffix for suffix in PARTS[1:] if pattern.endswith(suffix)), "")
+            suffix = next((suffix for suffix in PARTS[1:] if pattern.endswith(suffix + "$")), "")
             parts[f"weight{suffix}"] = value[0] if isinstance(value, list) else value
         owner, entry = full_layer_name.rpartition(".")[::2]
         layer = model.get_submodule(owner)
