@@ -302,7 +302,7 @@ def test_a_command_ends_with_code_2_and_one_line(command, tried, path, full, cap
         assert said.endswith("\n")
         assert said[:-1].isprintable(), repr(said)
         assert [each.name for each in path.parent.iterdir()] == [path.name]
-        tried("'missing' has no meta.json" in said)
+        tried("data.dir 'missing' does not exist" in said)
 
     files = CONFIG_FILES if command == "run" else SWEEP_FILES
     words = OVERRIDES.map(lambda words: [word for word in words if word.startswith("--") and "=" in word])

@@ -195,9 +195,9 @@ def test_an_interrupted_download_leaves_nothing(folder, tmp_path, monkeypatch):
 
 
 LINUX = (
-    r"can't have linux-source-6.1_6.1.176-1_all.deb: it is not in '.*'; get it with: apt-get download linux-source-6"
+    r"can't get linux-source-6.1_6.1.176-1_all.deb: it is not in '.*'; get it with: apt-get download linux-source-6"
 )
-OTHER = "have botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64}, not [0-9a-f]{64};"
+OTHER = "get botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64}, not [0-9a-f]{64};"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_an_archive_that_cant_be_had_is_refused(folder, tmp_path, name, packages
             [sys.executable, "-c", "import sys; sys.exit('noise\\nERROR: No match\\nnotice')"],
             "any.whl; ERROR: No match",
         ),
-        ([sys.executable, "-c", "pass"], "can't have oci.*: it is not in"),
+        ([sys.executable, "-c", "pass"], "can't get oci.*: it is not in"),
         (["/nowhere/client"], "any.whl; /nowhere/client: No such file"),
     ],
 )
