@@ -6,10 +6,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from _claims import claims_table
 from _compared import short
 from _markdown import markdown
 from _paired import in_figures
-from _study import against_baseline
+from _study import FOLDER, against_baseline
 
 #: of each line: the results files (one for all texts, or one per text), the rule, its title, and its float32 baseline
 LINES = (
@@ -80,5 +81,7 @@ def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
 
 
 def write_front(folder: Path) -> None:
-    """Write the table of the results page."""
+    """Write the table of the results page, and that of Q16."""
     (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
+    claims = claims_table(FOLDER / "study_q16_adamw.json", "fp32")
+    (folder / "study-claims.md").write_text(claims, encoding="utf-8")
