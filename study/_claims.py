@@ -1,4 +1,4 @@
-"""What the runs of Q16 allow to say: each difference with its n, its standard deviation over seeds, and a verdict.
+"""Differences of Q16, each with its n, its standard deviation over seeds, and what may be said of it.
 
 A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p-value of 0.01 (4.6 at five seeds), and
 two rows are equal where the 95% interval lies within 0.02. Both levels were announced before the runs.
@@ -30,7 +30,7 @@ def sigma_of(found: Difference) -> float | None:
 
 
 def verdict(found: Difference, sigma: float) -> str:
-    """Whether a difference is claimed, or two rows are equal.
+    """The claim that a difference allows: above, below, equal or not decided.
 
     >>> [verdict(Difference(d, 5, d - w, d + w), sigma_of(Difference(d, 5, d - w, d + w))) for d, w in
     ...  [(0.2, 0.03), (0.01, 0.005), (0.0, 0.03)]]
