@@ -120,5 +120,5 @@ def _no_run(path: Path) -> str:
         return f"{str(path)!r} is no folder of a run; train and validate one first: nanogpt-bench run {path}"
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
-    runs = [str(child) for child in sorted(path.glob("*")) if is_run(child)]
+    runs = [str(child) for child in sorted(path.glob("*") if path.is_dir() else ()) if is_run(child)]
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")

@@ -436,6 +436,7 @@ def whose_model_is_gone() -> int:
     copied = copy.deepcopy(net)
     assert not ranks_of(copied.parameters())
     assert len(ranks_of(net.parameters())) == 1
+    gc.collect()  # what earlier cases left in cycles
     before = len(replicas)
     del net
     gc.collect()
