@@ -232,8 +232,8 @@ class _Quantizer:
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
         names = {"weight": "weight", **{rf"(?<!\w){re.escape(name)}": name for name in self.own_parameters}}
-        return [  # the longest suffix first: transformers before 5.22 takes the first that a name begins with
-            package.WeightConverter([f"{start}{suffix}$" for suffix in reversed(PARTS)], name, operations=[operation])
+        return [  # with a $: transformers before 5.22 takes a longer name that begins alike for this one
+            package.WeightConverter([f"{start}{suffix}$" for suffix in PARTS], name, operations=[operation])
             for start, name in names.items()
         ]
 

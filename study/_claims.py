@@ -15,7 +15,7 @@ from nanogpt_bench.report.results import Difference, Result
 from nanogpt_bench.report.results_file import read_export
 
 CLAIMED_P, EQUAL_WITHIN = 0.01, 0.02
-HEADER = ("training", "text", "n", "sigma", "minus float32", "d√n/sigma", "claimed from", "so")
+HEADER = ("training", "text", "n", "sigma", "minus float32", "d√n/sigma", "claimed beyond", "verdict")
 
 
 def sigma_of(found: Difference) -> float | None:
@@ -29,6 +29,15 @@ def sigma_of(found: Difference) -> float | None:
     return float((found.high - found.low) / 2 * sqrt(found.seeds) / t.ppf(0.975, found.seeds - 1))
 
 
+def level(seeds: int) -> float:
+    """The size of `d sqrt(n) / sigma` beyond which a difference is claimed.
+
+    >>> round(level(5), 1)
+    4.6
+    """
+    return float(t.ppf(1 - CLAIMED_P / 2, seeds - 1))
+
+
 def verdict(found: Difference, sigma: float) -> str:
     """The claim that a difference allows: above, below, equal or not decided.
 
@@ -37,7 +46,7 @@ def verdict(found: Difference, sigma: float) -> str:
     ['above', 'above, by less than 0.02', 'not decided']
     """
     equal = found.low is not None and found.high is not None and max(-found.low, found.high) < EQUAL_WITHIN
-    if abs(found.mean) * sqrt(found.seeds) / sigma > t.ppf(1 - CLAIMED_P / 2, found.seeds - 1):
+    if abs(found.mean) * sqrt(found.seeds) / sigma > level(found.seeds):
         return ("above" if found.mean > 0 else "below") + (f", by less than {EQUAL_WITHIN}" if equal else "")
     return "equal" if equal else "not decided"
 
@@ -58,6 +67,10 @@ def _line(result: Result, text: str) -> list[str] | None:
     sigma = sigma_of(found) if found else None
     if found is None or sigma is None:
         return None
-    level = t.ppf(1 - CLAIMED_P / 2, found.seeds - 1)
-    figures = [f"{sigma:.3f}", f"{found.mean:+.3f}", f"{found.mean * sqrt(found.seeds) / sigma:+.1f}", f"{level:.1f}"]
+    figures = [
+        f"{sigma:.3f}",
+        f"{found.mean:+.3f}",
+        f"{found.mean * sqrt(found.seeds) / sigma:+.1f}",
+        f"{level(found.seeds):.1f}",
+    ]
     return [f"`{short(result)}`", text, str(found.seeds), *figures, verdict(found, sigma)]

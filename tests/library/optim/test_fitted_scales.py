@@ -27,11 +27,38 @@ MAKE: dict[str, Any] = {
     "sgd": lambda p, **o: optim.StiffnessSGD([p], lr=0.3, momentum=0.9, **o),
     "lion": lambda p, **o: optim.StiffnessLion([p], lr=1e-3, weight_decay=0.0, **o),
 }
+#: what is left of the variance of the weights looked for: from zeros, and from the same steps of small random weights
+LEFT = {"E4M3": 0.005, "E2M5": 0.001, "E1M6": 0.003, "E5M2": 0.02}
 GRANULARITIES = ("tensor", "channel", "block", "square")
 
 
 def zeros(fmt: str = "E2M5", shape: tuple[int, ...] = SHAPE, **options: Any) -> fm.FP8Parameter:
     return fm.FP8Parameter(torch.zeros(shape), fmt, seed=0, **options)
+
+
+def loss_left(p: Any, optimizer: Any, steps: int = 300) -> float:
+    """A linear regression; what is left of the variance of its weights."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(p.shape, generator=generator) * 0.1
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for t in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - t / steps)
+        x = torch.randn(64, p.shape[1], generator=generator)
+        optimizer.zero_grad()
+        (x @ (p - wanted).T).square().mean().backward()
+        optimizer.step()
+    return float((p.detach() - wanted).square().sum() / wanted.square().sum())
+
+
+@each("fmt", LEFT)
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_layer_of_zeros_learns(kind: str, fmt: str) -> None:
+    p = zeros(fmt, (8, 32))
+    optimizer = MAKE[kind](p)
+    bound = {"lion": 0.2, "stiff": 5 * LEFT[fmt], "sgd": 2 * LEFT[fmt]}.get(kind, LEFT[fmt])
+    assert loss_left(p, optimizer) < bound
+    assert optimizer.fitted_scales >= 8
 
 
 @each("granularity", GRANULARITIES)

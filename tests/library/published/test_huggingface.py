@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     other.save_pretrained(tmp_path / "again")
     assert bits(read(tmp_path / "again")) == bits(model)
     assert bits(learnt(other)) == bits(learnt(model))  # and goes on as it would have
+
+
+def test_each_part_of_a_weight_is_named_whole():
+    """transformers before 5.22 takes a name for a weight's that only begins as its name does."""
+    model = huggingface.attach(
+        quantize_model(llama(), DELAYED, tied="leave", parameters={"*embed_tokens.weight": "E4M3"})
+    )
+    patterns = [p for made in model.hf_quantizer.get_weight_conversions() for p in made.source_patterns]
+    for part, count in (("", 1), ("_scale", 1), ("_counter", 1), ("_traits", 1), ("_scaler.value", 0), ("s", 0)):
+        found = [p for p in patterns if re.search(p, f"model.layers.0.mlp.up_proj.weight{part}")]
+        assert len(found) == count, (part, found)
 
 
 @each("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
