@@ -142,7 +142,7 @@ def counted(case: Any) -> int:
 COLUMNS: Final = {
     "a call, ms": ("ms", 3),
     "its kernels, ms": ("kernels ms", 3),
-    "bytes a weight": ("bytes", 2),
+    "bytes per weight": ("bytes", 2),
     "TFLOP/s": ("TFLOP/s", 0),
     "TB/s": ("TB/s", 2),
     "tokens a second": ("tokens/s", None),

@@ -197,7 +197,7 @@ def main() -> None:
     ways = {name: way for name, way in WAYS.items() if way[0].startswith("fp8") or not args.fp8}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = measure(Path(folder), args.weights, args.shards, ways)
-    columns = (f"{args.weights} weights", "GB at the peak", "bytes a weight", "beyond the largest tensor")
+    columns = (f"{args.weights} weights", "GB at the peak", "bytes per weight", "beyond the largest tensor")
     if args.json:
         print(json.dumps([dict(zip(("way", "gb", "bytes", "beyond"), row, strict=True)) for row in rows], indent=1))
     else:

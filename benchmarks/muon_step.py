@@ -128,8 +128,8 @@ def verdict(ratio: float) -> str:
     return "goal met" if ratio <= GOAL else "bar met" if ratio <= BAR else "bar not met"
 
 
-HEADER: Final = ("matrices", "StiffnessMuon", "bytes a weight", "ratio (processes)", f"bar {BAR}x, goal {GOAL}x")
-RECORDED: Final = ("matrices", "StiffnessMuon", "bytes a weight", "ratio", "bar and goal")
+HEADER: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio (processes)", f"bar {BAR}x, goal {GOAL}x")
+RECORDED: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio", "bar and goal")
 
 
 def table(rows: list[dict[str, Any]], markdown: bool) -> str:

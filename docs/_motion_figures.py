@@ -20,31 +20,34 @@ WRITEBACKS = {
 
 
 def walk() -> Figure:
-    """One E4M3 weight that SGD asks to grow by 0.04 ULP a step, under each write-back."""
+    """E4M3 weights that SGD asks to grow by 0.04 ULP per step: six under stochastic rounding, one under each other."""
     figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
     steps, update = 200, 0.005
     axes.plot([0, steps], [1, 1 + steps * update], color=EXACT, linestyle=":", label="without rounding")
     for name, (color, linestyle) in WRITEBACKS.items():
-        axes.plot(_walk(name, steps, update), color=color, linestyle=linestyle, linewidth=1.5, label=name)
-    axes.set(xlabel="steps of StiffnessSGD, k = 0", ylabel="weight", ylim=(0.93, 2.55))
+        paths = _walk(name, steps, update, 6 if name == "stochastic" else 1)
+        width = 0.8 if name == "stochastic" else 1.5
+        lines = axes.plot(paths, color=color, linestyle=linestyle, linewidth=width)
+        lines[0].set_label(name)
+    axes.set(xlabel="steps of StiffnessSGD, k = 0", ylabel="weight", ylim=(0.93, 2.3))
     axes.set_title("200 updates of +0.005, each 0.04 ULP at first")
     axes.legend(loc="upper left")
     return figure
 
 
-def _walk(writeback: str, steps: int, update: float) -> list[float]:
-    """The path of a weight whose gradient is -1 throughout."""
-    weight = fm.FP8Parameter(torch.ones(1, 1), "E4M3", scale=1.0)
+def _walk(writeback: str, steps: int, update: float, weights: int) -> torch.Tensor:
+    """The paths, a column each, of weights whose gradient is -1 throughout."""
+    weight = fm.FP8Parameter(torch.ones(1, weights), "E4M3", scale=1.0)
     momentum = 0.9 if writeback == "momentum" else 0.0
     lr = update * (1 - momentum)
     options = {"momentum": momentum, "stiffness": 0.0, "writeback": writeback, "seed": 3}
     optimizer = fm.optim.StiffnessSGD([weight], lr=lr, **options)
-    path = [1.0]
+    path = [weight.dequantize()]
     for _ in range(steps):
-        weight.grad = torch.full((1, 1), -1.0)
+        weight.grad = torch.full_like(path[0], -1.0)
         optimizer.step()
-        path.append(weight.dequantize().item())
-    return path
+        path.append(weight.dequantize())
+    return torch.cat(path)
 
 
 def geodesic() -> Figure:
@@ -71,7 +74,7 @@ def geodesic() -> Figure:
 
 
 def field() -> Figure:
-    """One ULP at each weight of a layer, before and after it has been trained in one byte a weight."""
+    """One ULP at each weight of a layer, before and after it has been trained in one byte per weight."""
     figure, grid = plt.subplots(1, 2, figsize=(9, 4.3), layout="constrained")
     before, after = _fields()
     both = torch.cat((before, after)).flatten()
