@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import geoopt
 import pytest
@@ -18,7 +17,7 @@ SHAPE = (5, 7)
 
 
 ROWS = torch.tensor([[0.25], [1.7], [3.0], [1.0], [2.0**-9]])
-CONTINUOUS: dict[str, Any] = {
+CONTINUOUS = {
     f"{name}-{metric}": partial(fm.StiffnessManifold, name, 0.5, METRICS[metric])
     for name in ("E4M3", "E5M2", "E1M6")
     for metric in METRICS
@@ -27,7 +26,7 @@ CONTINUOUS: dict[str, Any] = {
     "E7M0-ulp": partial(fm.StiffnessManifold, "E7M0"),
     "E4M3-log-rows": partial(fm.StiffnessManifold, "E4M3", ROWS, "log"),
 }
-GRIDS: dict[str, Any] = {
+GRIDS = {
     f"FP8-{name}-{rounding}": partial(fm.FP8Manifold, name, ROWS, rounding, seed=1)
     for name in ("E4M3", "E5M2", "E7M0")
     for rounding in ("nearest", "stochastic")
@@ -56,7 +55,7 @@ every_case = each("case", [partial(made, name, factor) for name in EVERYWHERE fo
 
 
 @every_case
-def test_points_and_vectors(case: Any) -> None:
+def test_points_and_vectors(case) -> None:
     case = case()
     projected = case.manifold.projx(case.outside)
     assert case.manifold.check_point_on_manifold(projected, explain=True) == (True, None)
@@ -98,7 +97,7 @@ def test_checks_of_points_explain_themselves() -> None:
 
 
 @every_case
-def test_moving_and_transporting_together(case: Any) -> None:
+def test_moving_and_transporting_together(case) -> None:
     """exp with transport in one call equals the two calls; so does retr (draw by draw)."""
     case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
@@ -117,7 +116,7 @@ def test_moving_and_transporting_together(case: Any) -> None:
 
 
 @every_case
-def test_inner_is_an_inner_product(case: Any) -> None:
+def test_inner_is_an_inner_product(case) -> None:
     case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
     inner = manifold.inner(x, v, w)
@@ -134,7 +133,7 @@ def test_inner_is_an_inner_product(case: Any) -> None:
 
 
 @every_case
-def test_distance(case: Any) -> None:
+def test_distance(case) -> None:
     case = case()
     manifold, x, y = case.manifold, case.x, case.y
     dist = manifold.dist(x, y)
@@ -148,7 +147,7 @@ def test_distance(case: Any) -> None:
 
 
 @every_case
-def test_riemannian_gradient_gives_the_directional_derivative(case: Any) -> None:
+def test_riemannian_gradient_gives_the_directional_derivative(case) -> None:
     """<rgrad f, v>_x = df(v) for f with a known gradient, and by moving along exp."""
     case = case()
     manifold, base, v = case.manifold, case.base, case.v

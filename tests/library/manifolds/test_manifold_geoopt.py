@@ -1,7 +1,5 @@
 """geoopt's own optimizers on our manifolds, continuous and grid, unchanged."""
 
-from collections.abc import Callable
-
 import geoopt
 import torch
 from laws import each
@@ -12,7 +10,7 @@ import fp8manifold as fm
 Tensor = torch.Tensor
 
 
-def descend(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+def descend(optimizer, parameter, gradient) -> Tensor:
     parameter.grad = gradient(parameter.detach())
     optimizer.step()
     return parameter.detach().clone().as_subclass(torch.Tensor)

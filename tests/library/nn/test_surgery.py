@@ -3,7 +3,6 @@
 import inspect
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def formats_of(model: nn.Module) -> dict[str, str]:
 
 @storages
 @each("formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}])
-def test_one_format_for_every_linear_layer(formats: Any, storage: Any) -> None:
+def test_one_format_for_every_linear_layer(formats, storage) -> None:
     model = Model()
     assert quantize_model(model, formats, storage) is model
     assert formats_of(model) == dict.fromkeys(LINEARS, "E4M3")
@@ -57,7 +56,7 @@ PATTERNS = {
 
 
 @each("pattern", PATTERNS)
-def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern: str) -> None:
+def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern) -> None:
     model = quantize_model(Model(), {pattern: "E4M3"})
     assert set(formats_of(model)) == {name for name in LINEARS if eval(PATTERNS[pattern], {"n": name})}
 
@@ -79,7 +78,7 @@ def test_one_byte_is_the_default() -> None:
     """Everything that takes a storage; a spec with formats for the passes has codes too, and trains."""
     for call in (quantize_model, check_formats, QuantizedLinear):
         assert inspect.signature(call).parameters["storage"].default == "fp8"
-    model: Any = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
+    model = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     assert layers
     assert {layer.weight_codes().dtype for layer in layers} == {torch.uint8}
@@ -111,7 +110,7 @@ def test_specs_and_dicts() -> None:
     ],
 )
 @storages
-def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, tied: Any) -> None:
+def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> None:
     model = Model(tied=True)
     shared = {"lm_head": ("embedding.weight", "lm_head.weight")}
     layers = sizes_of(model)
@@ -128,7 +127,7 @@ def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, ti
 
 
 @each("storage", ["master", "grid", "fp8"])
-def test_what_none_names_may_be_anything(storage: Any) -> None:
+def test_what_none_names_may_be_anything(storage) -> None:
     model = Model(tied=True)
     model.lm_head.weight.data[3, 2] = math.nan
     quantize_model(model, {"mlp": "E4M3"}, storage)
@@ -140,7 +139,7 @@ def test_what_none_names_may_be_anything(storage: Any) -> None:
 
 def test_a_tied_head_is_untied_or_left() -> None:
     for storage, kind in (("fp8", fm.FP8Parameter), ("master", nn.Parameter)):
-        model = quantize_model(Model(tied=True), "E4M3", storage, tied="untie")  # type: ignore[arg-type]
+        model = quantize_model(Model(tied=True), "E4M3", storage, tied="untie")
         assert model.lm_head.weight is not model.embedding.weight
         assert (type(model.lm_head.weight), type(model.embedding.weight)) == (kind, nn.Parameter)
     assert torch.equal(model.lm_head.weight, model.embedding.weight)

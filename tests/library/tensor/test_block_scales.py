@@ -1,9 +1,6 @@
 """Scales of blocks and of squares: a byte each, read as float32, the same to the bit wherever they go and are used."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from laws import each
 from optimizer_cases import frozen, normal, snapshot, step_from, take_steps, with_factors
 from paths import PATHS, by
 from rank_cases import batch, loss_of, model
-from rank_pool import Pool
 from safetensors.torch import load_file, save_file
 from tensor_cases import decoded, parameter, same_store
 from test_ranks_fsdp import check_same, sharded
@@ -27,7 +23,7 @@ from nanogpt_bench.setup.memory import memory_of
 EXPONENTS = (-126, -125, -1, 0, 1, 2, 126, 127)
 
 
-def extreme(**options: Any) -> fm.FP8Parameter:
+def extreme(**options) -> fm.FP8Parameter:
     """Four rows of two blocks at all of these scales; the smallest subnormals of E4M3 at 2^-126 are in float32."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64)
     codes[codes & 127 == 127] = 0
@@ -89,13 +85,13 @@ def test_what_shares_memory_sees_a_new_scale() -> None:
     p.scale = p.scale * 2
     p.scale *= 2
     assert p.exponents is before
-    assert shared[0].scale.unique().tolist() == [2.0]  # type: ignore[attr-defined]
-    shared[0].rescale_(8.0)  # type: ignore[operator]
+    assert shared[0].scale.unique().tolist() == [2.0]
+    shared[0].rescale_(8.0)
     assert p.scale.unique().tolist() == [8.0]
 
 
 @each("granularity", ["block", "square"])
-def test_scales_narrow_and_are_refitted_in_their_memory(granularity: Any) -> None:
+def test_scales_narrow_and_are_refitted_in_their_memory(granularity) -> None:
     p = parameter("E4M3", (200, 192), granularity=granularity, rounding="nearest", headroom=1.0)
     values, memory = p.dequantize(), p.exponents
     p.rescale_(64 * p.scale)
@@ -111,20 +107,20 @@ def test_scales_narrow_and_are_refitted_in_their_memory(granularity: Any) -> Non
     assert p.exponents is memory
 
 
-def through_state_dict(p: fm.FP8Parameter, folder: Path) -> Any:
+def through_state_dict(p, folder):
     source, target = (nn.ParameterDict({"w": x}) for x in (p, parameter(granularity="block", seed=9)))
     target.load_state_dict(source.state_dict())
     return target["w"]
 
 
-def through_safetensors(p: fm.FP8Parameter, folder: Path) -> Any:
+def through_safetensors(p, folder):
     tensors = nn.ParameterDict({"w": p}).state_dict()
     assert tensors["w_scale"].dtype == torch.uint8
     save_file(tensors, folder / "w")
     return fm.unflatten_state_dict(load_file(folder / "w"))["w"]
 
 
-def through_checkpoint(p: fm.FP8Parameter, folder: Path) -> Any:
+def through_checkpoint(p, folder):
     if torch.__version__ < (2, 9):  # which asks for a storage
         return copy.deepcopy(p)
     q = parameter(granularity="block", seed=9)
@@ -133,7 +129,7 @@ def through_checkpoint(p: fm.FP8Parameter, folder: Path) -> Any:
     return q
 
 
-def through_meta(p: fm.FP8Parameter, folder: Path) -> Any:
+def through_meta(p, folder):
     layer = nn.Linear(64, 4, bias=False, device="meta")
     layer.weight = fm.FP8Parameter(p.detach().to("meta"))
     assert isinstance(layer.weight.exponents, Tensor)
@@ -144,7 +140,7 @@ def through_meta(p: fm.FP8Parameter, folder: Path) -> Any:
     return layer.weight
 
 
-TRIPS: dict[str, Callable[[fm.FP8Parameter, Path], Any]] = {
+TRIPS = {
     "state_dict": through_state_dict,
     "safetensors": through_safetensors,
     "distributed checkpoint": through_checkpoint,
@@ -156,13 +152,13 @@ TRIPS: dict[str, Callable[[fm.FP8Parameter, Path], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
-def test_extreme_scales_come_back_to_the_bit(trip: Any, tmp_path: Path) -> None:
+def test_extreme_scales_come_back_to_the_bit(trip, tmp_path) -> None:
     p = extreme()
     back = trip(p, tmp_path)
     assert same_store(back, p)
     assert torch.equal(back.exponents, p.exponents)
     assert back.exponents.dtype == torch.uint8
-    assert back.exponents.data_ptr() != p.exponents.data_ptr()  # type: ignore[union-attr]
+    assert back.exponents.data_ptr() != p.exponents.data_ptr()
     assert torch.equal(back.dequantize(), p.dequantize())
 
 
@@ -200,14 +196,14 @@ def sharded_blocks(rows: int) -> tuple[int, int]:
     loss_of(parts, batch(1)).backward()
     parts.reshard()
     check_same(parts, whole)
-    own: Any = parts[0].weight
+    own = parts[0].weight
     full, rows_held = parts.state_dict()["0.weight_scale"].full_tensor(), own._local_tensor.exponents
     assert torch.equal(full, first.exponents)
     return rows_held.nbytes, own._local_tensor.codes.nbytes
 
 
 @pytest.mark.parametrize("rows", [22, 7])
-def test_rows_hold_a_byte_a_block(pools: dict[int, Pool], rows: int) -> None:
+def test_rows_hold_a_byte_a_block(pools, rows) -> None:
     """Rows that 2 divides, sent with the codes, and rows that neither 2 nor 3 divides, gathered beforehand."""
     for size in (1, 2, 3):
         each = pools[size].run(sharded_blocks, rows)
@@ -220,23 +216,20 @@ def test_rows_hold_a_byte_a_block(pools: dict[int, Pool], rows: int) -> None:
 SHAPES = ((256, 128), (5, 7), (130, 64), (200, 192), (257, 160), (130, 131), (2, 140, 256))
 
 
-def weight(
-    shape: tuple[int, ...], name: str = "E4M3", seed: int = 0, *, factors: bool = False, **options: Any
-) -> fm.FP8Parameter:
+def weight(shape, name="E4M3", seed=0, *, factors=False, **options) -> fm.FP8Parameter:
     w = normal(*shape, seed=seed) * torch.exp2(4 * normal(*shape[:-1], 1, seed=seed + 1).clamp(-1, 1))
     p = fm.FP8Parameter(w, name, granularity="square", **{"seed": seed, **options})
-    made: fm.FP8Parameter = with_factors(p, factors)
-    return made
+    return with_factors(p, factors)
 
 
-def squares(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
+def squares(shape):
     starts = [(i, j) for i in range(0, shape[-2], 128) for j in range(0, shape[-1], 128)]
     return [((..., slice(i, i + 128), slice(j, j + 128)), (..., i // 128, j // 128)) for i, j in starts]
 
 
 @each("shape", [*SHAPES, (1, 1), (0, 5), (4200, 260)])
 @each("dtype", [torch.float32, torch.bfloat16])
-def test_each_square_is_what_it_is_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_each_square_is_what_it_is_alone(shape, dtype) -> None:
     w = normal(*shape, seed=2).to(dtype)
     kept = w.numel() < 2**20
     p = fm.FP8Tensor(w, "E4M3", granularity="square", keep_remainder=kept)
@@ -251,13 +244,13 @@ def test_each_square_is_what_it_is_alone(shape: tuple[int, ...], dtype: torch.dt
         assert torch.equal(p.dequantize()[where], alone.dequantize())
         assert torch.equal(p.largest()[scale], alone.largest())
         if p.remainder is not None:
-            assert torch.equal(p.remainder[where], alone.remainder)  # type: ignore[arg-type]
+            assert torch.equal(p.remainder[where], alone.remainder)
     expected = (fm.decode(p.codes, "E4M3") * p.expanded_scale()).to(dtype)
     assert torch.equal(p.dequantize(), expected)
 
 
 @each("shape", SHAPES)
-def test_views_and_rows_are_decoded_alone(shape: tuple[int, ...]) -> None:
+def test_views_and_rows_are_decoded_alone(shape) -> None:
     p = weight(shape)
     values = p.dequantize()
     for view in (lambda x: x[1:], lambda x: x[-1], lambda x: x.mT, lambda x: x.split(1)[1], lambda x: x.unbind()[0]):
@@ -277,7 +270,7 @@ def test_nan_is_kept_and_no_scale_sees_it() -> None:
     assert p.largest().tolist() == [[0.5, 0.0], [0.0, 0.0]]
 
 
-STEPS: dict[str, Callable[..., Any]] = {
+STEPS = {
     "adamw": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, stiffness=1.0, **o),
     "adamw bfloat16": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, moments="bfloat16", **o),
     "adamw 8bit": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, moments="8bit", **o),
@@ -293,7 +286,7 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("kind", STEPS)
-def test_paths_have_the_same_bits(kind: str, factors: bool) -> None:
+def test_paths_have_the_same_bits(kind, factors) -> None:
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
     twins = [[weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS]
     made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
@@ -318,10 +311,10 @@ def test_scales_in_runs_cost_an_eighth_of_a_byte_at_most() -> None:
 @each("path", PATHS)
 @each("writeback", ["stochastic", "residual8"])
 @each("shape", SHAPES)
-def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], writeback: str, path: str) -> None:
+def test_at_equal_scales_it_is_the_step_of_one_scale(shape, writeback, path) -> None:
     w = normal(*shape, seed=7).clamp(-3, 3)
     both = [
-        fm.FP8Parameter(w, "E4M3", granularity=granularity, scale=2.0**-4, seed=1)  # type: ignore[arg-type]
+        fm.FP8Parameter(w, "E4M3", granularity=granularity, scale=2.0**-4, seed=1)
         for granularity in ("square", "tensor")
     ]
     for p in both:
@@ -333,7 +326,7 @@ def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], wri
 @each("path", PATHS)
 @each("writeback", ["stochastic", "residual8"])
 @each("columns", [256, 192, 131])
-def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: str) -> None:
+def test_a_square_widens_as_a_whole(columns, writeback, path) -> None:
     """Whatever else shares its rows stays; values stay on average, and those that the wider grid holds stay all."""
     fmt = fm.FloatFormat.from_string("E4M3")
     codes = torch.full((200, columns), fmt.max_code - 2, dtype=torch.uint8)

@@ -1,9 +1,7 @@
 """Scales `2^e f` as published files have them: stores of every granularity against exact rational arithmetic."""
 
 import copy
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from laws import each
 from optimizer_cases import normal, through_disk
 from rank_cases import batch, loss_of, model
-from rank_pool import Pool
 from test_ranks_fsdp import sharded
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -34,7 +31,7 @@ def factors(scale: Tensor, seed: int = 0) -> Tensor:
     return scale * (1 + torch.rand(scale.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def made(granularity: Any, fmt: str = "E4M3", shape: tuple[int, ...] = (2, 140, 160), **options: Any) -> fm.FP8Tensor:
+def made(granularity, fmt="E4M3", shape=(2, 140, 160), **options) -> fm.FP8Tensor:
     p = fm.FP8Tensor(normal(*shape, std=0.1), fmt, granularity=granularity)
     codes = p.codes.masked_fill(p.codes == p.format.sign_bit, 0)
     options = {"seed": 3, "block_size": p.block_size, **options}
@@ -66,9 +63,7 @@ def oracle(p: fm.FP8Tensor) -> list[Fraction]:
 @every_dtype
 @every_granularity
 @pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6"])
-def test_values_are_code_times_scale_rounded_as_servers_do(
-    fmt: str, granularity: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_code_times_scale_rounded_as_servers_do(fmt, granularity, dtype, monkeypatch) -> None:
     p = made(granularity, fmt, (2, 3, 64), dtype=dtype)
     assert p.kept_scale.dtype is torch.float32
     exact = oracle(p)
@@ -88,7 +83,7 @@ def test_values_are_code_times_scale_rounded_as_servers_do(
         assert [Fraction(x) for x in values.flatten().tolist()] == exact
 
 
-LEAVES: dict[str, Callable[[fm.FP8Tensor], Any]] = {
+LEAVES = {
     "add_": lambda p: p.add_(0.0),
     "mul_": lambda p: p.mul_(1.0),
     "clamp_": lambda p: p.clamp_(-1e9, 1e9),
@@ -105,7 +100,7 @@ LEAVES: dict[str, Callable[[fm.FP8Tensor], Any]] = {
 }
 
 
-def stepped(p: fm.FP8Tensor) -> Any:
+def stepped(p):
     parameter = fm.FP8Parameter(p)
     parameter.grad = normal(*p.shape).to(p.dtype)
     return parameter
@@ -115,9 +110,7 @@ def stepped(p: fm.FP8Tensor) -> Any:
 @every_granularity
 @each("rounding", ROUNDINGS)
 @each("fmt", ["E4M3", "E1M6"])
-def test_an_operator_that_changes_no_value_changes_no_code(
-    fmt: str, rounding: Any, granularity: Any, dtype: torch.dtype
-) -> None:
+def test_an_operator_that_changes_no_value_changes_no_code(fmt, rounding, granularity, dtype) -> None:
     """Stochastic rounding too, of a quotient that may be a hair off the code's value."""
     p = made(granularity, fmt, dtype=dtype, rounding=rounding)
     codes, scale = p.codes.clone(), p.scale.clone()
@@ -134,7 +127,7 @@ def test_a_scale_is_described_with_its_factor() -> None:
 
 
 @each("granularity", ["block", "square"])
-def test_exponents_become_floats_for_all_that_share_them(granularity: Any) -> None:
+def test_exponents_become_floats_for_all_that_share_them(granularity) -> None:
     p, q = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity), made(granularity, shape=(140, 160))
     twin, version = p.detach(), p._version
     assert p.exponents is not None
@@ -151,7 +144,7 @@ def test_exponents_become_floats_for_all_that_share_them(granularity: Any) -> No
         torch.compile(lambda a, b: a.copy_(b), backend="aot_eager")(exponents, q)
 
 
-def layers(granularity: Any, seed: int, **options: Any) -> Any:
+def layers(granularity, seed, **options):
     net = nn.Sequential(nn.Linear(160, 200), nn.ReLU(), nn.Linear(200, 96, bias=False))
     kinds = {"*": fm.LayerSpec("E4M3", granularity=granularity)}
     if granularity == "block":
@@ -159,14 +152,14 @@ def layers(granularity: Any, seed: int, **options: Any) -> Any:
     return fm.quantize_model(net, kinds, "fp8", seed=seed, **options)
 
 
-def with_factors(net: Any) -> Any:
+def with_factors(net):
     for i, layer in enumerate(layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)):
         layer.weight.set_scale_(factors(layer.weight.scale, i))
     return net
 
 
 @each("granularity", ["tensor", "channel", "block", "square"])
-def test_layers_are_saved_and_read_again(granularity: Any) -> None:
+def test_layers_are_saved_and_read_again(granularity) -> None:
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     state = net.state_dict()
     others = [layers(granularity, 2), layers(granularity, 2, keep_remainder=True), copy.deepcopy(net)]
@@ -176,7 +169,7 @@ def test_layers_are_saved_and_read_again(granularity: Any) -> None:
         assert torch.equal(other(x), net(x))
         assert {name: part.dtype for name, part in other.state_dict().items()} == {n: x.dtype for n, x in state.items()}
     flat = fm.unflatten_state_dict(state)
-    assert same(flat["0.weight"], net[0].weight)  # type: ignore[arg-type]
+    assert same(flat["0.weight"], net[0].weight)
     pickled = through_disk({"w": net[0].weight.detach()})["w"]
     assert same(pickled, net[0].weight)
 
@@ -187,9 +180,7 @@ def test_layers_are_saved_and_read_again(granularity: Any) -> None:
     ("granularity", "shapes"),
     [("tensor", [(), (1,), (1, 1)]), ("channel", [(200, 1), (200,)]), ("block", [(200, 5)]), ("square", [(2, 2)])],
 )
-def test_codes_of_other_libraries_are_read_with_their_scales(
-    granularity: Any, shapes: Any, dtype: torch.dtype, exported: str
-) -> None:
+def test_codes_of_other_libraries_are_read_with_their_scales(granularity, shapes, dtype, exported) -> None:
     whole = with_factors(layers(granularity, 1))[0]
     codes, bias = whole.weight.codes.view(torch.float8_e4m3fn), whole.bias.detach()
     for shape in shapes:
@@ -207,7 +198,7 @@ def test_codes_of_other_libraries_are_read_with_their_scales(
 @pytest.mark.filterwarnings("ignore:.*partial squares")
 @each("layout", ["compressed-tensors", "fp8", "torchao"])
 @each("granularity", ["tensor", "channel", "block", "square"])
-def test_what_was_exported_is_read_again(granularity: Any, layout: Any) -> None:
+def test_what_was_exported_is_read_again(granularity, layout) -> None:
     if (layout == "fp8") != (granularity == "square"):
         return
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
@@ -218,7 +209,7 @@ def test_what_was_exported_is_read_again(granularity: Any, layout: Any) -> None:
 
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("granularity", ["block", "square"])
-def test_compiled_code_reads_the_scales_of_the_moment(granularity: Any) -> None:
+def test_compiled_code_reads_the_scales_of_the_moment(granularity) -> None:
     """Code compiled for exponents is compiled once more for floats; the second matrix ends in partial squares."""
     torch._dynamo.reset()
     net, x = layers(granularity, 1), normal(4, 160)
@@ -233,7 +224,7 @@ def test_compiled_code_reads_the_scales_of_the_moment(granularity: Any) -> None:
 
 
 @each("products", ["fp8", "int8"])
-def test_products_of_codes_take_the_scales_that_there_are(products: Any) -> None:
+def test_products_of_codes_take_the_scales_that_there_are(products) -> None:
     fmt = "E4M3" if products == "fp8" else "E1M6"
     net = with_factors(fm.quantize_model(nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "fp8"))
     x = normal(5, 64).requires_grad_()
@@ -242,10 +233,10 @@ def test_products_of_codes_take_the_scales_that_there_are(products: Any) -> None
     taken = net[0].quantized_input(x).double()
     torch.testing.assert_close(y, (taken @ weight.dequantize().double().t() + net[0].bias.double()).float())
     exact = torch.ones(5, 32) @ weight.dequantize()
-    assert (x.grad - exact).abs().max() < 0.1 * exact.abs().max()  # type: ignore[operator]
+    assert (x.grad - exact).abs().max() < 0.1 * exact.abs().max()
 
 
-def gathered(granularity: Any) -> None:
+def gathered(granularity) -> None:
     """Rows that two processes hold, of which one has powers of two alone: both hold floats, and gather them."""
     whole = with_factors(model(granularity))
     first = whole[0].weight
@@ -272,14 +263,14 @@ def gathered(granularity: Any) -> None:
     assert all(torch.equal(full[name], part) for name, part in state.items() if not name.endswith("_counter"))
 
 
-def _like(part: Tensor, own: Any) -> Tensor:
+def _like(part, own) -> Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     return distribute_tensor(part, own.device_mesh, own.placements) if isinstance(own, DTensor) else part
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_rows_of_processes_have_the_scales_of_the_whole(pools: dict[int, Pool], granularity: str) -> None:
+def test_rows_of_processes_have_the_scales_of_the_whole(pools, granularity) -> None:
     pools[2].run(gathered, granularity)
 
 
@@ -294,18 +285,18 @@ def replicas() -> str:
     return ""
 
 
-def test_processes_that_hold_other_kinds_of_scales_are_refused(pools: dict[int, Pool]) -> None:
+def test_processes_that_hold_other_kinds_of_scales_are_refused(pools) -> None:
     said = pools[2].run(replicas)
     assert "'0.weight_scale' is torch.float32 of shape (200, 5) here, and torch.uint8" in said[1]
     assert "the models differ" in said[0]
 
 
-def test_a_sharded_weight_keeps_its_kind_of_scales(pools: dict[int, Pool]) -> None:
+def test_a_sharded_weight_keeps_its_kind_of_scales(pools) -> None:
     assert all("set other scales before fully_shard" in said for said in pools[2].run(set_in_rows))
 
 
 def set_in_rows() -> str:
-    rows: Any = sharded(model("block"))[0].weight._local_tensor
+    rows = sharded(model("block"))[0].weight._local_tensor
     try:
         rows.set_scale_(0.3)
     except RuntimeError as error:
@@ -318,7 +309,7 @@ def test_a_layer_on_a_grid_in_bfloat16_has_no_factors() -> None:
     source = with_factors(layers("channel", 1))
     for dtype in DTYPES:
         net = nn.Sequential(nn.Linear(160, 200), nn.ReLU(), nn.Linear(200, 96, bias=False)).to(dtype)
-        grid: Any = fm.quantize_model(net, "E4M3", "grid")
+        grid = fm.quantize_model(net, "E4M3", "grid")
         if dtype is torch.bfloat16:
             with pytest.raises(RuntimeError, match="lacks points of its grid"):
                 grid.load_state_dict(source.state_dict())

@@ -1,7 +1,5 @@
 """FP8Tensor under torch.compile: one graph, the same numbers, codes in and codes saved."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo
@@ -47,7 +45,7 @@ def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
-def test_forward_and_backward_in_one_graph(name: str, options: dict[str, Any]) -> None:
+def test_forward_and_backward_in_one_graph(name, options) -> None:
     dtype = options.get("dtype", torch.float32)
     net = Net(name, **options).to(dtype)
     compare(net, dtype)
@@ -55,7 +53,7 @@ def test_forward_and_backward_in_one_graph(name: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_frozen_model_compiles(mode: Any) -> None:
+def test_a_frozen_model_compiles(mode) -> None:
     net = Net(requires_grad=False)
     net.requires_grad_(False)
     compiled = torch.compile(net, fullgraph=True)
@@ -67,7 +65,7 @@ def test_a_frozen_model_compiles(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E4M3FNUZ", "E2M3"])
-def test_values_are_the_same_to_the_bit(name: str) -> None:
+def test_values_are_the_same_to_the_bit(name) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()].expand(3, -1).contiguous()
@@ -94,7 +92,7 @@ class Block(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.inner = nn.Linear(32, 32)
-        self.inner.weight = parameter(shape=(32, 32), seed=seed)  # type: ignore[assignment]
+        self.inner.weight = parameter(shape=(32, 32), seed=seed)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.inner(x))
@@ -112,9 +110,9 @@ def test_blocks_of_different_seeds_share_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-def kept_floats(compiled: Any, x: Tensor, weights: list[fm.FP8Parameter]) -> list[torch.dtype]:
+def kept_floats(compiled, x, weights) -> list[torch.dtype]:
     """Tensors of a weight's shape and more than a byte that a compiled forward pass saves for its backward pass."""
-    saved: list[Tensor] = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = compiled(x)
     shapes = {tuple(p.shape) for p in weights} | {tuple(p.t().shape) for p in weights}
@@ -125,7 +123,7 @@ def kept_floats(compiled: Any, x: Tensor, weights: list[fm.FP8Parameter]) -> lis
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager", "aot_eager_decomp_partition"])
-def test_the_compiled_backward_keeps_codes(backend: str) -> None:
+def test_the_compiled_backward_keeps_codes(backend) -> None:
     """Whatever divides the graph: what a backward pass decodes waits for a gradient."""
     net = Net()
     compiled = torch.compile(net, fullgraph=True, backend=backend)
@@ -133,7 +131,7 @@ def test_the_compiled_backward_keeps_codes(backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["trained", "frozen", "autocast"])
-def test_a_compiled_layer_keeps_codes(case: str) -> None:
+def test_a_compiled_layer_keeps_codes(case) -> None:
     layer = fm.QuantizedLinear(nn.Linear(32, 48), fm.LayerSpec("E4M3"), "fp8")
     layer.weight.requires_grad_(case != "frozen")
 
@@ -142,7 +140,7 @@ def test_a_compiled_layer_keeps_codes(case: str) -> None:
             return torch.relu(layer(x.sin()))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
-    assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []  # type: ignore[list-item]
+    assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []
 
 
 def test_nearest_writes_compile() -> None:
@@ -166,7 +164,7 @@ def test_stochastic_writes_do_not_compile() -> None:
         torch.compile(lambda p: p.mul_(0.9), fullgraph=True)(parameter())
 
 
-VIEWS: dict[str, Any] = {
+VIEWS = {
     "row": lambda w, x: x @ w[1],
     "transpose": lambda w, x: x @ w.t(),
     "flat": lambda w, x: w.view(-1).square().sum() + x.sum(),
@@ -177,7 +175,7 @@ VIEWS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("call", VIEWS.values(), ids=VIEWS)
-def test_views_compile(call: Any) -> None:
+def test_views_compile(call) -> None:
     p, x = parameter(), INPUT[:2].repeat(1, 2)
     expected = call(p, x)
     (gradient,) = torch.autograd.grad(expected.sum(), p)

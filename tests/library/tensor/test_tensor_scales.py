@@ -3,8 +3,6 @@
 import copy
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ settings = hypothesis_settings(derandomize=True, deadline=None, database=None, m
 
 @settings
 @given(st.integers(0, 2**31), st.sampled_from(FORMATS), st.sampled_from([(32,), (3, 64), (2, 2, 96), (0, 32), (2, 0)]))
-def test_a_block_has_the_scale_it_would_have_alone(seed: int, name: str, shape: tuple[int, ...]) -> None:
+def test_a_block_has_the_scale_it_would_have_alone(seed, name, shape) -> None:
     w = normal(*shape, seed=seed, std=0.1) * torch.exp2(normal(*shape, seed=seed + 1, std=3).round())
     scale = storage_scale(w, name, "block")
     assert scale.shape == (*shape[:-1], shape[-1] // 32)
@@ -43,7 +41,7 @@ mantissas = st.floats(1.0, 1.9921875, width=32)
 @given(
     st.sampled_from(FORMATS), exponents, st.floats(1.0, 1.9921875, width=32), st.sampled_from([None, 1.0, 2.0, 16.0])
 )
-def test_a_saturating_scale_gets_its_headroom_back(name: str, power: int, mantissa: float, headroom: Any) -> None:
+def test_a_saturating_scale_gets_its_headroom_back(name, power, mantissa, headroom) -> None:
     fmt = fm.FloatFormat.from_string(name)
     scale = torch.tensor([2.0**power])
     amax = scale * fmt.max * mantissa
@@ -56,7 +54,7 @@ def test_a_saturating_scale_gets_its_headroom_back(name: str, power: int, mantis
 
 @settings
 @given(st.sampled_from(FORMATS), exponents, mantissas)
-def test_between_the_ends_nothing_changes(name: str, power: int, mantissa: float) -> None:
+def test_between_the_ends_nothing_changes(name, power, mantissa) -> None:
     fmt = fm.FloatFormat.from_string(name)
     placed = torch.tensor([2.0**power * mantissa])
     scale = storage_scale(placed, fmt, "tensor").view(1)
@@ -75,7 +73,7 @@ def test_scales_without_weights_stay() -> None:
 
 @every_granularity
 @every_format
-def test_the_largest_magnitude_under_each_scale(name: str, granularity: Any) -> None:
+def test_the_largest_magnitude_under_each_scale(name, granularity) -> None:
     p = parameter(name, (3, 64), granularity=granularity)
     magnitude = p.dequantize().abs()
     expected = {"tensor": magnitude.amax(), "channel": magnitude.amax(1, keepdim=True)}
@@ -90,7 +88,7 @@ def test_nan_is_not_the_largest() -> None:
 
 @every_granularity
 @every_format
-def test_narrower_is_exact(name: str, granularity: Any) -> None:
+def test_narrower_is_exact(name, granularity) -> None:
     p = parameter(name, granularity=granularity, headroom=2.0**6)
     values, room = p.dequantize(), p.scale * p.format.max / p.largest()
     p.rescale_(p.scale / torch.exp2(room.log2().floor()).clamp(max=2.0**6))
@@ -99,7 +97,7 @@ def test_narrower_is_exact(name: str, granularity: Any) -> None:
 
 
 @every_format
-def test_wider_is_exact_wherever_the_grid_holds_the_value(name: str) -> None:
+def test_wider_is_exact_wherever_the_grid_holds_the_value(name) -> None:
     p = parameter(name, (16, 512), headroom=1.0)
     values, wider = p.dequantize(), p.scale * 2
     held = fm.round_to_grid(values / wider, name) * wider == values
@@ -120,7 +118,7 @@ def test_what_is_lost_is_rounded_without_bias() -> None:
     assert abs(p.double().mean().item() - values[0].item()) < 4 * standard_error
 
 
-def test_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_logged(caplog) -> None:
     p = parameter()
     new = p.scale.clone()
     new[1] *= 4
@@ -131,7 +129,7 @@ def test_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @every_granularity
-def test_only_scales_that_are_due_change(granularity: Any) -> None:
+def test_only_scales_that_are_due_change(granularity) -> None:
     p = parameter(granularity=granularity, rounding="nearest")
     scale, values = p.scale.clone(), p.dequantize()
     assert not p.adapt_scale_()
@@ -149,7 +147,7 @@ def test_only_scales_that_are_due_change(granularity: Any) -> None:
 
 
 # ---------------------------------------------------- what is kept in units of a scale that changes
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+OPTIMIZERS = {
     "adamw": lambda p: StiffnessAdamW([p], 1e-2, writeback="residual8", moments="8bit"),
     "muon": lambda p: StiffnessMuon([p], 1e-2, writeback="residual8"),
     "lion": lambda p: StiffnessLion([p], 1e-3, writeback="residual8"),
@@ -158,7 +156,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 GRANULARITIES = each("granularity", ["tensor", "channel", "block", "square"])
 
 
-def weight(fmt: str = "E4M3", granularity: Any = "channel", **options: Any) -> fm.FP8Parameter:
+def weight(fmt="E4M3", granularity="channel", **options) -> fm.FP8Parameter:
     return fm.FP8Parameter(normal(64, 64, seed=1, std=0.1), fmt, granularity=granularity, seed=3, headroom=4, **options)
 
 
@@ -167,7 +165,7 @@ def whole(p: fm.FP8Tensor, left: Tensor) -> Tensor:
     return decode_signed(joined, p.format, 8)[0].double() * p.expanded_scale().double()
 
 
-def step(p: fm.FP8Parameter, optimizer: Any, seed: int) -> None:
+def step(p, optimizer, seed) -> None:
     step_from(optimizer, p, normal(64, 64, seed=seed, std=0.1))
 
 
@@ -178,7 +176,7 @@ def step_of_chart(p: fm.FP8Tensor) -> Tensor:
 @GRANULARITIES
 @each("factor", [2.0, 4.0, 0.5])
 @each("fmt", ["E4M3", "E2M5", "E5M2"])
-def test_weight_and_residual_keep_their_sum(fmt: str, factor: float, granularity: str) -> None:
+def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
     p = weight(fmt, granularity)
     optimizer = OPTIMIZERS["adamw"](p)
     for seed in range(3):
@@ -195,7 +193,7 @@ def test_weight_and_residual_keep_their_sum(fmt: str, factor: float, granularity
 
 @each("name", OPTIMIZERS)
 @each("way", ["itself", "detached", "adapted", "loaded", "moved"])
-def test_the_residual_is_found(name: str, way: str) -> None:
+def test_the_residual_is_found(name, way) -> None:
     """By whatever name the weight is rescaled, and in a state that was loaded and has not stepped."""
     p = weight(scale=2.0**-2 if way == "adapted" else None)
     optimizer = OPTIMIZERS[name](p)
@@ -216,7 +214,7 @@ def test_the_residual_is_found(name: str, way: str) -> None:
     if way == "adapted":
         assert p.adapt_scale_(headroom=1.0)
     else:
-        same: Any = p.detach() if way == "detached" else p
+        same = p.detach() if way == "detached" else p
         same.rescale_(p.scale * 2)
     after = whole(p, optimizer.state[p]["residual"])
     assert not torch.equal(p.scale, scales)
@@ -266,7 +264,7 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
 
 
 @each("writeback", ["stochastic", "residual8"])
-def test_without_a_residual_nothing_is_other_than_it_was(writeback: str) -> None:
+def test_without_a_residual_nothing_is_other_than_it_was(writeback) -> None:
     """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as one that nobody steps."""
     p, alone = weight(), weight()
     optimizer = StiffnessAdamW([p], 1e-2, writeback=writeback)
