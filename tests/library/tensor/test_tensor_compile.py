@@ -17,23 +17,6 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    compiled = torch.compile(net, fullgraph=True)
-    eager_loss = loss_of(net, dtype)
-    eager_loss.backward()
-    expected = [p.grad for p in net.parameters()]
-    net.zero_grad()
-    loss = loss_of(compiled, dtype)
-    loss.backward()
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
-    torch.testing.assert_close(loss, eager_loss, **tolerance)
-    for p, e in zip(net.parameters(), expected, strict=True):
-        assert (p.grad is None) == (e is None)
-        if p.grad is not None:
-            assert type(p.grad) is Tensor
-            torch.testing.assert_close(p.grad, e, **tolerance)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -47,8 +30,15 @@ def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 )
 def test_forward_and_backward_in_one_graph(name, options) -> None:
     dtype = options.get("dtype", torch.float32)
-    net = Net(name, **options).to(dtype)
-    compare(net, dtype)
+    net, found = Net(name, **options).to(dtype), []
+    for model in (net, torch.compile(net, fullgraph=True)):
+        net.zero_grad()
+        loss = loss_of(model, dtype)
+        loss.backward()
+        assert all(type(p.grad) is (Tensor if p.requires_grad else type(None)) for p in net.parameters())
+        found.append([loss.detach(), *(p.grad for p in net.parameters() if p.requires_grad)])
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
+    torch.testing.assert_close(*found, **tolerance)
     assert all(type(p) is fm.FP8Parameter for p in net.stored)
 
 
@@ -88,24 +78,15 @@ def test_taking_the_remainder_or_changing_scales_compiles_nothing_anew() -> None
     assert counter.frame_count == 1
 
 
-class Block(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(32, 32)
-        self.inner.weight = parameter(shape=(32, 32), seed=seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.inner(x))
-
-
 def test_blocks_of_different_seeds_share_one_graph() -> None:
     """More blocks than the compiler would specialise one function for."""
-    blocks = [Block(seed) for seed in range(torch._dynamo.config.recompile_limit + 4)]
     counter = CompileCounterWithBackend("aot_eager")
-    for block in blocks:
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(torch._dynamo.config.recompile_limit + 4)]
+    for seed, block in enumerate(blocks):
+        block[0].weight = parameter(shape=(32, 32), seed=seed)
         block.compile(fullgraph=True, backend=counter)
     for block in blocks:
-        expected = torch.relu(nn.functional.linear(INPUT, block.inner.weight, block.inner.bias))
+        expected = torch.relu(nn.functional.linear(INPUT, block[0].weight, block[0].bias))
         torch.testing.assert_close(block(INPUT), expected)
     assert counter.frame_count == 1
 
@@ -143,7 +124,9 @@ def test_a_compiled_layer_keeps_codes(case) -> None:
     assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []
 
 
-def test_nearest_writes_compile() -> None:
+def test_nearest_writes_compile_and_stochastic_ones_do_not() -> None:
+    """Their draws would be those of one moment for good."""
+
     def write(p: Tensor, g: Tensor) -> Tensor:
         p.mul_(0.9)
         p.add_(g, alpha=-0.01)
@@ -156,10 +139,6 @@ def test_nearest_writes_compile() -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(write, fullgraph=True)(p, g), write(q, g))
     assert torch.equal(p.codes, q.codes)
-
-
-def test_stochastic_writes_do_not_compile() -> None:
-    """Their draws would be those of one moment for good."""
     with torch.no_grad(), pytest.raises(Exception, match="take rounding='nearest', or step it with"):
         torch.compile(lambda p: p.mul_(0.9), fullgraph=True)(parameter())
 
