@@ -72,12 +72,9 @@ def adapted(peft, kind, model, target="fc"):
     return wrapped
 
 
-STORAGES = ("grid", "fp8")
-
-
 @pytest.mark.extra("peft")
 @pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # IA3's own
-@each("storage", STORAGES)
+@each("storage", ["grid", "fp8"])
 @each("safe", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> None:
@@ -126,7 +123,7 @@ def test_adapters_of_an_embedding_in_codes(peft) -> None:
 
 
 @pytest.mark.extra("peft")
-@each("storage", STORAGES)
+@each("storage", ["grid", "fp8"])
 @each("kind", KINDS)
 def test_decoded_merged_and_quantised(kind, storage, peft) -> None:
     decoded = dequantize_model(adapted(peft, kind, made(storage)).eval())
@@ -141,9 +138,6 @@ def test_decoded_merged_and_quantised(kind, storage, peft) -> None:
     assert torch.equal(ours, expected)
 
 
-# Surgery on a model that has adapters
-
-
 def injected(peft):
     torch.manual_seed(0)
     return peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["fc", "head"]), Net())
@@ -155,7 +149,7 @@ def quantized(model: nn.Module) -> set[str]:
 
 @pytest.mark.extra("peft")
 @each("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
-@each("storage", ["master", *STORAGES])
+@each("storage", ["master", "grid", "fp8"])
 def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
     names = r"fc\.lora_A\.default, fc\.lora_B\.default, head\.lora_A\.default and 1 more"
     with pytest.warns(UserWarning, match=names) as said:
@@ -164,6 +158,8 @@ def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
     assert said[0].filename == __file__
     assert "\n" not in str(said[0].message)
     assert quantized(model) == {"fc.base_layer", "head.base_layer"}
+    for left in ({"base_layer": "E2M5"}, {"*": "E2M5", "lora_*": "none"}):  # by a pattern: no word
+        assert quantized(quantize_model(injected(peft), left, storage=storage)) == quantized(model)
 
 
 @pytest.mark.extra("peft")
@@ -172,13 +168,6 @@ def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
 def test_a_pattern_that_names_them_takes_them(pattern, peft) -> None:
     model = quantize_model(injected(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")
     assert "head.lora_B.default" in quantized(model)
-
-
-@pytest.mark.extra("peft")
-def test_no_word_where_adapters_were_left_by_a_pattern(peft) -> None:
-    model = quantize_model(injected(peft), {"base_layer": "E2M5"}, storage="fp8")
-    again = quantize_model(injected(peft), {"*": "E2M5", "lora_*": "none"}, storage="fp8")
-    assert quantized(model) == quantized(again)
 
 
 @pytest.mark.extra("peft")
@@ -192,9 +181,6 @@ def test_an_adapter_of_zeros_that_is_asked_for_learns(peft) -> None:
     optimizer.step()
     assert (b.scale <= 2.0**-11).all()
     assert b.codes.any()
-
-
-# Others that write
 
 
 def test_what_is_assigned_is_rounded(tmp_path) -> None:

@@ -8,17 +8,11 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import bits_of
-from surgery_models import LINEARS, Model
+from surgery_models import LINEARS, Model, layers
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, check_formats, quantization_report, quantize_model
-
-storages = each("storage", ["fp8", "grid", "master"])
-
-
-def sizes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def formats_of(model: nn.Module) -> dict[str, str]:
@@ -29,7 +23,7 @@ def formats_of(model: nn.Module) -> dict[str, str]:
     }
 
 
-@storages
+@each("storage", ["fp8", "grid", "master"])
 @each("formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}])
 def test_one_format_for_every_linear_layer(formats, storage) -> None:
     model = Model()
@@ -43,14 +37,12 @@ def test_one_format_for_every_linear_layer(formats, storage) -> None:
 PATTERNS = {
     "attn": "'.attn.' in n",
     "attn.qkv": "n.endswith('attn.qkv')",
-    "fc": "n.endswith('.fc')",
     "blocks.1": "n.startswith('blocks.1.')",
     "1": "n.startswith('blocks.1.')",
     "blocks.1?": "n.startswith(('blocks.10.', 'blocks.11.'))",
     "blocks.[0-2].mlp": "n[7:9] in ('0.', '1.', '2.') and '.mlp.' in n",
     "q*": "n.endswith('qkv')",
     "blocks.*.out": "n.endswith('out')",
-    "lm_head": "n == 'lm_head'",
     "blocks.3.attn.proj": "n == 'blocks.3.attn.proj'",
 }
 
@@ -79,11 +71,9 @@ def test_one_byte_is_the_default() -> None:
     for call in (quantize_model, check_formats, QuantizedLinear):
         assert inspect.signature(call).parameters["storage"].default == "fp8"
     model = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
-    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
-    assert layers
-    assert {layer.weight_codes().dtype for layer in layers} == {torch.uint8}
+    assert {layer.weight_codes().dtype for layer in layers(model)} == {torch.uint8}
     model(torch.zeros(1, 4, dtype=torch.long)).square().sum().backward()
-    assert all(layer.weight.grad.isfinite().all() for layer in layers)
+    assert all(layer.weight.grad.isfinite().all() for layer in layers(model))
     assert 'storage="master"' in str(quantize_model.__doc__).partition("\n")[0]
 
 
@@ -109,18 +99,18 @@ def test_specs_and_dicts() -> None:
         {"*": "E4M3", "lm_head": {"weight": {"format": "E4M3", "rounding": "nearest"}}},
     ],
 )
-@storages
+@each("storage", ["fp8", "grid", "master"])
 def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> None:
-    model = Model(tied=True)
-    shared = {"lm_head": ("embedding.weight", "lm_head.weight")}
-    layers = sizes_of(model)
+    model, shared = Model(tied=True), {"lm_head": ("embedding.weight", "lm_head.weight")}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    sizes = {name: (m.in_features, m.out_features) for name, m in linears.items()}
     try:
         quantize_model(model, formats, storage, tied=tied)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            check_formats(formats, layers, storage, tied=tied, shared=shared)
+            check_formats(formats, sizes, storage, tied=tied, shared=shared)
         return
-    found = check_formats(formats, layers, storage, tied=tied, shared=shared)
+    found = check_formats(formats, sizes, storage, tied=tied, shared=shared)
     assert found == {name: m.spec for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     again = quantize_model(Model(tied=True), found, storage, tied=tied)
     assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]

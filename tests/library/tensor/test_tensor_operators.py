@@ -378,17 +378,6 @@ def test_master_weights_have_the_gradient_of_the_forward_pass() -> None:
     assert torch.equal(*gradients)
 
 
-def test_stepping_in_hooks_of_the_gradient() -> None:
-    """Each parameter is stepped as soon as its gradient is there, when nothing else needs its values."""
-    model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3")
-    before = [layer.weight.codes.clone() for layer in model]
-    for i, p in enumerate(model.parameters()):
-        step = fm.optim.StiffnessAdamW([p], lr=0.1, seed=i).step
-        p.register_post_accumulate_grad_hook(lambda _, step=step: step())
-    model(normal(3, 8)).square().sum().backward()
-    assert all(not torch.equal(layer.weight.codes, old) for layer, old in zip(model, before, strict=True))
-
-
 def test_inference_has_no_versions() -> None:
     with torch.inference_mode():
         p = parameter(rounding="nearest")
