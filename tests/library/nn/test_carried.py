@@ -115,7 +115,8 @@ def test_parameters_and_state_keep_their_order(storage, tied) -> None:
     net.load_state_dict(copy.deepcopy(net).state_dict(), assign=True)
     assert orders(net, known) == orders(copy.deepcopy(net), known) == expected
     assert orders(dequantize_model(net), known) == expected
-    assert [*QuantizedLinear(net[1], LayerSpec("E4M3"), storage)._parameters] == [*net[1]._parameters]
+    for linear in (net[0], net[2]):  # with a bias and without
+        assert [*QuantizedLinear(linear, LayerSpec("E4M3"), storage)._parameters] == [*linear._parameters]
 
 
 @each("name", ["spec", "weight_codes", "weight_scaler"])
