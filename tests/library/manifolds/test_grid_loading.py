@@ -1,8 +1,6 @@
 """Weights with storage ``grid`` stay points of the grid and on its manifold, whatever is loaded or moved."""
 
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import geoopt
 import pytest
@@ -17,11 +15,11 @@ from fp8manifold import QuantizedLinear
 both = each("assign", [False, True])
 
 
-def grid(seed: int = 0, name: str = "E4M3", std: float = 0.1, **options: Any) -> QuantizedLinear:
+def grid(seed=0, name="E4M3", std=0.1, **options) -> QuantizedLinear:
     linear = nn.Linear(8, 4)
     with torch.no_grad():
         linear.weight.copy_(normal(4, 8, seed=seed, std=std))
-    return fm.quantize_model(linear, name, "grid", seed=seed, **options)  # type: ignore[return-value]
+    return fm.quantize_model(linear, name, "grid", seed=seed, **options)
 
 
 def is_on_grid(layer: QuantizedLinear) -> bool:
@@ -33,7 +31,7 @@ def is_on_grid(layer: QuantizedLinear) -> bool:
 
 
 @pytest.fixture(params=[False, True], ids=["", "swap"])
-def swap(request: pytest.FixtureRequest) -> Iterator[None]:
+def swap(request):
     torch.__future__.set_swap_module_params_on_conversion(request.param)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -41,7 +39,7 @@ def swap(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @both
 @pytest.mark.usefixtures("swap")
-def test_a_state_is_taken_to_the_bit(assign: bool) -> None:
+def test_a_state_is_taken_to_the_bit(assign) -> None:
     layer, other = grid(1), grid(2, std=3.0)
     layer.manifold.counter += 5
     other.load_state_dict(through_disk(layer.state_dict()), assign=assign)
@@ -56,7 +54,7 @@ def test_a_state_is_taken_to_the_bit(assign: bool) -> None:
 @both
 @each("strict", [True, False])
 @each("factor", [1e-5, 1.0, 1e5])
-def test_floats_are_rounded_at_a_scale_of_their_own(factor: float, strict: bool, assign: bool) -> None:
+def test_floats_are_rounded_at_a_scale_of_their_own(factor, strict, assign) -> None:
     floats, layer = nn.Linear(8, 4), grid(1, headroom=8.0)
     with torch.no_grad():
         floats.weight.mul_(factor)
@@ -68,7 +66,7 @@ def test_floats_are_rounded_at_a_scale_of_their_own(factor: float, strict: bool,
 
 
 @both
-def test_values_between_the_points_are_rounded_to_them(assign: bool) -> None:
+def test_values_between_the_points_are_rounded_to_them(assign) -> None:
     layer = grid(1)
     state = layer.state_dict()
     state["weight"] = state["weight"] * 1.01
@@ -81,7 +79,7 @@ def test_values_between_the_points_are_rounded_to_them(assign: bool) -> None:
 
 
 @both
-def test_codes_are_taken_exactly(assign: bool) -> None:
+def test_codes_are_taken_exactly(assign) -> None:
     layer, stored = grid(1), fm.quantize_model(nn.Linear(8, 4), "E4M3", "fp8", headroom=2.0)
     layer.load_state_dict(stored.state_dict(), assign=assign)
     assert is_on_grid(layer)
@@ -147,13 +145,13 @@ def test_a_dtype_without_the_points_is_refused() -> None:
 
 
 def test_a_half_precision_layer_without_the_points_is_refused() -> None:
-    """By surgery, by what is loaded into one, and where its weights are drawn anew; nothing has changed then."""
+    """By surgery and by what is loaded into one; nothing has changed then."""
     lacks = r"torch\.float16, which lacks points of its grid \(E\dM\d at scales of.*take torch\.float32"
     model = nn.Sequential(nn.Linear(8, 4)).half()
     with pytest.raises(TypeError, match=rf"storage='grid' can't be {lacks}"):
         fm.quantize_model(model, "E5M2", "grid")
     assert type(model[0]) is nn.Linear
-    layer = fm.quantize_model(model, "E4M3", "grid")[0]  # type: ignore[index]
+    layer = fm.quantize_model(model, "E4M3", "grid")[0]
     assert is_on_grid(layer)
     kept = layer.weight.detach().clone()
     with pytest.raises(RuntimeError, match=f"weight can't be loaded into {lacks}"):
@@ -161,21 +159,15 @@ def test_a_half_precision_layer_without_the_points_is_refused() -> None:
     assert torch.equal(layer.weight, kept)
     layer.load_state_dict(grid(1).state_dict())
     assert is_on_grid(layer)
-    linear = nn.Linear(8, 4).half()
-    torch.nn.init.constant_(linear.weight, 1024.0)
-    layer = fm.quantize_model(linear, "E5M2", "grid")  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=lacks):
-        layer.reset_parameters()
-    assert (layer.weight == 1024).all()
 
 
 @both
 @each("storage", ["master", "grid", "fp8"])
-def test_what_a_hook_makes_of_a_state_is_loaded(storage: Any, assign: bool) -> None:
+def test_what_a_hook_makes_of_a_state_is_loaded(storage, assign) -> None:
     floats = normal(4, 8, seed=7)
     layer = fm.quantize_model(nn.Linear(8, 4), "E4M3", storage)
 
-    def hook(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def hook(module, state, prefix, *_) -> None:
         assert module is layer
         state[prefix + "weight"] = floats
         for name in ("manifold.scale", *(f"weight_{part}" for part in ("scale", "counter", "traits"))):

@@ -1,24 +1,22 @@
-"""The laws that geoopt asks of its manifolds, for ours, scaled and not."""
+"""The laws that geoopt asks of its manifolds, for ours, scaled and not; its optimizers on them, unchanged."""
 
 import copy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import geoopt
 import pytest
 import torch
 from laws import each
-from manifold_cases import METRICS, same_bits, spread
+from manifold_cases import METRICS, lands_on_grid, same_bits, spread
+from optimizer_cases import on, step_from, value_of
+from torch import Tensor
 
 import fp8manifold as fm
 
-Tensor = torch.Tensor
 SHAPE = (5, 7)
-
-
 ROWS = torch.tensor([[0.25], [1.7], [3.0], [1.0], [2.0**-9]])
-CONTINUOUS: dict[str, Any] = {
+CONTINUOUS = {
     f"{name}-{metric}": partial(fm.StiffnessManifold, name, 0.5, METRICS[metric])
     for name in ("E4M3", "E5M2", "E1M6")
     for metric in METRICS
@@ -27,7 +25,7 @@ CONTINUOUS: dict[str, Any] = {
     "E7M0-ulp": partial(fm.StiffnessManifold, "E7M0"),
     "E4M3-log-rows": partial(fm.StiffnessManifold, "E4M3", ROWS, "log"),
 }
-GRIDS: dict[str, Any] = {
+GRIDS = {
     f"FP8-{name}-{rounding}": partial(fm.FP8Manifold, name, ROWS, rounding, seed=1)
     for name in ("E4M3", "E5M2", "E7M0")
     for rounding in ("nearest", "stochastic")
@@ -56,7 +54,7 @@ every_case = each("case", [partial(made, name, factor) for name in EVERYWHERE fo
 
 
 @every_case
-def test_points_and_vectors(case: Any) -> None:
+def test_points_and_vectors(case) -> None:
     case = case()
     projected = case.manifold.projx(case.outside)
     assert case.manifold.check_point_on_manifold(projected, explain=True) == (True, None)
@@ -88,9 +86,6 @@ def test_checks_of_points_explain_themselves() -> None:
     ok, reason = grid.check_point_on_manifold(torch.tensor([1.0, 1.01, 500.0]), explain=True)
     assert not ok
     assert "2 of 3" in reason
-    ok, reason = fm.StiffnessManifold("E4M3").check_point_on_manifold(torch.tensor([449.0]), explain=True)
-    assert not ok
-    assert "448" in reason
     for manifold in (grid, fm.StiffnessManifold("E4M3")):
         assert not manifold.check_point_on_manifold(torch.tensor(torch.nan))
         with pytest.raises(ValueError, match="not lying on"):
@@ -98,7 +93,7 @@ def test_checks_of_points_explain_themselves() -> None:
 
 
 @every_case
-def test_moving_and_transporting_together(case: Any) -> None:
+def test_moving_and_transporting_together(case) -> None:
     """exp with transport in one call equals the two calls; so does retr (draw by draw)."""
     case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
@@ -117,7 +112,7 @@ def test_moving_and_transporting_together(case: Any) -> None:
 
 
 @every_case
-def test_inner_is_an_inner_product(case: Any) -> None:
+def test_inner_is_an_inner_product(case) -> None:
     case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
     inner = manifold.inner(x, v, w)
@@ -134,7 +129,7 @@ def test_inner_is_an_inner_product(case: Any) -> None:
 
 
 @every_case
-def test_distance(case: Any) -> None:
+def test_distance(case) -> None:
     case = case()
     manifold, x, y = case.manifold, case.x, case.y
     dist = manifold.dist(x, y)
@@ -148,7 +143,7 @@ def test_distance(case: Any) -> None:
 
 
 @every_case
-def test_riemannian_gradient_gives_the_directional_derivative(case: Any) -> None:
+def test_riemannian_gradient_gives_the_directional_derivative(case) -> None:
     """<rgrad f, v>_x = df(v) for f with a known gradient, and by moving along exp."""
     case = case()
     manifold, base, v = case.manifold, case.base, case.v
@@ -165,3 +160,28 @@ def test_riemannian_gradient_gives_the_directional_derivative(case: Any) -> None
     t = torch.tensor(1e-3, dtype=torch.float64)
     slope = (f(base.expmap(x, t * u)) - f(base.expmap(x, -t * u))) / (2 * t)
     assert torch.allclose(slope, manifold.inner(x, rgrad, u), rtol=1e-4, atol=1e-6 * float(egrad.abs().max()))
+
+
+ON_GRID = {
+    "adam": lambda p: geoopt.optim.RiemannianAdam(p, lr=0.5),
+    "adam-stabilize": lambda p: geoopt.optim.RiemannianAdam(p, lr=0.5, stabilize=3, amsgrad=True),
+    "sgd": lambda p: geoopt.optim.RiemannianSGD(p, lr=4.0),
+    "sgd-momentum": lambda p: geoopt.optim.RiemannianSGD(p, lr=0.05, momentum=0.8, stabilize=7),
+}
+
+
+@each("optimizer", ON_GRID.values(), ids=ON_GRID)
+@each("rounding", ["nearest", "stochastic"])
+@each("name", ["E4M3", "E5M2", "E3M4"])
+def test_geoopts_optimizers_stay_on_the_grid(optimizer, rounding, name) -> None:
+    torch.manual_seed(0)
+    scale, minimum = torch.tensor([[0.25], [1.0], [2.0]]), torch.randn(3, 50) * 1.5
+    weight = on(fm.FP8Manifold(name, scale, rounding, seed=1), minimum + torch.randn(3, 50))
+    run, first = optimizer([weight]), float((value_of(weight) - minimum).square().mean())
+    for _ in range(100):
+        step_from(run, weight, value_of(weight) - minimum)
+        assert lands_on_grid(value_of(weight), weight.manifold.format, scale.double())
+    last = float((value_of(weight) - minimum).square().mean())
+    # geoopt starts the momentum from the Euclidean gradient, 1 / S^2 too long: nothing to ask of its loss
+    if rounding == "stochastic" and optimizer is not ON_GRID["sgd-momentum"]:
+        assert last < 0.5 * first

@@ -1,44 +1,35 @@
 """fake_quantize: the round trip's values, and the four gradients that stand in for its own."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from laws import each
+from manifold_cases import deterministic
 from optimizer_cases import bits_of, normal
 
 from fp8manifold import amax_scale, fake_quantize, round_to_grid
 
-settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=200)
-FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ")
 STES = ("identity", "clipped", "relu", "none")
-SCALES: dict[str, Any] = {
-    "1": 1.0,
-    "2^-3": 0.125,
-    "0.3": torch.tensor(0.3),
-    "rows": torch.tensor([[0.25], [0.3], [2.0]]),
-}
 
 
-@each("scale", SCALES.values(), ids=SCALES)
-@each("name", FORMATS)
+@each("scale", [1.0, 0.125, torch.tensor(0.3), torch.tensor([[0.25], [0.3], [2.0]])])
+@each("name", ["E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ"])
 @each("dtype", [torch.float32, torch.float64], ids=str)
-def test_value_is_the_scaled_rounding(name: str, scale: Any, dtype: torch.dtype) -> None:
+def test_value_is_the_scaled_rounding(name, scale, dtype) -> None:
     x = normal(3, 200, dtype=dtype, std=50.0)
     s = torch.as_tensor(scale).to(dtype)
     for ste in STES:
-        y = fake_quantize(x, name, scale, ste=ste)  # type: ignore[arg-type]
+        y = fake_quantize(x, name, scale, ste=ste)
         assert torch.equal(y, round_to_grid(x / s, name) * s)
         assert y.dtype == dtype
 
 
 @each("pow2", [False, True])
 @each(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
-def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) -> None:
+def test_without_a_scale_amax_gives_it(granularity, axis, pow2) -> None:
     x = normal(5, 6, std=3.0)
     scale = amax_scale(x, "E4M3", granularity, axis=axis, pow2=pow2)
     y = fake_quantize(x, "E4M3", granularity=granularity, axis=axis, pow2=pow2)
@@ -49,7 +40,7 @@ def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) 
 @each("size", [1e60, 1e-60, 1e300, 1e-300])
 @each("pow2", [False, True])
 @each("granularity", ["tensor", "channel", "block"])
-def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float) -> None:
+def test_float64_has_scales_of_its_own(granularity, pow2, size) -> None:
     x = normal(4, 64, dtype=torch.float64) * size
     y = fake_quantize(x, "E4M3", granularity=granularity, pow2=pow2)
     assert y.dtype is torch.float64
@@ -57,18 +48,6 @@ def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float
     given = fake_quantize(x / size, "E4M3", 1.0) * 2.0**150
     assert torch.equal(fake_quantize(x / size * 2.0**150, "E4M3", 2.0**150), given)
     assert torch.equal(fake_quantize(x / size * 2.0**-150, "E4M3", 2.0**-150) * 2.0**300, given)
-
-
-@each(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
-def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
-    x = normal(1000).to(dtype).requires_grad_()
-    y = fake_quantize(x, "E7M0", granularity="tensor")
-    assert y.dtype == dtype
-    wide = fake_quantize(x.detach().float(), "E7M0")
-    assert ((y.detach().float() - wide).abs() <= wide.abs() * slack).all()
-    y.sum().backward()
-    assert x.grad.dtype == dtype  # type: ignore[union-attr]
-    assert (x.grad == 1).all()  # type: ignore[union-attr]
 
 
 def test_special_values() -> None:
@@ -86,52 +65,46 @@ def test_special_values() -> None:
 
 @each("rounding", ["nearest", "stochastic", "toward_zero", "up", "down"])
 @each("scale", ["tensor", "row", "column", "block"])
-def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale: str, rounding: Any) -> None:
+def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale, rounding) -> None:
     """Division, rounding and multiplication walk over it together; the definition does one after the other."""
     x = normal(600, 320, std=3.0)
     shapes = {"tensor": (), "row": (600, 1), "column": (1, 320), "block": (600, 10)}
     scales = normal(*shapes[scale], seed=1).abs() * 0.1 + 0.01
     spread = scales.repeat_interleave(32, 1) if scale == "block" else scales
     key = {"seed": 3, "step": 5, "stream": 7} if rounding == "stochastic" else {}
-    granularity: Any = "block" if scale == "block" else "tensor"
-    y = fake_quantize(x, "E3M4", scales, granularity=granularity, rounding=rounding, **key)  # type: ignore[arg-type]
-    assert torch.equal(y, round_to_grid(x / spread, "E3M4", rounding, **key) * spread)  # type: ignore[arg-type]
-    half = fake_quantize(x.bfloat16(), "E3M4", scales, granularity=granularity, rounding=rounding, **key)  # type: ignore[arg-type]
-    exact = round_to_grid(x.bfloat16().float() / spread, "E3M4", rounding, **key) * spread  # type: ignore[arg-type]
-    assert torch.equal(half, exact.bfloat16())
+    granularity = "block" if scale == "block" else "tensor"
+    for part in (x, x.bfloat16(), x.half()):  # halves are computed in float32
+        y = fake_quantize(part, "E3M4", scales, granularity=granularity, rounding=rounding, **key)
+        exact = round_to_grid(part.float() / spread, "E3M4", rounding, **key) * spread
+        assert torch.equal(y, exact.to(part.dtype))
 
 
-def gradient_of(x: torch.Tensor, upstream: torch.Tensor, **options: Any) -> torch.Tensor:
+def gradient_of(x, upstream, **options) -> torch.Tensor:
     leaf = x.clone().requires_grad_()
     fake_quantize(leaf, "E4M3", **options).backward(upstream)
-    assert leaf.grad is not None
+    assert leaf.grad.dtype == x.dtype
     return leaf.grad
 
 
-def test_gradients_with_scales_of_blocks() -> None:
-    x, scale = normal(4, 64, std=3.0), 2.0 ** -torch.arange(4.0, 12).view(4, 2)
-    for ste in STES:
-        passes = gradient_of(x, torch.ones(4, 64), scale=scale, granularity="block", ste=ste)
-        assert torch.equal(passes, gradient_of(x, torch.ones(4, 64), scale=scale.repeat_interleave(32, 1), ste=ste))
-
-
-X = torch.tensor([-1000.0, -224.0, -3.0, -0.0, 0.0, 2.0**-20, 3.0, 224.0, 224.5, 1000.0])
-
-
 @each(("ste", "kept"), [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)])
-def test_the_four_gradients(ste: str, kept: str) -> None:
-    upstream = normal(10)
-    assert torch.equal(gradient_of(X, upstream, scale=0.5, ste=ste), upstream * torch.tensor([*map(int, kept)]))
+def test_the_four_gradients(ste, kept) -> None:
+    """With a scale of blocks, too; and finite at special values."""
+    x, upstream = torch.tensor([-1000.0, -224, -3, -0.0, 0, 2.0**-20, 3, 224, 224.5, 1000]), normal(10)
+    assert torch.equal(gradient_of(x, upstream, scale=0.5, ste=ste), upstream * torch.tensor([*map(int, kept)]))
+    x, ones, scale = normal(4, 64, std=3.0), torch.ones(4, 64), 2.0 ** -torch.arange(4.0, 12).view(4, 2)
+    wide = gradient_of(x, ones, scale=scale.repeat_interleave(32, 1), ste=ste)
+    assert torch.equal(gradient_of(x, ones, scale=scale, granularity="block", ste=ste), wide)
+    x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 2.0**-149, 3e38])
+    assert gradient_of(x, torch.ones(6), ste=ste).isfinite().all()
 
 
-@settings
+@deterministic
 @given(st.lists(st.floats(-(2.0**30), 2.0**30, width=32), min_size=1, max_size=20), st.booleans())
-def test_a_dynamic_scale_clips_nothing(x: list[float], channel: bool) -> None:
-    tensor = torch.tensor(x)
-    granularity = "channel" if channel else "tensor"
-    assert (gradient_of(tensor, torch.ones(len(x)), ste="clipped", granularity=granularity) == 1).all()
-    doubles = gradient_of(tensor.double() * (1 + 1e-9), torch.ones(len(x)).double(), ste="clipped")
-    assert (doubles == 1).all()
+def test_a_dynamic_scale_clips_nothing(x, channel) -> None:
+    options = {"ste": "clipped", "granularity": "channel" if channel else "tensor"}
+    x = torch.tensor(x)
+    for tensor in (x, x.bfloat16(), x.double() * (1 + 1e-9)):
+        assert (gradient_of(tensor, torch.ones_like(tensor), **options) == 1).all()
 
 
 def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
@@ -139,12 +112,7 @@ def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
     x = torch.tensor([1000.0, -1000.0, 1.0])
     assert gradient_of(x, upstream, scale=1.0, ste="clipped").tolist() == [0.0, 0.0, 1.0]
     assert gradient_of(-x, upstream, scale=1.0, ste="none").tolist() == [0.0, 0.0, 0.0]
-
-
-def test_gradients_of_special_values_are_finite() -> None:
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 2.0**-149, 3e38])
-    for ste in STES:
-        assert gradient_of(x, torch.ones(6), ste=ste).isfinite().all()
     assert gradient_of(x, torch.ones(6), ste="clipped", scale=1.0).tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
@@ -152,7 +120,7 @@ def test_chain_rule_and_scale_without_gradient() -> None:
     x, scale = normal(6).requires_grad_(), torch.tensor(0.1, requires_grad=True)
     (fake_quantize(x * 3, "E4M3", scale).square()).sum().backward()
     expected = 2 * fake_quantize((x * 3).detach(), "E4M3", 0.1) * 3
-    assert torch.allclose(x.grad, expected)  # type: ignore[arg-type]
+    assert torch.allclose(x.grad, expected)
     assert scale.grad is None
 
 
@@ -169,5 +137,5 @@ def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
         x, y = normal(3, 500, seed=1).requires_grad_(), normal(3, 500, seed=2, std=10.0).requires_grad_()
         z = function(x, y)
         z.backward(normal(3, 500, seed=3))
-        results.append([bits_of(t) for t in (z, x.grad, y.grad)])  # type: ignore[arg-type]
+        results.append([bits_of(t) for t in (z, x.grad, y.grad)])
     assert results[0] == results[1]

@@ -1,8 +1,5 @@
 """Tensors whose memory is not that of their indices: what is computed of them has the bits of a contiguous copy's."""
 
-from collections.abc import Callable
-from typing import Any
-
 import geoopt
 import pytest
 import torch
@@ -18,19 +15,11 @@ from fp8manifold._ranks import bytes_of
 from fp8manifold.optim._agreement import _word_of_start
 
 
-def transposed(x: Tensor) -> Tensor:
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
-
-
 def every_second(x: Tensor) -> Tensor:
     wide = x.new_zeros([2 * size for size in x.shape])
     places = tuple(slice(None, None, 2) for _ in x.shape)
     wide[places] = x
     return wide[places]
-
-
-def negated_later(x: Tensor) -> Tensor:
-    return (-x)._neg_view()
 
 
 def of_odd_strides(x: Tensor) -> Tensor:
@@ -39,8 +28,12 @@ def of_odd_strides(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, strides)
 
 
-Change = Callable[[Tensor], Tensor]
-CHANGES: dict[str, Change] = {f.__name__: f for f in (transposed, every_second, negated_later, of_odd_strides)}
+CHANGES = {
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "every second": every_second,
+    "negated later": lambda x: (-x)._neg_view(),
+    "of odd strides": of_odd_strides,
+}
 changes = each("change", CHANGES.values(), ids=CHANGES)
 
 
@@ -48,7 +41,7 @@ def as_bytes(x: Tensor) -> bytes:
     return bytes_of(x.detach().as_subclass(Tensor)).numpy().tobytes()
 
 
-def weight_of(storage: str, shape: tuple[int, ...], change: Change) -> Any:
+def weight_of(storage, shape, change):
     if storage == "codes":
         return stored_weight(shape=shape)
     x = normal(*shape, std=0.1)
@@ -58,7 +51,7 @@ def weight_of(storage: str, shape: tuple[int, ...], change: Change) -> Any:
     return nn.Parameter(change(x.to(getattr(torch, storage))))
 
 
-def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, path: str) -> list[bytes]:
+def stepped(name, storage, shape, change, path) -> list[bytes]:
     weight = weight_of(storage, shape, change)
     optimizer = by(path, make(name, [weight]))
     for step in range(3):
@@ -77,21 +70,19 @@ def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, pat
 @each("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
 @each("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
 @each("name", [name for name in NAMES if name != "FisherNaturalGradient"])
-def test_steps(name: str, storage: str, shape: tuple[int, ...], path: str, change: Change, products: str) -> None:
+def test_steps(name, storage, shape, path, change, products) -> None:
     assert stepped(name, storage, shape, change, path) == stepped(name, storage, shape, torch.clone, path)
 
 
-def quantized_gradient(x: Tensor, granularity: Any) -> Tensor:
+def quantized_gradient(x, granularity) -> Tensor:
     x = x.detach().requires_grad_()
     fm.fake_quantize(x, "E4M3", granularity=granularity, ste="clipped").square().sum().backward()
-    assert x.grad is not None
     return x.grad
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS = {
     "nearest": lambda x: fm.round_to_grid(x, "E4M3"),
     "stochastic": lambda x: fm.round_to_grid(x, "E4M3", "stochastic", seed=3),
-    "up": lambda x: fm.round_to_grid(x, "E4M3", "up"),
     "encode": lambda x: fm.encode(x, "E4M3"),
     "ulp": lambda x: fm.ulp(x, "E4M3"),
     "tensor": lambda x: fm.fake_quantize(x, "E4M3"),
@@ -106,9 +97,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @each("native", [True, False])
 @each("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @each("name", FUNCTIONS)
-def test_functions(
-    name: str, dtype: torch.dtype, native: bool, change: Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions(name, dtype, native, change, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         if not native:
             patch.setattr(_native, "_found", lambda: (None, []))
@@ -119,11 +108,8 @@ def test_functions(
 
 @changes
 @each("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
-def test_bytes_are_those_of_a_contiguous_copy(shape: tuple[int, ...], change: Change) -> None:
-    if not shape and change is transposed:
-        pytest.skip("a number has no dimensions")
+def test_bytes_are_those_of_a_contiguous_copy(shape, change) -> None:
     for x in (normal(*shape), normal(*shape).bfloat16()):
         expected = x.view(torch.uint8) if shape else x.reshape(1).view(torch.uint8)
         assert as_bytes(change(x)) == expected.numpy().tobytes()
-        words = [_word_of_start(nn.Parameter(one), {}) for one in (change(x), x)]
-        assert words[0] == words[1]
+        assert _word_of_start(nn.Parameter(change(x)), {}) == _word_of_start(nn.Parameter(x), {})

@@ -1,7 +1,5 @@
 """FP8Tensor under torch.compile: one graph, the same numbers, codes in and codes saved."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo
@@ -19,23 +17,6 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    compiled = torch.compile(net, fullgraph=True)
-    eager_loss = loss_of(net, dtype)
-    eager_loss.backward()
-    expected = [p.grad for p in net.parameters()]
-    net.zero_grad()
-    loss = loss_of(compiled, dtype)
-    loss.backward()
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
-    torch.testing.assert_close(loss, eager_loss, **tolerance)
-    for p, e in zip(net.parameters(), expected, strict=True):
-        assert (p.grad is None) == (e is None)
-        if p.grad is not None:
-            assert type(p.grad) is Tensor
-            torch.testing.assert_close(p.grad, e, **tolerance)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -47,15 +28,22 @@ def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
-def test_forward_and_backward_in_one_graph(name: str, options: dict[str, Any]) -> None:
+def test_forward_and_backward_in_one_graph(name, options) -> None:
     dtype = options.get("dtype", torch.float32)
-    net = Net(name, **options).to(dtype)
-    compare(net, dtype)
+    net, found = Net(name, **options).to(dtype), []
+    for model in (net, torch.compile(net, fullgraph=True)):
+        net.zero_grad()
+        loss = loss_of(model, dtype)
+        loss.backward()
+        assert all(type(p.grad) is (Tensor if p.requires_grad else type(None)) for p in net.parameters())
+        found.append([loss.detach(), *(p.grad for p in net.parameters() if p.requires_grad)])
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
+    torch.testing.assert_close(*found, **tolerance)
     assert all(type(p) is fm.FP8Parameter for p in net.stored)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_frozen_model_compiles(mode: Any) -> None:
+def test_a_frozen_model_compiles(mode) -> None:
     net = Net(requires_grad=False)
     net.requires_grad_(False)
     compiled = torch.compile(net, fullgraph=True)
@@ -67,7 +55,7 @@ def test_a_frozen_model_compiles(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E4M3FNUZ", "E2M3"])
-def test_values_are_the_same_to_the_bit(name: str) -> None:
+def test_values_are_the_same_to_the_bit(name) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()].expand(3, -1).contiguous()
@@ -90,31 +78,22 @@ def test_taking_the_remainder_or_changing_scales_compiles_nothing_anew() -> None
     assert counter.frame_count == 1
 
 
-class Block(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(32, 32)
-        self.inner.weight = parameter(shape=(32, 32), seed=seed)  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.inner(x))
-
-
 def test_blocks_of_different_seeds_share_one_graph() -> None:
     """More blocks than the compiler would specialise one function for."""
-    blocks = [Block(seed) for seed in range(torch._dynamo.config.recompile_limit + 4)]
     counter = CompileCounterWithBackend("aot_eager")
-    for block in blocks:
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(torch._dynamo.config.recompile_limit + 4)]
+    for seed, block in enumerate(blocks):
+        block[0].weight = parameter(shape=(32, 32), seed=seed)
         block.compile(fullgraph=True, backend=counter)
     for block in blocks:
-        expected = torch.relu(nn.functional.linear(INPUT, block.inner.weight, block.inner.bias))
+        expected = torch.relu(nn.functional.linear(INPUT, block[0].weight, block[0].bias))
         torch.testing.assert_close(block(INPUT), expected)
     assert counter.frame_count == 1
 
 
-def kept_floats(compiled: Any, x: Tensor, weights: list[fm.FP8Parameter]) -> list[torch.dtype]:
+def kept_floats(compiled, x, weights) -> list[torch.dtype]:
     """Tensors of a weight's shape and more than a byte that a compiled forward pass saves for its backward pass."""
-    saved: list[Tensor] = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = compiled(x)
     shapes = {tuple(p.shape) for p in weights} | {tuple(p.t().shape) for p in weights}
@@ -125,7 +104,7 @@ def kept_floats(compiled: Any, x: Tensor, weights: list[fm.FP8Parameter]) -> lis
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager", "aot_eager_decomp_partition"])
-def test_the_compiled_backward_keeps_codes(backend: str) -> None:
+def test_the_compiled_backward_keeps_codes(backend) -> None:
     """Whatever divides the graph: what a backward pass decodes waits for a gradient."""
     net = Net()
     compiled = torch.compile(net, fullgraph=True, backend=backend)
@@ -133,7 +112,7 @@ def test_the_compiled_backward_keeps_codes(backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["trained", "frozen", "autocast"])
-def test_a_compiled_layer_keeps_codes(case: str) -> None:
+def test_a_compiled_layer_keeps_codes(case) -> None:
     layer = fm.QuantizedLinear(nn.Linear(32, 48), fm.LayerSpec("E4M3"), "fp8")
     layer.weight.requires_grad_(case != "frozen")
 
@@ -142,10 +121,12 @@ def test_a_compiled_layer_keeps_codes(case: str) -> None:
             return torch.relu(layer(x.sin()))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
-    assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []  # type: ignore[list-item]
+    assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []
 
 
-def test_nearest_writes_compile() -> None:
+def test_nearest_writes_compile_and_stochastic_ones_do_not() -> None:
+    """Their draws would be those of one moment for good."""
+
     def write(p: Tensor, g: Tensor) -> Tensor:
         p.mul_(0.9)
         p.add_(g, alpha=-0.01)
@@ -158,15 +139,11 @@ def test_nearest_writes_compile() -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(write, fullgraph=True)(p, g), write(q, g))
     assert torch.equal(p.codes, q.codes)
-
-
-def test_stochastic_writes_do_not_compile() -> None:
-    """Their draws would be those of one moment for good."""
     with torch.no_grad(), pytest.raises(Exception, match="take rounding='nearest', or step it with"):
         torch.compile(lambda p: p.mul_(0.9), fullgraph=True)(parameter())
 
 
-VIEWS: dict[str, Any] = {
+VIEWS = {
     "row": lambda w, x: x @ w[1],
     "transpose": lambda w, x: x @ w.t(),
     "flat": lambda w, x: w.view(-1).square().sum() + x.sum(),
@@ -177,7 +154,7 @@ VIEWS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("call", VIEWS.values(), ids=VIEWS)
-def test_views_compile(call: Any) -> None:
+def test_views_compile(call) -> None:
     p, x = parameter(), INPUT[:2].repeat(1, 2)
     expected = call(p, x)
     (gradient,) = torch.autograd.grad(expected.sum(), p)

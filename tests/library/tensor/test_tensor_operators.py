@@ -1,8 +1,6 @@
 """FP8Tensor under torch's operators: what is read, what is written, views, draws, saturation."""
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import geoopt
 import pytest
@@ -17,28 +15,22 @@ import fp8manifold as fm
 from fp8manifold import SaturationWarning
 from fp8manifold.random_bits import named_word
 
-READS: dict[str, Any] = {
+READS = {
     "add": lambda w: w + 1,
-    "radd": lambda w: 1 - w,
     "matmul": lambda w: w @ w.t(),
     "sum": lambda w: w.sum(1),
     "where": lambda w: torch.where(w > 0, w, 0.0),
     "cat": lambda w: torch.cat([w, w]),
-    "stack": lambda w: torch.stack([w[0], w[1]]),
+    "iterate": lambda w: torch.stack(list(w)),
+    "expand": lambda w: w.expand(3, 4, 64) + 0,
     "index": lambda w: w[torch.tensor([2, 0, 2])],
     "mask": lambda w: w[w > 0],
-    "take": lambda w: w.index_select(1, torch.tensor([3, 1])),
     "embedding": lambda w: nn.functional.embedding(torch.tensor([[1, 3], [0, 1]]), w),
     "conv": lambda w: nn.functional.conv1d(torch.ones(1, 2, 40), w.view(4, 2, 32)),
-    "einsum": lambda w: torch.einsum("oi,bi->bo", w, torch.ones(2, 64)),
     "foreach-norm": lambda w: torch.stack(torch._foreach_norm([w, w])),
-    "sort": lambda w: w.sort(1).values,
     "equal": lambda w: torch.tensor(torch.equal(w, w)),
-    "remainder": lambda w: torch.remainder(w, 0.25),
-    "bool": lambda w: torch.tensor(bool(w.isfinite().all())),
     "to-float64": lambda w: w.double(),
     "to-int": lambda w: (w * 100).int(),
-    "norm": lambda w: torch.linalg.vector_norm(w),
     "ulp": lambda w: fm.ulp(w, "E4M3"),
     "round": lambda w: fm.round_to_grid(w, "E5M2"),
     "encode": lambda w: fm.encode(w, "E5M2"),
@@ -48,7 +40,7 @@ READS: dict[str, Any] = {
 
 @every_granularity
 @each("read", READS.values(), ids=READS)
-def test_reading_gives_plain_tensors_of_the_values(read: Any, granularity: Any) -> None:
+def test_reading_gives_plain_tensors_of_the_values(read, granularity) -> None:
     p = parameter(granularity=granularity)
     codes = p.codes.clone()
     got = read(p)
@@ -57,20 +49,16 @@ def test_reading_gives_plain_tensors_of_the_values(read: Any, granularity: Any) 
     assert torch.equal(p.codes, codes)
 
 
-VIEWS: dict[str, Any] = {
+VIEWS = {
     "row": lambda w: w[1],
     "item": lambda w: w[1, 2],
     "slice": lambda w: w[1:3, ::2],
     "transpose": lambda w: w.t(),
     "permute": lambda w: w.view(2, 2, 64).permute(2, 0, 1),
     "view": lambda w: w.view(-1),
-    "flatten": lambda w: w.t().t().reshape(8, 32),
     "unsqueeze": lambda w: w[None, ..., None],
-    "squeeze": lambda w: w[None].squeeze(0),
-    "narrow": lambda w: w.narrow(1, 3, 5),
     "diagonal": lambda w: w.diagonal(),
     "chunk": lambda w: w.chunk(2, 0)[1],
-    "unbind": lambda w: w.unbind(1)[7],
     "unfold": lambda w: w.unfold(1, 4, 4),
     "detach": lambda w: w[1].detach(),
     "nested": lambda w: w.t()[3:9].view(2, 3, 4)[1],
@@ -79,7 +67,7 @@ VIEWS: dict[str, Any] = {
 
 @every_granularity
 @each("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_reads_the_values_and_writes_into_the_codes(view: Any, granularity: Any) -> None:
+def test_a_view_reads_the_values_and_writes_into_the_codes(view, granularity) -> None:
     p = parameter(granularity=granularity)
     plain = p.dequantize()
     with torch.no_grad():
@@ -94,19 +82,12 @@ def test_a_view_reads_the_values_and_writes_into_the_codes(view: Any, granularit
         assert torch.equal(part + 0, view(plain))  # the view goes on following
 
 
-def test_expanded_views_read() -> None:
-    p = parameter()
-    assert torch.equal(p.expand(3, 4, 64) + 0, p.dequantize().expand(3, 4, 64))
-    assert torch.equal(torch.stack(list(p)), p.dequantize())
-
-
 @each("make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"])
 @each("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_made_like_it_is_plain(make: str, dtype: torch.dtype) -> None:
+def test_what_is_made_like_it_is_plain(make, dtype) -> None:
     p = parameter(dtype=dtype)
     assert type(p.new_zeros(4, 32)) is Tensor
-    made = [getattr(torch, make)(p), p.new_empty(4, 64), torch.full_like(p, 2.0)]
-    for x in made:
+    for x in (getattr(torch, make)(p), p.new_empty(4, 64), torch.full_like(p, 2.0)):
         assert type(x) is Tensor
         assert (x.shape, x.dtype, x.device, x.stride()) == (p.shape, dtype, p.device, p.stride())
 
@@ -139,9 +120,8 @@ def test_numbers_and_arrays() -> None:
     assert len(p) == 4
 
 
-WRITES: dict[str, Any] = {
+WRITES = {
     "add": lambda w: w.add_(normal(4, 64, seed=5), alpha=0.01),
-    "iadd": lambda w: w.__iadd__(0.001),
     "mul": lambda w: w.mul_(0.99),
     "addcdiv": lambda w: w.addcdiv_(normal(4, 64, seed=5), torch.full((4, 64), 3.0), value=-0.01),
     "lerp": lambda w: w.lerp_(normal(4, 64, seed=5), 0.01),
@@ -159,35 +139,31 @@ WRITES: dict[str, Any] = {
 
 @every_granularity
 @each("write", WRITES.values(), ids=WRITES)
-def test_writing_rounds_the_result_to_nearest(write: Any, granularity: Any) -> None:
+def test_writing_rounds_the_result_to_nearest(write, granularity) -> None:
     p = parameter(granularity=granularity, rounding="nearest")
     plain = p.dequantize()
     with torch.no_grad():
         write(plain)
         write(p)
-    assert torch.equal(p.dequantize(), fm.round_to_grid(plain / wide(p), "E4M3") * wide(p))
+    assert torch.equal(p.dequantize(), fm.round_to_grid(plain / p.expanded_scale(), "E4M3") * p.expanded_scale())
     assert int(p.counter) == 0
 
 
-def wide(p: fm.FP8Tensor) -> Tensor:
-    return p.expanded_scale()
-
-
 @every_format
-def test_writing_rounds_stochastically_by_the_counter(name: str) -> None:
+def test_writing_rounds_stochastically_by_the_counter(name) -> None:
     """The draws are those of (seed, counter, operator): one count for every write."""
     p, word = parameter(name, seed=7), named_word("mul_")
     with torch.no_grad():
         for step in range(3):
-            target = p.dequantize() * 0.97
-            expected = fm.encode(target / wide(p), name, "stochastic", seed=7, step=step, stream=word)
+            target = p.dequantize() * 0.97 / p.expanded_scale()
+            expected = fm.encode(target, name, "stochastic", seed=7, step=step, stream=word)
             p.mul_(0.97)
             assert torch.equal(p.codes, expected)
             assert int(p.counter) == step + 1
 
 
 @every_format
-def test_saturating_writes_warn(name: str) -> None:
+def test_saturating_writes_warn(name) -> None:
     p = parameter(name)
     limit = (p.expanded_scale() * p.format.max).expand(p.shape).clone()
     with torch.no_grad():
@@ -207,7 +183,6 @@ def test_writing_drops_the_remainder_for_all_that_share_it() -> None:
         p.mul_(0.9)
     assert p.remainder is None
     assert shared.remainder.count_nonzero() == 0
-    assert copied.remainder is not None
     assert copied.remainder.count_nonzero() > 0
 
 
@@ -223,7 +198,7 @@ def test_copying_one_into_another_is_exact() -> None:
 
 
 @each(("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")])
-def test_a_finer_scale_takes_a_coarser_one(own: Any, other: Any) -> None:
+def test_a_finer_scale_takes_a_coarser_one(own, other) -> None:
     p, q = parameter(granularity=own), parameter(granularity=other, seed=1)
     with torch.no_grad():
         p.copy_(q)
@@ -244,29 +219,22 @@ def test_data_is_the_tensor_and_can_be_written() -> None:
 
 
 @every_granularity
-def test_large_tensors_are_decoded_in_pieces(granularity: Any) -> None:
+def test_large_tensors_are_decoded_in_pieces(granularity) -> None:
     for shape in ((3, 70_016), (5003, 96)):
         p = parameter(shape=shape, granularity=granularity)
         assert torch.equal(p.dequantize().double(), decoded(p))
         assert torch.equal(p.to(torch.bfloat16).dequantize().double(), decoded(p))
 
 
-# ------------------------------------------------------------------------ other people's optimizers
-Make = Callable[[Iterable[Tensor]], optim.Optimizer]
-
 #: name: (make, largest share of the first loss that may be left after 40 steps)
-OPTIMIZERS: dict[str, tuple[Make, float]] = {
-    "Adam": (lambda p: optim.Adam(p, 1e-2), 0.1),
+OPTIMIZERS = {
     "Adam-amsgrad": (lambda p: optim.Adam(p, 1e-2, amsgrad=True, weight_decay=1e-3), 0.1),
-    "AdamW": (lambda p: optim.AdamW(p, 1e-2), 0.1),
     "AdamW-foreach": (lambda p: optim.AdamW(p, 1e-2, foreach=True), 0.1),
     "AdamW-fused": (lambda p: optim.AdamW(p, 1e-2, fused=True), 0.1),
     "SGD": (lambda p: optim.SGD(p, 0.1), 0.5),
     "SGD-momentum": (lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 0.1),
-    "SGD-foreach": (lambda p: optim.SGD(p, 0.1, momentum=0.9, foreach=True), 0.1),
     "SGD-fused": (lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True), 0.1),
     "Adafactor": (lambda p: optim.Adafactor(p, 5e-2), 0.7),
-    "LBFGS": (lambda p: optim.LBFGS(p, 0.2, max_iter=2), 0.5),
     "LBFGS-wolfe": (lambda p: optim.LBFGS(p, 1.0, max_iter=2, line_search_fn="strong_wolfe"), 0.1),
     "RMSprop": (lambda p: optim.RMSprop(p, 2e-3), 0.1),
     "NAdam": (lambda p: optim.NAdam(p, 1e-2), 0.1),
@@ -276,17 +244,16 @@ OPTIMIZERS: dict[str, tuple[Make, float]] = {
 }
 if hasattr(optim, "Muon"):  # since torch 2.9
     OPTIMIZERS["Muon"] = (lambda p: optim.Muon([x for x in p if x.dim() == 2], 2e-2), 0.5)
-everyone = pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[str, Any]]:
+def in_ulps(params, lr, float_lr):
     params = list(params)
     own = [p for p in params if isinstance(p, fm.FP8Parameter)]
     return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]
 
 
-@everyone
-def test_it_learns(make: Make, share: float) -> None:
+@pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_it_learns(make, share) -> None:
     """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
     net = Net()
     first = loss_of(net).item()
@@ -299,17 +266,6 @@ def test_it_learns(make: Make, share: float) -> None:
         assert torch.equal(p.scale, scale)
         assert p.manifold.check_point_on_manifold(p)
         assert int(p.counter) >= 40
-
-
-@pytest.mark.extra("optimi")
-def test_optimi() -> None:
-    import optimi
-
-    for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
-        net = Net()
-        first = loss_of(net).item()
-        assert train(net, optimi.AdamW(net.parameters(), 1e-2, **options)) < 0.2 * first
-        assert all(type(p) is fm.FP8Parameter for p in net.stored)
 
 
 def test_steps_are_the_operators_with_a_rounding_each() -> None:
@@ -341,10 +297,9 @@ def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
     assert int(p.counter) == int(manifold.counter) == 10
 
 
-# --------------------------------------------------- writes between a forward pass and its backward
 CHANGED = "modified by an inplace operation"
 
-CHANGES: dict[str, Callable[[fm.FP8Parameter], Any]] = {
+CHANGES = {
     "add_": lambda p: p.add_(1.0),
     "foreach": lambda p: torch._foreach_add_([p], 1.0),
     "write": lambda p: p.write(torch.ones(p.shape)),
@@ -355,24 +310,23 @@ CHANGES: dict[str, Callable[[fm.FP8Parameter], Any]] = {
     "data": lambda p: setattr(p, "data", torch.ones(p.shape)),
     "row": lambda p: p[0].add_(1.0),
     "write of a view": lambda p: p[:2].t().write(torch.ones(64, 2)),
-    "foreach of a view": lambda p: torch._foreach_mul_([p[1]], 0.5),
     "detached": lambda p: p.detach().rescale_(p.scale * 2),
     "detached view": lambda p: torch._foreach_mul_([p.detach()[1]], 0.5),
 }
 
-STEPPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "StiffnessAdamW": lambda ps: fm.optim.StiffnessAdamW(ps),
+STEPPERS = {
+    "StiffnessAdamW": fm.optim.StiffnessAdamW,
     "RiemannianSGD": lambda ps: fm.optim.RiemannianSGD(ps, float_lr=0.01),
     "Madam": lambda ps: fm.optim.Madam(ps, float_lr=0.01),
     "AdamW": lambda ps: torch.optim.AdamW(ps, foreach=True),
     "fused": lambda ps: torch.optim.AdamW(ps, fused=True),
-    "geoopt": lambda ps: geoopt.optim.RiemannianAdam(ps),
+    "geoopt": geoopt.optim.RiemannianAdam,
 }
 
 
 @each("use", [lambda p: p, lambda p: p[1:3]], ids=["whole", "view"])
 @each("write", CHANGES.values(), ids=CHANGES)
-def test_a_write_between_forward_and_backward_is_an_error(write: Any, use: Any) -> None:
+def test_a_write_between_forward_and_backward_is_an_error(write, use) -> None:
     p, x = parameter(rounding="nearest", scale=1.0), normal(3, 64).requires_grad_()
     loss = F.linear(x, use(p)).sum()
     with torch.no_grad():
@@ -394,13 +348,12 @@ def test_what_only_reads_is_none() -> None:
 @each("activation", [None, "E5M2"])
 @each("storage", ["grid", "fp8"])
 @each("make", STEPPERS.values(), ids=STEPPERS)
-def test_a_step_between_forward_and_backward_is_an_error(make: Any, storage: Any, activation: Any) -> None:
+def test_a_step_between_forward_and_backward_is_an_error(make, storage, activation) -> None:
     """The first step, which is planned, and the next, which repeats it."""
     if make is STEPPERS["fused"] and storage == "grid":
         pytest.skip("torch's own fused kernels say nothing of what they write into ordinary tensors")
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     spec = fm.LayerSpec("E4M3", activation=activation, gradient=activation)
-    fm.quantize_model(model, spec, storage)
+    model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), spec, storage)
     optimizer = make(model.parameters())
     for _ in range(3):
         for p in model.parameters():
@@ -415,26 +368,14 @@ def test_master_weights_have_the_gradient_of_the_forward_pass() -> None:
     """A product takes a tensor of its own there, which a step leaves alone."""
     model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3", "master")
     x, gradients = normal(3, 8), []
-    for steps in (0, 1):
+    for factor in (1.0, 2.0):
         model.zero_grad()
         loss = model(x).square().sum()
-        for _ in range(steps):
-            with torch.no_grad():
-                model[1].weight.mul_(2.0)
+        with torch.no_grad():
+            model[1].weight.mul_(factor)
         loss.backward()
         gradients.append(model[0].weight.grad)
     assert torch.equal(*gradients)
-
-
-def test_stepping_in_hooks_of_the_gradient() -> None:
-    """Each parameter is stepped as soon as its gradient is there, when nothing else needs its values."""
-    model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3", "fp8")
-    before = [layer.weight.codes.clone() for layer in model]
-    for i, p in enumerate(model.parameters()):
-        step = fm.optim.StiffnessAdamW([p], lr=0.1, seed=i).step
-        p.register_post_accumulate_grad_hook(lambda _, step=step: step())
-    model(normal(3, 8)).square().sum().backward()
-    assert all(not torch.equal(layer.weight.codes, old) for layer, old in zip(model, before, strict=True))
 
 
 def test_inference_has_no_versions() -> None:

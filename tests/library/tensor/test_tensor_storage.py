@@ -2,27 +2,21 @@
 
 import gc
 import math
-from typing import Any
 
 import geoopt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from laws import each
-from optimizer_cases import normal, same_bits
+from optimizer_cases import frozen, normal, same_bits
 from tensor_cases import decoded, every_format, every_granularity, parameter, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
 
-settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=100)
-
 
 @every_granularity
 @every_format
-def test_values_are_the_nearest_at_the_scale(name: str, granularity: Any) -> None:
+def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
     w = normal(6, 96, std=0.1)
     p = fm.FP8Parameter(w, name, granularity=granularity)
     few_binades = name in ("E2M5", "E1M6", "E2M3", "E2M1")  # there codes begin without room, for it is made when needed
@@ -55,7 +49,7 @@ def test_values_are_the_nearest_at_the_scale(name: str, granularity: Any) -> Non
         ((0,), "tensor", ()),
     ],
 )
-def test_shapes_of_scales(shape: tuple[int, ...], granularity: Any, scale: tuple[int, ...]) -> None:
+def test_shapes_of_scales(shape, granularity, scale) -> None:
     p = fm.FP8Parameter(normal(*shape), "E4M3", granularity=granularity)
     assert tuple(p.scale.shape) == tuple(p.largest().shape) == scale
     assert p.shape == p.codes.shape == p.dequantize().shape == shape
@@ -64,7 +58,7 @@ def test_shapes_of_scales(shape: tuple[int, ...], granularity: Any, scale: tuple
 
 
 @every_format
-def test_every_code_survives(name: str) -> None:
+def test_every_code_survives(name) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()]
@@ -81,7 +75,7 @@ def test_every_code_survives(name: str) -> None:
     ("given_dtype", "dtype"),
     [(torch.float64, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
-def test_other_floats_are_rounded_once(given_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_other_floats_are_rounded_once(given_dtype, dtype) -> None:
     w = normal(3, 40).to(given_dtype)
     p = fm.FP8Parameter(w, "E4M3")
     assert p.dtype == dtype
@@ -92,10 +86,7 @@ def test_other_floats_are_rounded_once(given_dtype: torch.dtype, dtype: torch.dt
 
 def test_a_parameter_of_every_family() -> None:
     p, t = parameter(), fm.FP8Tensor(normal(3, 3))
-    assert isinstance(p, nn.Parameter)
-    assert isinstance(p, geoopt.ManifoldParameter)
-    assert isinstance(p, fm.FP8Tensor)
-    assert isinstance(p, Tensor)
+    assert all(isinstance(p, kind) for kind in (nn.Parameter, geoopt.ManifoldParameter, fm.FP8Tensor, Tensor))
     assert p.requires_grad
     assert p.is_leaf
     assert not isinstance(t, geoopt.ManifoldParameter)
@@ -106,7 +97,7 @@ def test_a_parameter_of_every_family() -> None:
 
 
 @every_format
-def test_the_remainder_is_what_rounding_left(name: str) -> None:
+def test_the_remainder_is_what_rounding_left(name) -> None:
     """Code plus remainder is the chart coordinate of the weight, to half of 1/256 of a step (or the end of int8)."""
     w = normal(5, 200, std=0.3)
     p = fm.FP8Parameter(w, name, keep_remainder=True)
@@ -137,38 +128,34 @@ def test_it_is_one_byte_a_weight() -> None:
 
 
 @each("call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"])
-def test_autograd_keeps_codes(call: str) -> None:
+def test_autograd_keeps_codes(call) -> None:
     """Nothing of the size of the weight is saved for the backward pass but views of its codes."""
-    p, x, b = parameter(shape=(48, 64)), normal(5, 64, seed=1).requires_grad_(), normal(48, seed=2)
-    calls: dict[str, Any] = {
-        "linear": lambda: nn.functional.linear(x, p),
-        "bias": lambda: nn.functional.linear(x, p, b),
-        "tokens": lambda: nn.functional.linear(x[None], p, b),
-        "matmul": lambda: x @ p.T,
-        "slice": lambda: x[:4] * p[:4],
-        "embedding": lambda: nn.functional.embedding(torch.arange(6), p),
-        "autocast": lambda: nn.functional.linear(x, p, b),
+    x, b = normal(5, 64, seed=1).requires_grad_(), normal(48, seed=2)
+    calls = {
+        "linear": lambda p: nn.functional.linear(x, p),
+        "bias": lambda p: nn.functional.linear(x, p, b),
+        "tokens": lambda p: nn.functional.linear(x[None], p, b),
+        "matmul": lambda p: x @ p.T,
+        "slice": lambda p: x[:4] * p[:4],
+        "embedding": lambda p: nn.functional.embedding(torch.arange(6), p),
+        "autocast": lambda p: nn.functional.linear(x, p, b),
     }
-    saved: list[Tensor] = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"),
-    ):
-        y = calls[call]()
-    assert not [t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()]
-    y.float().square().sum().backward()
-    q, p_grad, x_grad = nn.Parameter(p.dequantize()), p.grad, x.grad
-    x.grad, p = None, q
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"):
-        z = calls[call]()
-    z.float().square().sum().backward()
-    assert torch.equal(y, z)
-    assert torch.equal(p_grad, q.grad)  # type: ignore[arg-type]
-    assert (x_grad is None and x.grad is None) or torch.equal(x_grad, x.grad)  # type: ignore[arg-type]
+    found, own = [], parameter(shape=(48, 64))
+    for p in (own, nn.Parameter(own.dequantize())):
+        x.grad, saved = None, []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"),
+        ):
+            y = calls[call](p)
+        assert p is not own or not [t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()]
+        y.float().square().sum().backward()
+        found.append(frozen([y, p.grad, x.grad]))
+    assert found[0] == found[1]
 
 
 @every_format
-def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name: str) -> None:
+def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name) -> None:
     fmt = fm.FloatFormat.from_string(name)
     p = fm.FP8Tensor(torch.tensor([math.inf, -math.inf, 0.0]), name, scale=1.0)
     assert p.tolist() == [fmt.max, -fmt.max, 0.0]
@@ -185,12 +172,11 @@ def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name: str) -> Non
             fm.FP8Tensor.from_codes(torch.tensor([fmt.inf_code | fmt.sign_bit], dtype=torch.uint8), p.scale, name)
 
 
-@settings
-@given(st.sampled_from(["E4M3", "E7M0", "E1M6"]), st.integers(0, 2**31), st.sampled_from([(), (2, 1), (2, 2)]))
-def test_parts_make_the_tensor(name: str, seed: int, shape: tuple[int, ...]) -> None:
-    granularity: Any = {(): "tensor", (2, 1): "channel", (2, 2): "block"}[shape]
-    p = parameter(name, (2, 64), seed, granularity=granularity)
-    q = fm.FP8Parameter.from_codes(p.codes, p.scale, name, block_size=p.block_size, seed=seed)
+@every_granularity
+@every_format
+def test_parts_make_the_tensor(name, granularity) -> None:
+    p = parameter(name, granularity=granularity, seed=2**31)
+    q = fm.FP8Parameter.from_codes(p.codes, p.scale, name, block_size=p.block_size, seed=2**31)
     assert same_store(p, q)
     assert q.codes.data_ptr() == p.codes.data_ptr()
-    assert (q.seed, q.rounding, q.requires_grad) == (seed, "stochastic", False)
+    assert (q.seed, q.rounding, q.requires_grad) == (2**31, "stochastic", False)
