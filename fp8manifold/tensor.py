@@ -271,7 +271,7 @@ class FP8Tensor(ScaledTensor):
         scale = self.expanded_scale()
         stored_scale.warn_if_saturated(values, scale, self.format)
         stored_scale.warn_if_lost(values, self.scale, self.format, self.granularity)
-        codes = storage.next_codes(self, values / scale, self.rounding, operator)
+        codes = storage.next_codes(self, storage.divided(values, scale), self.rounding, operator)
         if self.rounding == "stochastic" and self.exponents is None and not stored_scale.are_powers_of_two(self.scale):
             codes = torch.where(self._has(values), self.codes, codes)  # the division may leave them a hair off the grid
         self.codes.copy_(codes)

@@ -1,7 +1,6 @@
 """Codes and scales as a store of weights: from floats, to floats, and the remainder of rounding.
 
-A scale is for the weights that its shape says, for 32 weights of a row, or for a square of 128 x 128; a matrix may end
-in partial squares.
+A scale is for the weights that its shape says, for 32 of a row, or for a square of 128 x 128, partial at its ends.
 """
 
 import math
@@ -126,6 +125,11 @@ def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
     return encode_bits(units.float(), fmt)
 
 
+def divided(w: Tensor, scale: Tensor) -> Tensor:
+    """``w / scale`` in the wider dtype of the two; torch would divide halves by a scalar scale in their own."""
+    return w.to(torch.promote_types(w.dtype, scale.dtype)) / scale
+
+
 def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool) -> tuple[Tensor, Tensor | None]:
     """Codes of the values of ``w`` rounded to nearest, and the remainder if it is kept; some rows at a time."""
     if not has_values(w):
@@ -143,7 +147,7 @@ def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
         codes, inner = codes_of(w[0], scale[0] if scale.dim() else scale, fmt, keep_remainder=keep_remainder)
         return codes[None], None if inner is None else inner[None]
     else:
-        codes = encode(w / scale, fmt)
+        codes = encode(divided(w, scale), fmt)
     return codes, remainder_of(w, codes, scale, fmt) if keep_remainder else None
 
 

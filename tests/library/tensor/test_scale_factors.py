@@ -91,6 +91,19 @@ def test_an_operator_that_changes_no_value_changes_no_code(fmt, rounding, granul
         assert torch.equal(p.scale, scale), name
 
 
+@each("rounding", ["nearest", "stochastic"])
+@each("fmt", ["E4M3", "E3M4", "E1M6"])
+def test_halves_are_rounded_once(fmt, rounding) -> None:
+    """Their quotient by the scale of a whole tensor is not rounded to bfloat16 first."""
+    w = normal(10_000, std=0.1).bfloat16()
+    half, wide = (fm.FP8Tensor(v, fmt, granularity="tensor", scale=0.003, rounding=rounding) for v in (w, w.float()))
+    assert torch.equal(half.codes, wide.codes)
+    for p in (half, wide):
+        p.seed = 3
+        p.mul_(0.9)
+    assert torch.equal(half.codes, wide.codes)
+
+
 def test_a_scale_is_described_with_its_factor() -> None:
     p = fm.FP8Tensor(torch.ones(2, 2), "E4M3", scale=torch.tensor([[1.5 * 2.0**-7], [0.25]]))
     assert "scale=1.5*2^-7..2^-2" in repr(p)
