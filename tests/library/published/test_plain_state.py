@@ -190,7 +190,7 @@ def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None
 
 
 def test_published_scales_are_looked_up_by_name() -> None:
-    """Of parameters in one module, whose names begin with another's."""
+    """Parameters of one module, whose names begin with another's."""
     module, state, names = nn.Module(), {}, ["w", "w_b", "w_b_c"]
     for name in names:
         module.register_parameter(name, fm.FP8Parameter(normal(4, 32), "E4M3"))

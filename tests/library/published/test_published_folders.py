@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_folders import LAYOUTS, make, rewritten, spread, tensors_of, torchao, transformers
-from torch import Tensor, nn
+from fp8_folders import LAYOUTS, make, rewritten, torchao
+from fp8_served import decoded, served
+from torch import Tensor
 from watched import watched
 
 import fp8manifold as fm
@@ -24,52 +25,19 @@ NOT_SERVED |= {"blocks, experts", "mxfp8, experts", "rows, flat"}
 READ = list(LAYOUTS)
 
 
-def served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
-    """The model as transformers reads it, decoded into ``dtype`` by its own code, compressed-tensors' or torchao's."""
-    library = transformers()
-    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
-    method = config.get("quant_method")
-    if name in NOT_SERVED:  # a folder of the decoded values
-        values = decoded(tensors_of(folder), config)
-        shutil.copytree(folder, place)
+def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
+    if name not in NOT_SERVED:
+        return served(folder, dtype)
+    values = decoded(folder)
+    shutil.copytree(folder, place)
 
-        def change(key: str, value: Tensor) -> dict[str, Tensor]:
-            if key in values:
-                return {key: values[key].to(dtype)}
-            return {} if key.endswith(("_scale", "_scale_inv")) else {key: value}
+    def change(key: str, value: Tensor) -> dict[str, Tensor]:
+        if key in values:
+            return {key: values[key].to(dtype)}
+        return {} if key.endswith(("_scale", "_scale_inv")) else {key: value}
 
-        rewritten(place, change, {})
-        folder, method = place, None
-    decode = {"compressed-tensors": "CompressedTensorsConfig", "mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-    given = {"quantization_config": getattr(library, decode[method])(dequantize=True)} if method in decode else {}
-    model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).eval()
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module.weight.data) is not Tensor:
-            module.weight = nn.Parameter(module.weight.dequantize().detach().to(dtype))
-    return model
-
-
-def decoded(files: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """Each weight by its name in the files: by compressed-tensors, or its codes times one scale or those of squares."""
-    found = {}
-    if config.get("quant_method") != "compressed-tensors":
-        for name, codes in files.items():
-            if codes.dtype == torch.float8_e4m3fn:
-                scale = next(files[name + end].float() for end in ("_scale_inv", "_scale") if name + end in files)
-                found[name] = codes.float() * (spread(scale, (128, 128), codes.shape) if scale.dim() else scale)
-        return found
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    (group,) = config["config_groups"].values()
-    decompress = BaseCompressor.get_value_from_registry(group["format"] or config["format"]).decompress
-    for name in files:
-        if name.endswith(".weight_scale"):
-            codes = name.removesuffix("_scale")
-            scale = files[name].reshape(-1, 1) if group["weights"]["strategy"] == "channel" else files[name]
-            parts = {"weight": files[codes], "weight_scale": scale}  # it takes no scales of rows in one dimension
-            found[codes] = decompress(parts, QuantizationScheme.model_validate(group))["weight"]
-    return found
+    rewritten(place, change, {})
+    return served(place, dtype)
 
 
 def widest(name: str) -> torch.dtype:
@@ -124,7 +92,7 @@ def test_no_step_and_the_same_files(published, name, tmp_path):
 def test_the_model_is_the_one_that_others_decode(published, name, tmp_path):
     for dtype in sorted({torch.bfloat16, widest(name)}, key=str):
         model = fm.load_fp8(published(name), dtype=dtype)
-        other = served(name, published(name), dtype, tmp_path / str(dtype))
+        other = as_served(name, published(name), dtype, tmp_path / str(dtype))
         values = dict(model.named_parameters())
         turned = model.config.quantization_config.published.get("turned", ())
         assert any(isinstance(value, fm.FP8Tensor) for value in values.values())
@@ -184,7 +152,7 @@ def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optim
     moved = [(before[key] != model.get_parameter(key).codes).float().mean() for key in before]
     assert min(moved) > 0.01
     fm.save_fp8(model, tmp_path / "trained")
-    other = served(name, tmp_path / "trained", dtype, tmp_path / "floats")
+    other = as_served(name, tmp_path / "trained", dtype, tmp_path / "floats")
     assert torch.equal(logits(other), logits(model))
 
 
