@@ -1,13 +1,12 @@
 """Small random model folders in published FP8 layouts, made by the libraries that publish them, never by this one.
 
-``make("name", folder)`` writes the folder ``LAYOUTS`` names so, and skips where its library is missing.  A layout whose
-library is not at hand is written by its published formula: ``amax / 448`` of each group, division, rounding.
+``make("name", folder)`` writes the folder ``LAYOUTS`` names so.  A layout whose library is not at hand is written by
+its published formula: ``amax / 448`` of each group, division, rounding.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,15 +60,10 @@ def float_model(kind: str) -> Any:
             for weight in model.parameters():
                 if weight.dim() > 1:
                     weight.mul_(torch.exp2(torch.randn(*weight.shape[:-1], 1)))
-                    weight[..., ::7].mul_(
-                        2**-12
-                    )  # below half of the smallest code beside the rest: zeros of both signs
+                    weight[..., ::7].mul_(2**-12)  # below half of the smallest code beside the rest
                 if weight.dim() == 2 and min(weight.shape) > 128:
                     weight[:128, :128] = 0
     return model
-
-
-# --- one file of floats or codes, and folders of them ------------------------------------------------------------
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -109,35 +103,31 @@ def is_linear(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in kept)
 
 
-def grouped(value: Tensor, block: tuple[int, int]) -> Iterator[tuple[tuple[int, int], tuple[slice, slice]]]:
-    """Each square's place among the scales, and where its weights are; those at the edges are partial."""
-    for row in range(-(-value.shape[0] // block[0])):
-        for column in range(-(-value.shape[1] // block[1])):
-            places = zip((row, column), block, strict=True)
-            yield (row, column), tuple(slice(at * size, (at + 1) * size) for at, size in places)  # type: ignore[misc]
+def quantised(folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None) -> None:
+    rewritten(folder, lambda name, value: make(name, value) if is_linear(name, value) else {name: value}, config)
 
 
-def by_formula(value: Tensor, block: tuple[int, int], code: torch.dtype, scale: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix: ``amax / max`` of each square, rounded into the scales' dtype (E8M0: upwards)."""
+def in_groups(value: Tensor, block: Any) -> Tensor:
+    """The values with each square's rows and columns in the dimensions 1 and 3; those at the edges end in zeros."""
+    padding = (0, -value.shape[1] % block[1], 0, -value.shape[0] % block[0])
+    return torch.nn.functional.pad(value, padding).unflatten(0, (-1, block[0])).unflatten(-1, (-1, block[1]))
+
+
+def spread(scales: Tensor, block: Any, shape: Any) -> Tensor:
+    """The scale of each weight."""
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def by_formula(value: Tensor, block: Any, code: torch.dtype, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix: ``amax / max`` of each square, rounded into the scales' dtype."""
     value, largest = value.float(), torch.finfo(code).max
-    scales = torch.ones(-(-value.shape[0] // block[0]), -(-value.shape[1] // block[1]))
-    codes = torch.zeros_like(value).to(code)
-    for at, where in grouped(value, block):
-        fitted = value[where].abs().max() / largest
-        if fitted > 0:
-            scales[at] = torch.exp2(fitted.log2().ceil()) if scale == torch.float8_e8m0fnu else fitted.to(scale)
-        codes[where] = (value[where] / scales[at]).clamp(-largest, largest).to(code)
-    return codes, scales.to(scale)
-
-
-# --- how each library makes one ----------------------------------------------------------------------------------
+    fitted = in_groups(value, block).abs().amax((1, 3)) / largest
+    scales = torch.where(fitted > 0, fitted.to(scale).float(), 1.0)
+    return (value / spread(scales, block, value.shape)).clamp(-largest, largest).to(code), scales.to(scale)
 
 
 def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``FineGrainedFP8Config`` of transformers: quantised while it loads, then ``save_pretrained``.
-
-    transformers refuses to quantise without a GPU, though its operation runs anywhere: the refusal is what is left out.
-    """
+    """``FineGrainedFP8Config`` of transformers, whose refusal to quantise without a GPU is left out."""
     library = transformers()
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
 
@@ -153,34 +143,26 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
 
 
 def fine_grained_tensors(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``Fp8Quantize`` of transformers for each matrix of a float folder: experts one by one, as they are published.
-
-    (What ``save_pretrained`` of 5.24 writes of experts has one scale for all of them beside weights of each.)
-    """
+    """``Fp8Quantize`` of transformers for each matrix of a float folder: experts one by one, as they are published."""
     library = transformers()
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     model.save_pretrained(folder, max_shard_size=shards)
     config = library.FineGrainedFP8Config(**options)
     quantize = Fp8Quantize(mock.Mock(quantization_config=config))
-    rewritten(folder, lambda k, v: quantize.convert({k: v}) if is_linear(k, v) else {k: v}, config.to_dict())
+    quantised(folder, lambda k, v: quantize.convert({k: v}), config.to_dict())
 
 
-def squares(folder: Path, model: Any, shards: str, code: Any = E4M3, scale: Any = torch.float32, **config: Any) -> None:
+def squares(folder: Path, model: Any, shards: str, code: Any = E4M3, scale: Any = torch.float32) -> None:
     """The layout of DeepSeek-V3 by its formula; squares at the edges are partial."""
-    transformers()
-    block = config.setdefault("weight_block_size", [128, 128])
     model.save_pretrained(folder, max_shard_size=shards)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
-        if not is_linear(name, value):
-            return {name: value}
-        codes, scales = by_formula(value, tuple(block), code, scale)
+        codes, scales = by_formula(value, (128, 128), code, scale)
         return {name: codes, f"{name}_scale_inv": scales}
 
-    fmt = {E4M3: "e4m3", E5M2: "e5m2"}[code]
-    ue8m0 = {"scale_fmt": "ue8m0"} if scale == torch.float8_e8m0fnu else {}
-    rewritten(folder, change, {"activation_scheme": "dynamic", "fmt": fmt, "quant_method": "fp8", **ue8m0, **config})
+    said = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantised(folder, change, {"fmt": {E4M3: "e4m3", E5M2: "e5m2"}[code], **said})
 
 
 def compressed(
@@ -195,7 +177,7 @@ def compressed(
         args = getattr(preset, part)
         setattr(preset, part, values if args is None or values is None else args.model_copy(update=values))
     config = QuantizationConfig(config_groups={"group_0": preset}, ignore=[] if head else ["lm_head"])
-    if any(("experts" in name for name, _ in model.named_parameters())):
+    if any("experts" in name for name, _ in model.named_parameters()):
         _compressed_tensors(folder, model, shards, config, preset, wide)
         return
     apply_quantization_config(model, config, show_progress=False)
@@ -226,24 +208,19 @@ def _compressed_tensors(folder: Path, model: Any, shards: str, config: Any, sche
     model.save_pretrained(folder, max_shard_size=shards)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
-        if not is_linear(name, value):
-            return {name: value}
         scale = _observed(value.float() if wide else value, scheme.weights)
         made = compress({"weight": value, "weight_scale": scale}, scheme)
         return {name.removesuffix("weight") + part: tensor for part, tensor in made.items()}
 
-    rewritten(folder, change, {"quant_method": "compressed-tensors", **json.loads(config.model_dump_json())})
+    quantised(folder, change, {"quant_method": "compressed-tensors", **json.loads(config.model_dump_json())})
 
 
 def _observed(weight: Tensor, args: Any) -> Tensor:
     """The scales that a min-max observer of llm-compressor gives a matrix."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    rows, columns = weight.shape
     if args.strategy == "block":
-        size, other = args.block_structure
-        padded = torch.nn.functional.pad(weight, (0, -columns % other, 0, -rows % size))
-        parts, over = padded.unflatten(0, (-1, size)).unflatten(-1, (-1, other)), (1, 3)
+        parts, over = in_groups(weight, args.block_structure), (1, 3)
     elif args.strategy == "group":
         parts, over = weight.unflatten(-1, (-1, args.group_size)), (-1,)
     else:
@@ -254,22 +231,19 @@ def _observed(weight: Tensor, args: Any) -> Tensor:
 
 def shared(folder: Path, model: Any, shards: str) -> None:
     """One scale a tensor, the same for ``w1`` and ``w3`` of each expert, as publishers write what servers fuse."""
-    transformers()
     model.save_pretrained(folder, max_shard_size=shards)
     values = tensors_of(folder)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
-        if not is_linear(name, value):
-            return {name: value}
         other = name.replace(".w1.", ".w3.") if ".w1." in name else name.replace(".w3.", ".w1.")
         both = torch.cat([value, values[other]]) if other != name else value
-        _, scale = by_formula(both, tuple(both.shape), E4M3, torch.float32)  # type: ignore[arg-type]
+        _, scale = by_formula(both, both.shape, E4M3, torch.float32)
         return {name: (value / scale).to(E4M3), name + "_scale": scale.reshape(1)}
 
     kind = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     groups = {"group_0": {"targets": ["Linear"], "weights": kind, "format": "float-quantized"}}
     said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    rewritten(folder, change, said | {"quantization_status": "compressed", "ignore": ["lm_head"]})
+    quantised(folder, change, said | {"quantization_status": "compressed", "ignore": ["lm_head"]})
 
 
 def torchao(folder: Path, model: Any, shards: str) -> None:
@@ -300,17 +274,13 @@ def autofp8(folder: Path, model: Any, shards: str) -> None:
 
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
     """Files of Model-Optimizer's ``export_hf_checkpoint`` for FP8, by its formula: ``amax / 448``, one a tensor."""
-    transformers()
     model.save_pretrained(folder, max_shard_size=shards)
-    drawn = torch.Generator().manual_seed(3)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
-        if not is_linear(name, value):
-            return {name: value}
-        codes, scale = by_formula(value, tuple(value.shape), E4M3, torch.float32)  # type: ignore[arg-type]
+        codes, scale = by_formula(value, value.shape, E4M3, torch.float32)
         stem = name.removesuffix("weight")
         extra = {stem + f"{part}_scale": torch.ones(()) for part in "kv" if kv and f"{part}_proj" in name}
-        given = (torch.rand((), generator=drawn) + 0.5) / 448
+        given = (torch.rand(()) + 0.5) / 448
         return {name: codes, stem + "weight_scale": scale.reshape(()), stem + "input_scale": given} | extra
 
     producer = {"name": "modelopt", "version": "0.35.0"}
@@ -319,7 +289,7 @@ def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
     kind = {"dynamic": False, "num_bits": 8, "type": "float"}
     group = {"input_activations": kind, "weights": kind, "targets": ["Linear"]}
     new = {"config_groups": {"group_0": group}, "ignore": ["lm_head"], "quant_algo": "FP8", "producer": producer}
-    rewritten(folder, change, {**new, "quant_method": "modelopt"} if kv else None)
+    quantised(folder, change, {**new, "quant_method": "modelopt"} if kv else None)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -327,7 +297,6 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 def gpt_oss(folder: Path, model: Any, shards: str) -> None:
     """The experts of gpt-oss: E2M1, two a byte, the first in the low half; each 32 of a row have an E8M0."""
-    transformers()
     model.save_pretrained(folder, max_shard_size=shards)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
@@ -345,76 +314,58 @@ def gpt_oss(folder: Path, model: Any, shards: str) -> None:
     rewritten(folder, change, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
 
 
-# --- the layouts -------------------------------------------------------------------------------------------------
+def layout(kind: str, write: Callable[..., None] = fine_grained, shards: str = "10GB", **options: Any) -> Any:
+    return kind, write, shards, options
 
 
-@dataclass(frozen=True)
-class Layout:
-    kind: str
-    write: Callable[..., None]
-    options: dict[str, Any] = field(default_factory=dict)
-    #: whose code makes it: "transformers", "compressed-tensors", "torchao", or "formula"
-    by: str = "formula"
-    shards: str = "10GB"
-
-
-def _hf(kind: str, write: Any = fine_grained, shards: str = "10GB", **options: Any) -> Layout:
-    return Layout(kind, write, options, "transformers", shards)
-
-
-def _ct(kind: str, scheme: str, shards: str = "10GB", **options: Any) -> Layout:
-    return Layout(kind, compressed, {"scheme": scheme, **options}, "compressed-tensors", shards)
-
-
-_STATIC = {"dynamic": False, "strategy": "tensor"}
-LAYOUTS: dict[str, Layout] = {
-    "squares": _hf("llama"),
-    "squares, shards": _hf("llama of 4", shards="1MB"),
-    "squares, tied": _hf("qwen3"),
-    "squares, fused": _hf("phi3"),
-    "squares, ue8m0": _hf("llama", scale_fmt="ue8m0"),
-    "squares, bfloat16": Layout("llama", squares, {"scale": torch.bfloat16}),
-    "squares, partial": Layout("llama uneven", squares),
-    "squares, experts": _hf("qwen3 experts", fine_grained_tensors, "400KB"),
-    "squares, mixtral": _hf("mixtral", fine_grained_tensors),
-    "squares, deepseek": _hf("deepseek", fine_grained_tensors),
-    "squares, e5m2": Layout("llama", squares, {"code": E5M2}),
-    "tensor of fp8": _hf("llama tied", weight_block_size=None),
-    "tensor of fp8, static": _hf("llama", weight_block_size=None, activation_scheme="static"),
-    "mxfp8 of fp8": _hf("llama", weight_block_size=(1, 32), scale_fmt="ue8m0"),
-    "tensor of fp8, autofp8": Layout("llama", autofp8),
-    "tensor": _ct("llama", "FP8", wide=True),
-    "tensor, bfloat16": _ct("llama tied", "FP8"),
-    "tensor, flat": Layout("llama", flat, {"scheme": "FP8"}),
-    "tensor, experts": _ct("mixtral", "FP8_DYNAMIC", weights={"strategy": "tensor"}),
-    "tensor, shared": Layout("mixtral", shared),
-    "rows": _ct("llama", "FP8_DYNAMIC", wide=True),
-    "rows, bfloat16": _ct("qwen3", "FP8_DYNAMIC"),
-    "rows, shards": _ct("llama of 4", "FP8_DYNAMIC", "1MB"),
-    "rows, fused": _ct("phi3", "FP8_DYNAMIC"),
-    "rows, uneven": _ct("llama uneven", "FP8_DYNAMIC"),
-    "rows, experts": _ct("qwen3 experts", "FP8_DYNAMIC"),
-    "rows, head": _ct("qwen2", "FP8_DYNAMIC", head=True),
-    "rows, flat": Layout("qwen3", flat, {"scheme": "FP8_DYNAMIC"}),
-    "rows, naive": _ct("llama", "FP8_DYNAMIC", input_activations=None),
-    "blocks": _ct("llama", "FP8_BLOCK", wide=True),
-    "blocks, bfloat16": _ct("llama", "FP8_BLOCK"),
-    "blocks, experts": _ct("qwen3 experts", "FP8_BLOCK"),
-    "mxfp8": _ct("llama", "MXFP8"),
-    "mxfp8, experts": _ct("qwen3 experts", "MXFP8"),
-    "torchao": Layout("llama", torchao, by="torchao"),
-    "modelopt": Layout("llama", modelopt),
-    "modelopt, kv": Layout("llama of 4", modelopt, {"kv": True}, shards="1MB"),
-    "gpt-oss": Layout("gpt-oss", gpt_oss),
-    "mxfp4": _ct("llama", "MXFP4A16"),
+LAYOUTS: dict[str, tuple[str, Callable[..., None], str, dict[str, Any]]] = {
+    "squares": layout("llama"),
+    "squares, shards": layout("llama of 4", shards="1MB"),
+    "squares, tied": layout("qwen3"),
+    "squares, fused": layout("phi3"),
+    "squares, ue8m0": layout("llama", scale_fmt="ue8m0"),
+    "squares, bfloat16": layout("llama", squares, scale=torch.bfloat16),
+    "squares, partial": layout("llama uneven", squares),
+    "squares, experts": layout("qwen3 experts", fine_grained_tensors, "400KB"),
+    "squares, mixtral": layout("mixtral", fine_grained_tensors),
+    "squares, deepseek": layout("deepseek", fine_grained_tensors),
+    "squares, e5m2": layout("llama", squares, code=E5M2),
+    "tensor of fp8": layout("llama tied", weight_block_size=None),
+    "tensor of fp8, static": layout("llama", weight_block_size=None, activation_scheme="static"),
+    "mxfp8 of fp8": layout("llama", weight_block_size=(1, 32), scale_fmt="ue8m0"),
+    "tensor of fp8, autofp8": layout("llama", autofp8),
+    "tensor": layout("llama", compressed, scheme="FP8", wide=True),
+    "tensor, bfloat16": layout("llama tied", compressed, scheme="FP8"),
+    "tensor, flat": layout("llama", flat, scheme="FP8"),
+    "tensor, experts": layout("mixtral", compressed, scheme="FP8_DYNAMIC", weights={"strategy": "tensor"}),
+    "tensor, shared": layout("mixtral", shared),
+    "rows": layout("llama", compressed, scheme="FP8_DYNAMIC", wide=True),
+    "rows, bfloat16": layout("qwen3", compressed, scheme="FP8_DYNAMIC"),
+    "rows, shards": layout("llama of 4", compressed, "1MB", scheme="FP8_DYNAMIC"),
+    "rows, fused": layout("phi3", compressed, scheme="FP8_DYNAMIC"),
+    "rows, uneven": layout("llama uneven", compressed, scheme="FP8_DYNAMIC"),
+    "rows, experts": layout("qwen3 experts", compressed, scheme="FP8_DYNAMIC"),
+    "rows, head": layout("qwen2", compressed, scheme="FP8_DYNAMIC", head=True),
+    "rows, flat": layout("qwen3", flat, scheme="FP8_DYNAMIC"),
+    "rows, naive": layout("llama", compressed, scheme="FP8_DYNAMIC", input_activations=None),
+    "blocks": layout("llama", compressed, scheme="FP8_BLOCK", wide=True),
+    "blocks, bfloat16": layout("llama", compressed, scheme="FP8_BLOCK"),
+    "blocks, experts": layout("qwen3 experts", compressed, scheme="FP8_BLOCK"),
+    "mxfp8": layout("llama", compressed, scheme="MXFP8"),
+    "mxfp8, experts": layout("qwen3 experts", compressed, scheme="MXFP8"),
+    "torchao": layout("llama", torchao),
+    "modelopt": layout("llama", modelopt),
+    "modelopt, kv": layout("llama of 4", modelopt, kv=True, shards="1MB"),
+    "gpt-oss": layout("gpt-oss", gpt_oss),
+    "mxfp4": layout("llama", compressed, scheme="MXFP4A16"),
 }
 
 
 def make(name: str, folder: Path) -> Path:
-    """Write the folder of one layout; the same bytes each time.  Skips the test where the library is missing."""
-    layout = LAYOUTS[name]
-    model = float_model(layout.kind)
+    """Write the folder of one layout; the same bytes each time."""
+    kind, write, shards, options = LAYOUTS[name]
+    model = float_model(kind)
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        layout.write(folder, model, layout.shards, **layout.options)
+        write(folder, model, shards, **options)
     return folder

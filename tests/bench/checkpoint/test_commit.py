@@ -52,11 +52,8 @@ def assert_same(found: Contents, wanted: Contents) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path, dtype):
     bits = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(4) if dtype is torch.bool else torch.arange(256).byte()
-    tensors = {
-        "filled": bits.view(dtype),
-        "empty": torch.empty(0, 3, dtype=dtype),
-        "scalar": bits.view(dtype)[1].clone(),
-    }
+    filled = bits.view(dtype)
+    tensors = {"filled": filled, "empty": torch.empty(0, 3, dtype=dtype), "scalar": filled[1].clone()}
     wanted = Contents(1, {"model": tensors}, facts={})
     found = read(commit(tmp_path, wanted, keep_last=1))
     assert_same(found, wanted)
@@ -64,6 +61,9 @@ def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path, dtyp
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    with pytest.raises(ValueError, match="keep_last=0 is not allowed"):
+        commit(tmp_path, contents(1), keep_last=0)
+    assert os.listdir(tmp_path) == []
     for step in range(1, 8):
         commit(tmp_path, contents(step, best=step in (1, 3)), keep_last=2)
     assert steps(tmp_path) == [3, 6, 7]
@@ -115,9 +115,3 @@ def test_what_no_file_can_hold_is_refused_and_leaves_nothing(tmp_path, change, w
         commit(tmp_path, bad, keep_last=2)
     assert not isinstance(caught.value, CheckpointNotWritten)
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
-
-
-def test_at_least_one_must_be_kept(tmp_path):
-    with pytest.raises(ValueError, match="keep_last=0 is not allowed"):
-        commit(tmp_path, contents(1), keep_last=0)
-    assert os.listdir(tmp_path) == []

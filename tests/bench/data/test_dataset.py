@@ -10,7 +10,7 @@ from bench_runs import refusal
 from hubs import write_parquet
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.batches import Documents, documents_of, drawn, held_out, label_names, load_corpus
+from nanogpt_bench.data.batches import documents_of, drawn, held_out, load_corpus
 from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer, tokenizer_from_meta
@@ -29,10 +29,9 @@ VAL = [f"Annex {number}: done at Strasbourg, {number % 28 + 1} May." for number 
 def copy(tmp_path):
     """A copy of a data set: two files for training, one for validation, one for tests."""
     folder = tmp_path / "copy"
-    write_parquet(folder / "eurlex" / "train-00000-of-00002.parquet", [*TRAIN[:25]])
-    write_parquet(folder / "eurlex" / "train-00001-of-00002.parquet", [*TRAIN[25:]])
-    write_parquet(folder / "eurlex" / "validation-00000-of-00001.parquet", [*VAL])
-    write_parquet(folder / "eurlex" / "test-00000-of-00001.parquet", ["never read"])
+    parts = {"train-00000-of-00002": TRAIN[:25], "train-00001-of-00002": TRAIN[25:], "validation-00000-of-00001": VAL}
+    for name, texts in {**parts, "test-00000-of-00001": ["never read"]}.items():
+        write_parquet(folder / "eurlex" / f"{name}.parquet", texts)
     return folder
 
 
@@ -40,13 +39,6 @@ def damage_the_middle(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:200] = bytes(196)
     path.write_bytes(data)
-
-
-def too_little(path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["short"], "labels": [[0]]}), path)
 
 
 def text_of(folder: Path, split: str) -> str:
@@ -94,12 +86,12 @@ def test_a_limit_ends_the_stream(tmp_path, copy):
     [
         (str, {"column": "txt"}, ["unknown column", "'txt'", "did you mean 'text'", "labels"]),
         (str, {"column": "labels"}, ["'labels'", "list, not text"]),
-        (str, {"data_dir": "gone"}, ["--data-dir", "gone", "not a folder"]),
+        (str, {"data_dir": Path("gone")}, ["--data-dir", "gone", "not a folder"]),
         (lambda path: path.rename(path.with_name("tests-0.parquet")), {}, ["has no split 'train'"]),
         (lambda path: path.write_bytes(b"not parquet"), {}, ["can't be read", "arquet"]),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), {}, ["can't be read"]),
         (damage_the_middle, {}, ["data set 'some/set' can't be read"]),
-        (too_little, {}, ["train split has 6 tokens"]),
+        (lambda path: write_parquet(path, ["short"]), {}, ["train split has 6 tokens"]),
         (str, {"limit": 649}, ["--limit-tokens 649", "650 or more"]),
     ],
 )
@@ -108,7 +100,6 @@ def test_bad_copies_are_named_and_nothing_is_written(tmp_path, change, options, 
     write_parquet(tmp_path / "copy" / "validation-0.parquet", [*VAL])
     change(tmp_path / "copy" / "train-0.parquet")
     arguments = {"column": "text", "data_dir": tmp_path / "copy", **options}
-    arguments["data_dir"] = Path(str(arguments["data_dir"]))
     with refusal() as caught:
         prepare_hub(tmp_path / "out", "some/set", **arguments)
     assert [part for part in parts if part not in str(caught.value)] == []
@@ -154,19 +145,10 @@ def write_copy(folder: Path, texts: list[str], labels: list[object], names: list
 
 
 @pytest.fixture
-def labelled(tmp_path):
-    return write_copy(tmp_path / "copy", TEXTS, [*LABELS])
-
-
-@pytest.fixture
-def prepared(tmp_path, labelled):
+def prepared(tmp_path):
+    labelled = write_copy(tmp_path / "copy", TEXTS, [*LABELS])
     prepare_eurlex(tmp_path / "out", data_dir=labelled, task="labels")
     return tmp_path / "out"
-
-
-def texts_of(found: Documents) -> list[str]:
-    tokens = (found.tokens[start:end] for start, end in zip(found.starts, found.ends, strict=True))
-    return [ByteTokenizer().decode(part) for part in tokens]
 
 
 def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp_path):
@@ -177,18 +159,9 @@ def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp
     corpus = load_corpus(tmp_path / "out", 16)
     assert documents_of(corpus, "val").labels.shape == (5, 7)
     found = documents_of(corpus, "train")
-    assert texts_of(found) == TEXTS[1:15]
+    ends = zip(found.starts, found.ends, strict=True)
+    assert [ByteTokenizer().decode(found.tokens[start:end]) for start, end in ends] == TEXTS[1:15]
     assert [np.flatnonzero(row).tolist() for row in found.labels] == LABELS[1:15]
-
-
-def write_rows(folder: Path, labels: object) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    (folder / "eurlex").mkdir(parents=True)
-    columns = {"text": TEXTS} | ({} if labels is None else {"labels": labels})
-    for split in ("train", "validation"):
-        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "eurlex" / f"{split}.parquet")
 
 
 @pytest.mark.parametrize(
@@ -206,37 +179,28 @@ def write_rows(folder: Path, labels: object) -> None:
     ],
 )
 def test_labels_that_are_none_are_named(tmp_path, labels, reason):
-    write_rows(tmp_path / "copy", labels)
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "copy" / "eurlex").mkdir(parents=True)
+    columns = {"text": TEXTS} | ({} if labels is None else {"labels": labels})
+    for split in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "copy" / "eurlex" / f"{split}.parquet")
     with refusal(reason):
         prepare_eurlex(tmp_path / "out", data_dir=tmp_path / "copy", task="labels")
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_the_command_says_how_many_labels_there_are(here, labelled, capsys):
+def test_the_command_says_how_many_labels_there_are(here, capsys):
+    write_copy(here / "copy", TEXTS, [*LABELS])
     assert main(["prepare", "eurlex", "--task", "labels", "--data-dir", "copy"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("data/eurlex-labels: ")
     assert "; 5 labels, 15 documents for training, 5 for validation" in said
     Path("a.txt").write_text("one two three\n" * 100)
     prepare_text(Path("a.txt"), here / "data" / "eurlex-labels")  # a text over it leaves none of its files
-    assert sorted(path.name for path in (here / "data" / "eurlex-labels").iterdir()) == [
-        "meta.json",
-        "train.bin",
-        "val.bin",
-    ]
-
-
-def test_the_sample_of_eu_law_is_read(tmp_path):
-    """The real layout; every label in it is 0."""
-    if not SAMPLE.is_dir():
-        pytest.skip("the sample of EU legislation is not there")
-    words = ["prepare", "eurlex", "--task", "labels", "--data-dir", str(SAMPLE), "--out", str(tmp_path / "out")]
-    assert main(words) == 0
-    corpus = load_corpus(tmp_path / "out", 16)
-    train, val = (documents_of(corpus, split) for split in ("train", "val"))
-    assert (label_names(corpus), len(train), len(val)) == (["0"], 183, 15)
-    assert train.labels.all()
-    assert val.labels.all()
+    names = {path.name for path in (here / "data" / "eurlex-labels").iterdir()}
+    assert names == {"meta.json", "train.bin", "val.bin"}
 
 
 def test_rows_are_first_tokens_with_padding_behind(prepared):

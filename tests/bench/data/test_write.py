@@ -86,22 +86,19 @@ def test_the_bar_is_drawn_on_standard_error_only(limit, stream, tmp_path, capsys
     assert f"{1520 + 810 if limit is None else 880:,} tokens" in output.err
 
 
-TOKENS = np.arange(1000, dtype=np.uint16)
-
-
 def test_batches_depend_on_their_keys_and_targets_follow_inputs():
-    draw = [batch(TOKENS, 8, 16, seed=1, step=5, micro_step=2, rank=3)[0] for _ in range(2)]
+    tokens = np.arange(1000, dtype=np.uint16)
+    draw = [batch(tokens, 8, 16, seed=1, step=5, micro_step=2, rank=3)[0] for _ in range(2)]
     assert torch.equal(draw[0], draw[1])
-    others = [{"seed": 2}, {"step": 6}, {"micro_step": 3}, {"rank": 4}]
-    for change in others:
+    for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}, {"rank": 4}):
         where = {"seed": 1, "step": 5, "micro_step": 2, "rank": 3, **change}
-        assert not torch.equal(draw[0], batch(TOKENS, 8, 16, **where)[0])
-    x, y = batch(TOKENS, 32, 16, seed=0, step=0)
+        assert not torch.equal(draw[0], batch(tokens, 8, 16, **where)[0])
+    x, y = batch(tokens, 32, 16, seed=0, step=0)
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (32, 16)
     assert torch.equal(x + 1, y)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    starts = {int(row[0]) for step in range(200) for row in batch(TOKENS[:20], 8, 16, seed=0, step=step)[0]}
+    starts = {int(row[0]) for step in range(200) for row in batch(tokens[:20], 8, 16, seed=0, step=step)[0]}
     assert starts == {0, 1, 2, 3}
 
 

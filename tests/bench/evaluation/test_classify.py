@@ -10,7 +10,6 @@ import torch
 from bench_runs import flags, recorded, refusal, summary_of, train, trainer_of
 from damages import put, signed
 from laws import each
-from torch import Tensor
 from torch.nn import functional
 
 from nanogpt_bench.cli import main
@@ -36,22 +35,15 @@ def classify(tiny, labelled_dir):
     return lambda **more: tiny(**{"task": "classify", "data__dir": labelled_dir, **more})
 
 
-def answers(seed: int, *, documents: int = 40, labels: int = 9) -> tuple[Tensor, Tensor]:
-    """Logits, some of them alike, and labels; one label nobody has, one document has none."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-4, 5, (documents, labels), generator=generator).float() / 2 - 0.25
-    held = (torch.rand((documents, labels), generator=generator) < 0.3).float()
-    held[:, 2], held[3] = 0, 0
-    logits[:, 2] = -1
-    return logits, held
-
-
 @pytest.mark.extra("sklearn")
 @each("seed", range(5))
 def test_figures_are_scikit_learns(seed):
     from sklearn import metrics as judge
 
-    logits, held = answers(seed)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-4, 5, (40, 9), generator=generator).float() / 2 - 0.25  # some of them alike
+    held = (torch.rand((40, 9), generator=generator) < 0.3).float()
+    held[:, 2], held[3], logits[:, 2] = 0, 0, -1  # one label nobody has, one document has none
     micro, macro = f1_scores(logits, held)
     given, true = (logits > 0).numpy(), held.numpy()
     assert micro == pytest.approx(judge.f1_score(true, given, average="micro", zero_division=0), abs=1e-12)
@@ -104,13 +96,6 @@ def test_a_run_learns_what_its_documents_say(classify, tmp_path):
     assert summary["r_precision"] > 0.7 > validations[0]["val/r_precision"] + 0.2
     assert summary["micro_f1"] > 0.6
     assert summary["bits_per_byte"] is None
-
-
-def test_a_language_run_on_the_same_folder_has_no_figures_of_labels(tiny, labelled_dir, tmp_path):
-    summary = run(tiny(data__dir=labelled_dir), tmp_path / "r")
-    assert summary["status"] == "finished"
-    assert not {"micro_f1", "macro_f1", "r_precision"} & summary.keys()
-    assert not any(key in record for record in recorded(tmp_path / "r") for key in FIGURES)
 
 
 def test_a_validation_is_the_mean_over_different_documents(classify):
@@ -209,9 +194,11 @@ def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp
     assert row.val_loss > 0.7
 
 
-def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, tmp_path):
+def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, labelled_dir, tmp_path):
     run(classify(), tmp_path / "base")
-    run(tiny(), tmp_path / "language")
+    summary = run(tiny(data__dir=labelled_dir), tmp_path / "language")
+    assert not {"micro_f1", "macro_f1", "r_precision"} & summary.keys()
+    assert not any(key in record for record in recorded(tmp_path / "language") for key in FIGURES)
     loaded = [load_run(path) for path in (tmp_path / "base", classified)]
     rows = group_rows(loaded)
     results = measure(rows, find_reference(rows))

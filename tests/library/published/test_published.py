@@ -1,8 +1,5 @@
 """Layouts of published files of codes: found by headers alone, read, and written back to the byte."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +19,6 @@ from published_cases import (
     scales,
     weight_of,
 )
-from torch import Tensor
 
 from fp8manifold import decode
 from fp8manifold._published import quantization_of, read_parts, stored_weights
@@ -88,9 +84,6 @@ def test_packed_codes(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[
     flat = [code for byte in packed.flatten().tolist() for code in (byte % 16, byte // 16)]
     assert read_parts(found, tensors.__getitem__)[0].flatten().tolist() == flat
     assert_written_as_read(found, tensors)
-
-
-# ----------------------------------------------------------------------------------------------------- names and extras
 
 
 @pytest.mark.parametrize(
@@ -159,86 +152,3 @@ def test_settings_are_found_wherever_they_are_and_a_folder_of_floats_has_none() 
         "position_ids": torch.zeros(2, dtype=torch.int32),
     }
     assert stored_weights(headers_of(tensors), {"quant_method": "something"}) == {}
-
-
-# -------------------------------------------------------------------------------------------- what other libraries read
-
-
-def scheme(strategy: str, **more: Any) -> Any:
-    from compressed_tensors import quantization as package
-
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy} | more
-    return package.QuantizationScheme(targets=["Linear"], weights=package.QuantizationArgs(**weights))
-
-
-MX = {"group_size": 32, "scale_dtype": torch.uint8}
-COMPRESSED: dict[str, tuple[str, Any, dict[str, Any], Callable[[Tensor], Tensor]]] = {
-    "tensor": ("float-quantized", "tensor", {}, lambda w: w.abs().amax().view(1)),
-    "channel": ("float-quantized", "channel", {}, lambda w: w.abs().amax(1, keepdim=True)),
-    "block": (
-        "naive-quantized",
-        "block",
-        {"block_structure": [128, 128]},
-        lambda w: torch.stack([torch.stack([b.abs().amax() for b in row.split(128, 1)]) for row in w.split(128)]),
-    ),
-    "mxfp8": ("mxfp8-quantized", "group", MX, lambda w: w.unflatten(1, (-1, 32)).abs().amax(-1)),
-    "mxfp4": ("mxfp4-pack-quantized", "group", MX | {"num_bits": 4}, lambda w: w.unflatten(1, (-1, 32)).abs().amax(-1)),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", COMPRESSED)
-def test_what_compressed_tensors_writes_is_what_it_reads(kind: str, dtype: torch.dtype) -> None:
-    """Its own scales and codes, rows and blocks of zeros among them, and its own decompressor."""
-    from compressed_tensors import compressors as base
-    from compressed_tensors.quantization.utils import helpers
-
-    name, strategy, more, amax = COMPRESSED[kind]
-    args = scheme(strategy, **more)
-    w = (torch.randn(300, 256) * torch.logspace(-3, 1, 300)[:, None]).to(dtype)
-    w[:150] = 0
-    scale, _ = helpers.calculate_qparams(-amax(w), amax(w), args.weights)
-    compressor = base.BaseCompressor.get_value_from_registry(name)
-    made = compressor.compress({"weight": w, "weight_scale": scale}, args)
-    tensors = {f"a.{entry}": x for entry, x in made.items()}
-    stored = only(tensors, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": more}}})
-    theirs = compressor.decompress(made, args)["weight"]
-    assert torch.equal(weight_of(stored, tensors, theirs.dtype).dequantize(), theirs)
-    assert_written_as_read(stored, tensors)
-    if "mx" in kind:
-        assert (made["weight_scale"] == 0).any()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("shape", "scale_shape", "scale"),
-    [
-        *(((256, 384), (2, 3), scale) for scale in (torch.float32, torch.bfloat16, E8M0)),
-        ((256, 384), (256, 12), torch.uint8),
-        ((3, 256, 128), (3, 2, 1), torch.float32),
-        ((40, 50), (), torch.float32),
-    ],
-)
-def test_transformers_reads_the_same(shape: Any, scale_shape: Any, scale: torch.dtype, dtype: torch.dtype) -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    theirs = Fp8Dequantize(None)
-    tensors = {"weight": codes(shape), "weight_scale_inv": scales(scale_shape, scale)}
-    read = weight_of(only(tensors), tensors, dtype).dequantize()
-    wanted = theirs._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], output_dtype=dtype)
-    torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_reads_the_same_of_gpt_oss(dtype: torch.dtype) -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors as theirs
-
-    packed = torch.randint(0, 256, (3, 5, 4, 16), dtype=torch.uint8)
-    tensors = {"e.down_proj_blocks": packed, "e.down_proj_scales": scales((3, 5, 4), torch.uint8)}
-    read = weight_of(only(tensors, {"quant_method": "mxfp4"}), tensors, dtype).dequantize()
-    wanted = theirs(packed, tensors["e.down_proj_scales"], dtype=dtype)
-    assert torch.equal(read.transpose(1, 2), wanted)
-    assert torch.equal(read.transpose(1, 2).signbit(), wanted.signbit())

@@ -1,40 +1,50 @@
 """Published FP8 folders read, trained in place, written: the same bytes after no step, the trainer's model after 20."""
 
+import functools
 import importlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fp8_folders import LAYOUTS, make
-from fp8_served import served, served_by_values
-from torch import Tensor, nn
+from fp8_folders import LAYOUTS, make, rewritten, torchao
+from fp8_served import decoded, served
+from torch import Tensor
 from watched import watched
 
 import fp8manifold as fm
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
-Get = Callable[[str], Path]
 #: transformers reads partial squares as equal parts, these codes without their scales, and the rest not at all
-NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"} | {
-    *("blocks, experts", "mxfp8, experts", "rows, flat")
-}
+NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"}
+NOT_SERVED |= {"blocks, experts", "mxfp8, experts", "rows, flat"}
 READ = list(LAYOUTS)
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
-    return served_by_values(folder, dtype, place) if name in NOT_SERVED else served(folder, dtype)
+    if name not in NOT_SERVED:
+        return served(folder, dtype)
+    values = decoded(folder)
+    shutil.copytree(folder, place)
+
+    def change(key: str, value: Tensor) -> dict[str, Tensor]:
+        if key in values:
+            return {key: values[key].to(dtype)}
+        return {} if key.endswith(("_scale", "_scale_inv")) else {key: value}
+
+    rewritten(place, change, {})
+    return served(place, dtype)
 
 
 def widest(name: str) -> torch.dtype:
     """The widest dtype into which the layout's library decodes: compressed-tensors multiplies in that of its scales."""
-    layout = LAYOUTS[name]
-    exact = layout.by in ("transformers", "formula") and "scheme" not in layout.options
-    return torch.float32 if exact or layout.options.get("wide") else torch.bfloat16
+    _, write, _, options = LAYOUTS[name]
+    exact = write is not torchao and "scheme" not in options
+    return torch.float32 if exact or options.get("wide") else torch.bfloat16
 
 
 def some(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
@@ -44,12 +54,7 @@ def some(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     place = tmp_path_factory.mktemp("published")
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        return made[name] if name in made else made.setdefault(name, make(name, place / f"{len(made)}"))
-
-    return get
+    return functools.cache(lambda name: make(name, place / name))
 
 
 def tokens(seed: int) -> Tensor:
@@ -57,29 +62,24 @@ def tokens(seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    found: Tensor = model.eval()(tokens(0)).logits
+def logits(model: Any) -> Tensor:
+    return model.eval()(tokens(0)).logits
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """The bytes of every file; of tensors, with the header read, in which the order of torchao's metadata varies."""
+    found = {}
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 0
+        found[path.name] = json.loads(data[8:size] or "0"), data[size:]
     return found
 
 
-def parts(path: Path) -> tuple[dict[str, Any], bytes]:
-    data = path.read_bytes()
-    size = 8 + int.from_bytes(data[:8], "little")
-    return json.loads(data[8:size]), data[size:]
-
-
 def check_same_files(folder: Path, other: Path) -> None:
-    """Every file has the same name and bytes; of tensors, those that differ are named."""
-    names = [sorted(path.name for path in each.iterdir()) for each in (folder, other)]
-    assert names[0] == names[1]
-    for name in names[0]:
-        if not name.endswith(".safetensors"):
-            assert (folder / name).read_bytes() == (other / name).read_bytes(), name
-            continue
-        (header, data), (its, expected) = (parts(each / name) for each in (folder, other))
-        assert header == its
-        spans = {key: slice(*said["data_offsets"]) for key, said in header.items() if key != "__metadata__"}
-        assert [key for key, span in spans.items() if data[span] != expected[span]] == []
+    ours, theirs = contents(folder), contents(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
 
 
 @pytest.mark.parametrize("name", READ)
@@ -102,8 +102,6 @@ def test_the_model_is_the_one_that_others_decode(published, name, tmp_path):
             assert torch.equal(mine.to(expected.dtype), expected), key
         assert torch.equal(logits(model), logits(other))
 
-
-# ------------------------------------------------------------------------------------------------------ trained
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     "muon": lambda m, lr: fm.optim.StiffnessMuon.for_model(m, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit"),
@@ -158,13 +156,10 @@ def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optim
     assert torch.equal(logits(other), logits(model))
 
 
-# ------------------------------------------------------------------------------------------------------- memory
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says how large a process was")
 def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
     """50M codes: their bytes, pages of files that are given back every 16 MiB, and one tensor of 4 MiB as float32."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     importlib.import_module("loading").write(tmp_path / "fp8", "50M", 3)
 
     def read() -> int:

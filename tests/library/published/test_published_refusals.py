@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import step_from
 from published_cases import (
     E4M3,
@@ -32,42 +33,43 @@ from fp8manifold.optim import StiffnessAdamW
 NAN, MINUS_ZERO = 127, 128
 
 
-@pytest.mark.parametrize("kind", ["tensor", "channel", "square", "block"])
-@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0], ids=str)
-@pytest.mark.parametrize("code", [0, MINUS_ZERO, NAN])
-def test_a_scale_of_zero_over_zeros_or_nan_comes_back(kind: str, scale: torch.dtype, code: int) -> None:
-    """0 / 0 gives NaN, and E8M0 has no zero; the values do not depend on it."""
-    shape, (first, *_) = SHAPES[kind]
-    tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
-    tensors["w_scale"].view(-1)[:1].view(torch.uint8).zero_()
-    stored = only(tensors)
-    group = (scale_at(stored, torch.arange(tensors["w_scale"].numel()).view(first) + 1.0)) == 1
-    tensors["w"].view(torch.uint8)[group] = code
-    values = weight_of(stored, tensors).dequantize()
-    assert torch.equal(values[group].isnan(), torch.full_like(values[group], code == NAN, dtype=torch.bool))
-    assert code == NAN or torch.equal(values[group].signbit(), (values[group] == 0) & (code == MINUS_ZERO))
-    assert_written_as_read(stored, tensors)
-
-
-@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, E8M0], ids=str)
-@pytest.mark.parametrize("kind", ["tensor", "channel", "square", "block"])
-def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(kind: str, scale: torch.dtype) -> None:
-    """Nothing where it has no gradient, and not one byte; otherwise at a scale that the file's dtype has."""
+def emptied(kind: str, scale: torch.dtype, code: int) -> tuple[Tensors, Any, Tensor]:
+    """A weight whose first scale is 0, as it is stored, and a mask of the codes of that scale, all the same."""
     shape, (first, *_) = SHAPES[kind]
     tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
     drawn = tensors["w"].view(torch.uint8)
     drawn[(drawn & 127) > 125] = 125  # at the end of the range a scale is widened
     tensors["w_scale"].view(-1)[:1].view(torch.uint8).zero_()
     stored = only(tensors)
-    group = (scale_at(stored, torch.arange(tensors["w_scale"].numel()).view(first) + 1.0)) == 1
-    tensors["w"].view(torch.uint8)[group] = 0
+    group = scale_at(stored, torch.arange(tensors["w_scale"].numel()).view(first) + 1.0) == 1
+    drawn[group] = code
+    return tensors, stored, group
+
+
+@each("kind", ["tensor", "channel", "square", "block"])
+@each("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0])
+@each("code", [0, MINUS_ZERO, NAN])
+def test_a_scale_of_zero_over_zeros_or_nan_comes_back(kind: str, scale: torch.dtype, code: int) -> None:
+    """0 / 0 gives NaN, and E8M0 has no zero; the values do not depend on it."""
+    tensors, stored, group = emptied(kind, scale, code)
+    values = weight_of(stored, tensors).dequantize()
+    assert torch.equal(values[group].isnan(), torch.full_like(values[group], code == NAN, dtype=torch.bool))
+    assert code == NAN or torch.equal(values[group].signbit(), (values[group] == 0) & (code == MINUS_ZERO))
+    assert_written_as_read(stored, tensors)
+
+
+@each("scale", [torch.float32, torch.bfloat16, torch.float16, E8M0])
+@each("kind", ["tensor", "channel", "square", "block"])
+def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(kind: str, scale: torch.dtype) -> None:
+    """Nothing where it has no gradient, and not one byte; otherwise at a scale that the file's dtype has."""
+    tensors, stored, group = emptied(kind, scale, 0)
     read, at = read_parts(stored, tensors.__getitem__)
     weight = FP8Parameter.from_codes(read.clone(), at.clone(), stored.format, block_size=stored.block_size, seed=1)
     optimizer = StiffnessAdamW([weight.requires_grad_()], lr=0.01, weight_decay=0.0)
-    step_from(optimizer, weight, torch.zeros(shape))
+    step_from(optimizer, weight, torch.zeros(weight.shape))
     made = written_parts(stored, weight)
     assert {name: as_bytes(x) for name, x in made.items()} == {name: as_bytes(tensors[name]) for name in made}
-    step_from(optimizer, weight, torch.ones(shape))
+    step_from(optimizer, weight, torch.ones(weight.shape))
     again = written_parts(stored, weight)
     assert torch.equal(weight_of(stored, again).dequantize(), weight.dequantize())
     assert 0.003 < weight.dequantize()[group].abs().mean() < 0.1
@@ -126,9 +128,6 @@ def test_an_inf_among_the_codes_is_refused_by_tensor_and_file() -> None:
     tensors = {"w": torch.full((2, 2), torch.inf).to(torch.float8_e5m2), "w_scale": ONE}
     with pytest.raises(ValueError, match=r"w of 'model\.safetensors': codes hold 124, which is Inf in E5M2"):
         read_parts(only(tensors), tensors.__getitem__)
-
-
-# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def a(weight: Tensor | None = W, **more: Tensor) -> Tensors:
@@ -206,15 +205,17 @@ def test_what_is_not_known_is_refused_by_tensor_and_file(tensors: Tensors, confi
     assert "fp8manifold reads float8" in line
 
 
-@pytest.mark.parametrize("groups", [[{}], "all", {"g": 1}, {"g": {"weights": 8}}], ids=str)
+@each("groups", [[{}], "all", {"g": 1}, {"g": {"weights": 8}}])
 def test_groups_that_are_none_are_refused(groups: Any) -> None:
     with pytest.raises(ValueError, match=r"^config_groups=.* groups by name are needed$"):
-        stored_weights(headers_of({"w": codes((4, 64)), "w_scale": S}), {"config_groups": groups})
+        stored_weights(headers_of(PLAIN), {"config_groups": groups})
+
+
+PLAIN = {"w": codes((4, 64)), "w_scale": S}
 
 
 def test_a_weight_in_another_layout_is_not_written() -> None:
-    tensors = {"w": codes((4, 64)), "w_scale": S}
-    stored, weight = only(tensors), weight_of(only(tensors), tensors)
+    stored, weight = only(PLAIN), weight_of(only(PLAIN), PLAIN)
     for other in (
         FP8Tensor.from_codes(weight.codes, weight.scale, "E4M3FNUZ"),
         FP8Tensor.from_codes(weight.codes, 0.5, "E4M3"),
@@ -227,8 +228,7 @@ def test_a_weight_in_another_layout_is_not_written() -> None:
 
 @pytest.mark.parametrize(("dtype", "entry"), [("BF16", 1 + 2.0**-20), ("F16", 2.0**-30), ("U8", 3.0)])
 def test_a_scale_that_the_file_has_no_number_for_is_not_written(dtype: str, entry: float) -> None:
-    tensors = {"w": codes((4, 64)), "w_scale": S}
-    stored, weight = only(tensors), weight_of(only(tensors), tensors)
+    stored, weight = only(PLAIN), weight_of(only(PLAIN), PLAIN)
     weight.set_scale_(entry)
     with pytest.raises(ValueError, match=f"w has the scale {entry}.*: {dtype} of w_scale can't hold it"):
         written_parts(replace(stored, scale_dtype=dtype), weight)
