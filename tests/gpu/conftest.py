@@ -10,7 +10,7 @@ WARNINGS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name == "gpu":
             for warning in WARNINGS:

@@ -2,9 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module("gpu")
     for name in [name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")]:
@@ -22,13 +20,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("part", ["exact_steps", "exact_arrays", "exact_products"])
-def test_every_bit_is_the_cpus(part: str, gpu: Any, tmp_path: Path) -> None:
+def test_every_bit_is_the_cpus(part, gpu, tmp_path):
     result = gpu.run(gpu.Session(False), gpu.chosen([part], {}), tmp_path / "gpu.json")
     assert gpu.failures(result) == []
     assert result["parts"][part]["figures"]
 
 
-def test_a_steady_step_is_a_few_launches_and_no_wait(gpu: Any) -> None:
+def test_a_steady_step_is_a_few_launches_and_no_wait(gpu):
     """But for events of the step before."""
     counted = gpu.launches(gpu.Session(False))
     assert counted["launches"] <= 12

@@ -1,10 +1,8 @@
 """Products straight from codes on a card beside their emulation on the CPU; skipped where there are no units."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.nn._products import why_no_units
@@ -14,7 +12,7 @@ CASES = [("E4M3", "bfloat16"), ("E4M3", "fp8"), ("E5M2", "fp8"), ("E1M6", "bfloa
 UNITS = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
 
 
-def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
+def passes(net, x, g):
     x = x.detach().requires_grad_()
     net.weight.grad = None
     y = net(x)
@@ -26,15 +24,13 @@ def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [(16, 64, 32), (256, 768, 3072), (1024, 4096, 1024)])
 @pytest.mark.parametrize(("fmt", "gradient"), CASES)
-def test_products_are_the_emulations(
-    fmt: str, gradient: str, size: tuple[int, int, int], dtype: torch.dtype, compiled: bool
-) -> None:
+def test_products_are_the_emulations(fmt, gradient, size, dtype, compiled):
     """FP8 within what its units leave out of a sum, INT8 to the bit."""
-    if not torch.cuda.is_available() or (why := why_no_units(UNITS[fmt], CARD)):  # type: ignore[arg-type]
+    if not torch.cuda.is_available() or (why := why_no_units(UNITS[fmt], CARD)):
         pytest.skip("there is no GPU" if not torch.cuda.is_available() else why)
     rows, length, width = size
     torch.manual_seed(0)
-    spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)  # type: ignore[arg-type]
+    spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
     net = fm.quantize_model(nn.Linear(length, width, bias=False).to(dtype), spec, storage="fp8")
     x, g = torch.randn(rows, length).to(dtype), torch.randn(rows, width).mul(1e-3).to(dtype)
     expected = passes(net, x, g)

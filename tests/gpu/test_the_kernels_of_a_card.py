@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 @pytest.mark.parametrize("file", SESSIONS)
-def test_kernels_have_the_bits_of_native_code(file: str) -> None:
+def test_kernels_have_the_bits_of_native_code(file):
     which, counted, least = SESSIONS[file]
     code, output, counts = run(str(HERE / file), "-k", which, interpreted=False)
     assert code == 0, output[-3000:]

@@ -1,9 +1,7 @@
 """Models and optimizers on a card beside the same on the CPU; skipped where there is none."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +15,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 CARD = torch.device("cuda")
 
 
-def normal(*shape: int, seed: int) -> Tensor:
+def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def parts(x: Any) -> Any:
+def parts(x):
     """Everything that is stored, on the CPU, with tensors as their bytes."""
     if isinstance(x, fm.FP8Tensor):
         return [parts(part) for part in (x.codes, x.scale, x.counter)]
@@ -32,9 +30,9 @@ def parts(x: Any) -> Any:
     return [parts(value) for value in x] if isinstance(x, list | tuple) else x
 
 
-def parameters(device: torch.device) -> list[nn.Parameter]:
+def parameters(device):
     """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary floats."""
-    made: list[Any] = [
+    made = [
         fm.FP8Parameter(normal(24, 256, seed=1) * 0.1, "E4M3", seed=1),
         fm.FP8Parameter(normal(6, 64, seed=2) * 0.1, "E2M5", granularity="block", seed=2, draws="dither"),
         fm.FP8Parameter(normal(300, seed=3) * 0.1, "E5M2", granularity="tensor", seed=3),
@@ -43,12 +41,12 @@ def parameters(device: torch.device) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().to(device)) for p in made]
 
 
-def put_gradients(some: list[nn.Parameter], step: int) -> None:
+def put_gradients(some, step):
     for i, p in enumerate(some):
         p.grad = normal(*p.shape, seed=10 * step + i).to(p.device)
 
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
     "AdamW residual8": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual8"),
     "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
@@ -61,7 +59,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
     if "eager" in kind:  # as where there are no kernels
         monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
@@ -79,28 +77,28 @@ def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_muon_goes_the_way_of_the_cpus(moments: Any) -> None:
+def test_muon_goes_the_way_of_the_cpus(moments):
     """Its products are of other precision, so not to the bit: within a spacing of the format, and on average closer."""
     ours, there = ([fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2))
-    there = [nn.Parameter(p.detach().to(CARD)) for p in there]  # type: ignore[misc]
+    there = [nn.Parameter(p.detach().to(CARD)) for p in there]
     for some in (ours, there):
         optimizer = optim.StiffnessMuon(some, lr=0.02, moments=moments)
         for step in range(3):
-            put_gradients(some, step)  # type: ignore[arg-type]
+            put_gradients(some, step)
             optimizer.step()
     begun = fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1).dequantize()
-    one, other = ours[0].dequantize() - begun, there[0].dequantize().cpu() - begun  # type: ignore[attr-defined]
+    one, other = ours[0].dequantize() - begun, there[0].dequantize().cpu() - begun
     assert float(nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) > 0.95
     assert 0.9 < float(one.norm() / other.norm()) < 1.1
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 32))
     return fm.quantize_model(net, "E4M3", storage="fp8", seed=1)
 
 
-def losses(model: nn.Module, optimizer: Any, steps: int, *, autocast: bool = True) -> list[float]:
+def losses(model, optimizer, steps, *, autocast=True):
     found = []
     device = next(model.parameters()).device
     for step in range(steps):
@@ -115,7 +113,7 @@ def losses(model: nn.Module, optimizer: Any, steps: int, *, autocast: bool = Tru
 
 
 @pytest.mark.parametrize("compiled", [False, "default", "reduce-overhead"])
-def test_a_model_learns(compiled: Any) -> None:
+def test_a_model_learns(compiled):
     model = network().to(CARD)
     forward = torch.compile(model, mode=compiled) if compiled else model
     found = losses(forward, optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit"), 60)
@@ -123,7 +121,7 @@ def test_a_model_learns(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize(("here", "there"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here: str, there: str) -> None:
+def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here, there):
     model = network().to(here)
     optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit", writeback="residual8")
     losses(model, optimizer, 5)
@@ -145,12 +143,12 @@ def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here: str, there:
     assert parts(optimizer.state_dict()["state"]) == parts(resumed.state_dict()["state"])
 
 
-def test_training_makes_no_wait() -> None:
+def test_training_makes_no_wait():
     model = network().to(CARD)
     optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit")
     x = normal(128, 64, seed=1).to(CARD)
 
-    def train() -> None:
+    def train():
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(x).float().square().mean()
         loss.backward()
@@ -166,12 +164,12 @@ def test_training_makes_no_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_steps_in_backward_leave_the_bits_of_a_step() -> None:
+def test_steps_in_backward_leave_the_bits_of_a_step():
     found = []
     for way in ("step", "in backward"):
         model = network().to(CARD)
         make = partial(optim.StiffnessAdamW, lr=3e-3, moments="8bit", writeback="stochastic")
-        optimizer: Any = make(model.parameters())
+        optimizer = make(model.parameters())
         handle = optim.step_in_backward(optimizer) if way == "in backward" else None
         for step in range(4):
             loss = model(normal(128, 64, seed=step).to(CARD)).square().mean()
@@ -188,10 +186,10 @@ def test_steps_in_backward_leave_the_bits_of_a_step() -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cards_fp8_products(granularity: Any, dtype: torch.dtype) -> None:
+def test_the_cards_fp8_products(granularity, dtype):
     """Beside the sum of the same rounded numbers in float64."""
     a, b = normal(64, 128, seed=1), normal(128, 96, seed=2)
-    options: Any = {"granularity": granularity, "out_dtype": dtype}
+    options = {"granularity": granularity, "out_dtype": dtype}
     expected = fm.ops.fp8_mm(a.double(), b.double(), granularity=granularity)
     on_card = [x.to(CARD).requires_grad_() for x in (a, b)]
     product = fm.ops.fp8_mm(*on_card, **options)
@@ -203,12 +201,12 @@ def test_the_cards_fp8_products(granularity: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E2M5", "E7M0"])
-def test_tensors_round_print_and_travel(fmt: str) -> None:
+def test_tensors_round_print_and_travel(fmt):
     here = fm.FP8Parameter(normal(8, 64, seed=1), fmt, seed=1)
     there = nn.Parameter(here.detach().to(CARD))
     assert parts(there) == parts(here)
     assert parts(there.cpu()) == parts(here.detach())
-    assert torch.equal(there.dequantize().cpu(), here.dequantize())  # type: ignore[attr-defined]
+    assert torch.equal(there.dequantize().cpu(), here.dequantize())
     assert fmt in repr(there)
     with torch.no_grad():
         for p in (here, there):
@@ -217,7 +215,7 @@ def test_tensors_round_print_and_travel(fmt: str) -> None:
     assert parts(there) == parts(here)
 
 
-def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
+def test_a_graphed_training_step_has_the_bits_of_calls():
     """A small model, under a schedule, over a refresh of S_ref."""
     found = []
     for graphed in (False, True):
@@ -226,7 +224,7 @@ def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
         model = fm.quantize_model(model, "E4M3", storage="fp8")
         optimizer = optim.StiffnessAdamW(model.parameters(), 1e-2, moments="8bit", refresh_every=8)
 
-        def train_step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+        def train_step(x, model=model, optimizer=optimizer):
             optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(x).float().square().mean()
@@ -234,7 +232,7 @@ def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
             optimizer.step()
             return loss
 
-        step: Any = optim.graphed(train_step, optimizer) if graphed else train_step
+        step = optim.graphed(train_step, optimizer) if graphed else train_step
         losses = []
         for i in range(20):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i % 3)

@@ -36,7 +36,7 @@ extra = each("extra", [0, 4, 8])
 
 
 @cache
-def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
+def fine(fmt, extra):
     """With so many more mantissa bits: the values of the codes without a sign, and the step above each; exact."""
     bits = fmt.mantissa_bits + extra
     fields = np.arange((fmt.max_code << extra) + 1) >> bits
@@ -44,7 +44,7 @@ def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
     return np.concatenate([[0.0], np.cumsum(spacings[:-1])]), spacings
 
 
-def expected_codes(x: torch.Tensor, fmt: fm.FloatFormat, extra: int, draws: torch.Tensor | None) -> Int64:
+def expected_codes(x, fmt, extra, draws):
     """Nearest with ties to even codes, or away from zero where the draw, mirrored below 0, is below the fraction."""
     values, spacings = fine(fmt, extra)
     wide = x.double().numpy()
@@ -57,7 +57,7 @@ def expected_codes(x: torch.Tensor, fmt: fm.FloatFormat, extra: int, draws: torc
     return code + signed * (fmt.sign_bit << extra)
 
 
-def turning_draws(x: torch.Tensor, fmt: fm.FloatFormat, extra: int) -> list[torch.Tensor]:
+def turning_draws(x, fmt, extra):
     """On either side of where each element turns, the ends, and random ones."""
     values, spacings = fine(fmt, extra)
     a = np.minimum(x.double().abs().numpy(), values[-1])
@@ -70,7 +70,7 @@ def turning_draws(x: torch.Tensor, fmt: fm.FloatFormat, extra: int) -> list[torc
 
 
 @cache
-def inputs(fmt: fm.FloatFormat, extra: int = 0) -> torch.Tensor:
+def inputs(fmt, extra=0):
     points = torch.from_numpy(critical(fmt)).float()
     near = random_in_range(fmt.max, 20_000)
     patterns = random_float32(40_000)
@@ -78,7 +78,7 @@ def inputs(fmt: fm.FloatFormat, extra: int = 0) -> torch.Tensor:
     return x[~x.isnan()]
 
 
-def _between(fmt: fm.FloatFormat, extra: int) -> torch.Tensor:
+def _between(fmt, extra):
     """Fine codes and fine midpoints +-1 float32 ULP, of both signs: all of the lowest and highest, some between."""
     values, spacings = fine(fmt, extra)
     index = np.arange(len(values))
@@ -89,22 +89,22 @@ def _between(fmt: fm.FloatFormat, extra: int) -> torch.Tensor:
     return torch.cat([positive, -positive])
 
 
-def codes_of(fmt: fm.FloatFormat) -> torch.Tensor:
+def codes_of(fmt):
     return torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
 
 
-def same_floats(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_floats(a, b):
     assert a.dtype == b.dtype == torch.float32
     nan = a.isnan() & b.isnan()
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | nan).all())
 
 
-def finite(codes: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
+def finite(codes, fmt):
     return (codes & (fmt.sign_bit - 1)) <= fmt.max_code
 
 
 @every
-def test_decode_is_the_grids(fmt: fm.FloatFormat) -> None:
+def test_decode_is_the_grids(fmt):
     codes = codes_of(fmt)
     assert same_floats(decode_bits(codes, fmt), fm.decode(codes, fmt))
     value, ulp = decode_with_ulp(codes, fmt)
@@ -118,7 +118,7 @@ def test_decode_is_the_grids(fmt: fm.FloatFormat) -> None:
 
 
 @every
-def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_largest(fmt: fm.FloatFormat) -> None:
+def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_largest(fmt):
     """But for the one NaN in place of -0, which comes out as the zero that it replaces."""
     codes = codes_of(fmt)
     special = codes[~finite(codes, fmt)]
@@ -134,7 +134,7 @@ def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_large
 
 @extra
 @sample
-def test_decode_of_finer_codes(fmt: fm.FloatFormat, extra: int) -> None:
+def test_decode_of_finer_codes(fmt, extra):
     values, spacings = (torch.from_numpy(each).float() for each in fine(fmt, extra))
     magnitudes = torch.arange(len(values), dtype=torch.int32)
     for sign in (1, -1):
@@ -148,7 +148,7 @@ def test_decode_of_finer_codes(fmt: fm.FloatFormat, extra: int) -> None:
 
 
 @every
-def test_encode_is_the_grids(fmt: fm.FloatFormat) -> None:
+def test_encode_is_the_grids(fmt):
     x = inputs(fmt)
     assert torch.equal(encode_bits(x, fmt), fm.encode(x, fmt))
     for draws in turning_draws(x, fmt, 0):
@@ -157,7 +157,7 @@ def test_encode_is_the_grids(fmt: fm.FloatFormat) -> None:
 
 @extra
 @sample
-def test_encode_is_the_definitions(fmt: fm.FloatFormat, extra: int) -> None:
+def test_encode_is_the_definitions(fmt, extra):
     x = inputs(fmt, extra)
     codes = encode_finite(x, fmt, None, extra)
     assert codes.dtype == torch.int32
@@ -170,7 +170,7 @@ def test_encode_is_the_definitions(fmt: fm.FloatFormat, extra: int) -> None:
 
 
 @every
-def test_nan(fmt: fm.FloatFormat) -> None:
+def test_nan(fmt):
     """Both signs, quiet and signalling: the format's code, or left to the caller where there is none."""
     patterns = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF], dtype=torch.int32)
     x = patterns.view(torch.float32)
@@ -183,10 +183,10 @@ def test_nan(fmt: fm.FloatFormat) -> None:
     assert encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
 
 
-def compiled_agrees(fmt: fm.FloatFormat) -> None:
+def compiled_agrees(fmt):
     """One graph of everything, over two lengths: the bits of eager code."""
 
-    def everything(codes: torch.Tensor, x: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def everything(codes, x, draws):
         return (
             decode_bits(codes, fmt),
             *decode_with_ulp(codes, fmt),
@@ -211,5 +211,5 @@ def compiled_agrees(fmt: fm.FloatFormat) -> None:
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic")
 @pytest.mark.usefixtures("cpp_compiler")
 @each("name", COMPILED)
-def test_compiled(name: str) -> None:
+def test_compiled(name):
     compiled_agrees(EVERY[name])

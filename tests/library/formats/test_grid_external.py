@@ -28,15 +28,13 @@ GFLOAT_ROUNDINGS = {
 GFLOAT_STRIDE = 4
 
 
-def gfloat_info(
-    e: int, m: int, *, domain: Domain, high_nans: int, nz: bool = True, bias: int | None = None
-) -> FormatInfo:
+def gfloat_info(e, m, *, domain, high_nans, nz=True, bias=None):
     fixed = {"is_signed": True, "has_subnormals": True, "is_twos_complement": False}
     shape = {"k": 1 + e + m, "precision": m + 1, "bias": 2 ** (e - 1) - 1 if bias is None else bias}
     return FormatInfo(f"e{e}m{m}", domain=domain, has_nz=nz, num_high_nans=high_nans, **shape, **fixed)
 
 
-def finite(e: int, m: int) -> FormatInfo:
+def finite(e, m):
     return gfloat_info(e, m, domain=Domain.Finite, high_nans=0)
 
 
@@ -55,7 +53,7 @@ ml_dtypes_formats = each("name", ML_DTYPES)
 gfloat_formats = each("name", GFLOAT)
 
 
-def inputs_float32(fmt: fm.FloatFormat) -> dict[str, torch.Tensor]:
+def inputs_float32(fmt):
     return {
         "codes, midpoints, +-1 ULP": torch.from_numpy(critical(fmt)).float(),
         "all bfloat16": every_16_bit(torch.bfloat16).float(),
@@ -66,7 +64,7 @@ def inputs_float32(fmt: fm.FloatFormat) -> dict[str, torch.Tensor]:
 
 
 @ml_dtypes_formats
-def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
+def test_nearest_against_ml_dtypes(name, compare_bits):
     fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
     for label, x in inputs_float32(fmt).items():
         if ml_dtypes.finfo(dtype).bits < 8:
@@ -78,28 +76,28 @@ def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
         compare_bits(fm.round_to_grid(x, fmt), saturated, x, f"{name} {label}")
 
 
-def gfloat_inputs(fmt: fm.FloatFormat) -> torch.Tensor:
+def gfloat_inputs(fmt):
     sets = inputs_float32(fmt)
     sets["random patterns"] = sets["random patterns"][::GFLOAT_STRIDE]
     sets["in range"] = sets["in range"][::GFLOAT_STRIDE]
     return torch.cat(list(sets.values()))
 
 
-def gfloat_round(name: str, x: Float64, rounding: str, saturate: bool) -> Float64:
+def gfloat_round(name, x, rounding, saturate):
     """gfloat's rounding in float64, its NaN left to itself (it refuses one where the format has none)."""
     info = GFLOAT[name]
     with np.errstate(invalid="ignore", over="ignore"):
         return gfloat.round_ndarray(info, x, GFLOAT_ROUNDINGS[rounding], saturate)
 
 
-def has_specials(info: FormatInfo) -> bool:
+def has_specials(info):
     return info.domain == Domain.Extended or info.num_nans > 0
 
 
 @gfloat_formats
 @each("rounding", GFLOAT_ROUNDINGS)
 @each("overflow", ["saturate", "inf_or_nan"])
-def test_rounding_against_gfloat(name: str, rounding: str, overflow: str, compare_bits) -> None:
+def test_rounding_against_gfloat(name, rounding, overflow, compare_bits):
     fmt = fm.FloatFormat.from_string(name)
     saturate = overflow == "saturate" or not has_specials(GFLOAT[name])
     for x in (gfloat_inputs(fmt), torch.from_numpy(critical64(fmt))):
@@ -108,7 +106,7 @@ def test_rounding_against_gfloat(name: str, rounding: str, overflow: str, compar
 
 
 @gfloat_formats
-def test_stochastic_against_gfloat(name: str, compare_bits) -> None:
+def test_stochastic_against_gfloat(name, compare_bits):
     """Ours moves up iff r < f * 2^24; gfloat moves away iff f * 2^24 + s >= 2^24: the same with s = 2^24 - 1 - r.
 
     Below 0 up is towards 0, and s = r: gfloat rounds magnitudes, ours has one direction on the line for both signs.

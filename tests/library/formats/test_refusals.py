@@ -1,7 +1,5 @@
 """Refusals of formats, grids, scales and manifolds, a line each, with the whole message."""
 
-from typing import Any
-
 import torch
 from laws import each
 from optimizer_cases import normal, stored_weight
@@ -13,7 +11,7 @@ from fp8manifold.ops import fp8_mm
 
 #: two rows with a scale each
 ROWS = torch.tensor([[0.25], [2.0]])
-MORE: dict[str, Any] = {"fp8_mm": fp8_mm, "normal": normal, "ROWS": ROWS, "read": fm.FloatFormat.from_string}
+MORE = {"fp8_mm": fp8_mm, "normal": normal, "ROWS": ROWS, "read": fm.FloatFormat.from_string}
 
 
 #: what a refused call leaves as it was
@@ -229,5 +227,5 @@ REFUSED = {
 
 
 @each("call", REFUSED)
-def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
+def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)

@@ -2,8 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import geoopt
 import pytest
@@ -18,7 +16,7 @@ from fp8manifold import quantize_model
 STORED = pytest.mark.parametrize("storage", ["fp8", "grid"])
 
 
-def network(storage: Any = "fp8", draws: Any = "dither", **options: Any) -> Any:
+def network(storage="fp8", draws="dither", **options):
     net = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 8, bias=False))
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
@@ -26,17 +24,17 @@ def network(storage: Any = "fp8", draws: Any = "dither", **options: Any) -> Any:
     return quantize_model(net, "E4M3", storage, seed=3, draws=draws, **options)
 
 
-def owned(net: nn.Module) -> list[str]:
+def owned(net):
     layers = [layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)]
-    return [layer.weight.manifold.draws for layer in layers]  # type: ignore[operator, union-attr]
+    return [layer.weight.manifold.draws for layer in layers]
 
 
-def values(net: nn.Module) -> list[list[float]]:
+def values(net):
     layers = [layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)]
     return [layer.quantized_weight().detach().dequantize().flatten().tolist() for layer in layers]
 
 
-def stepped(net: Any, make: Any) -> list[list[float]]:
+def stepped(net, make):
     weights = [net[0].weight, net[2].weight]
     optimizer = make(weights)
     for step in range(3):
@@ -46,7 +44,7 @@ def stepped(net: Any, make: Any) -> list[list[float]]:
 
 
 @STORED
-def test_weights_reports_and_layers_say_which_draws_they_have(storage: Any) -> None:
+def test_weights_reports_and_layers_say_which_draws_they_have(storage):
     assert owned(network(storage)) == ["dither"] * 2
     assert owned(network(storage, "independent")) == owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) * 2
     assert owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) == ["independent"]
@@ -59,28 +57,28 @@ def test_weights_reports_and_layers_say_which_draws_they_have(storage: Any) -> N
     assert "rounding=stochastic, draws=dither" in repr(net[0].weight.manifold)
 
 
-ADAM: dict[str, Any] = {"lr": 0.6, "writeback": "stochastic"}
+ADAM = {"lr": 0.6, "writeback": "stochastic"}
 
 
 @STORED
-def test_an_optimizer_without_draws_takes_the_weights(storage: Any) -> None:
+def test_an_optimizer_without_draws_takes_the_weights(storage):
     """Ours with draws=None, and geoopt's, which write by the manifold; torch's write by operators, which do not."""
     named = stepped(network(storage, "independent"), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="dither"))
     assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM)) == named
     assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent")) != named
-    others: list[Any] = [lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6)]
+    others = [lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6)]
     others += [lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-3), exponent=1.0)]
     for make in others:
         assert stepped(network(storage), make) != stepped(network(storage, "independent"), make)
-    torchs: list[Any] = [lambda p: torch.optim.SGD(p, lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3)]
+    torchs = [lambda p: torch.optim.SGD(p, lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3)]
     for make in torchs:
         assert stepped(network(storage), make) == stepped(network(storage, "independent"), make)
 
 
 @STORED
 @each("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion", "Madam"])
-def test_an_optimizers_own_draws_go_before_the_weights(storage: Any, name: str) -> None:
-    def make(**draws: Any) -> Any:
+def test_an_optimizers_own_draws_go_before_the_weights(storage, name):
+    def make(**draws):
         return lambda p: getattr(fm.optim, name)([{"params": p}], lr=0.01, **draws)
 
     plain = stepped(network(storage, "independent"), make(draws="independent"))
@@ -91,7 +89,7 @@ def test_an_optimizers_own_draws_go_before_the_weights(storage: Any, name: str) 
 
 
 @STORED
-def test_what_is_made_of_the_model_keeps_them(storage: Any, tmp_path: Path) -> None:
+def test_what_is_made_of_the_model_keeps_them(storage, tmp_path):
     net = network(storage)
     assert owned(copy.deepcopy(net)) == ["dither"] * 2
     assert owned(net.to(torch.bfloat16).float()) == ["dither"] * 2
@@ -108,7 +106,7 @@ def test_what_is_made_of_the_model_keeps_them(storage: Any, tmp_path: Path) -> N
     )
 
 
-def test_codes_of_another_library_leave_the_layers_own() -> None:
+def test_codes_of_another_library_leave_the_layers_own():
     net = network()
     tensors, _ = fm.exported_state_dict(net)
     net.load_state_dict(dict(tensors))
@@ -117,7 +115,7 @@ def test_codes_of_another_library_leave_the_layers_own() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 @STORED
-def test_a_model_of_transformers_keeps_them(storage: Any, tmp_path: Path) -> None:
+def test_a_model_of_transformers_keeps_them(storage, tmp_path):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -4,7 +4,6 @@ import copy
 import json
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ from functorch.compile import min_cut_rematerialization_partition as min_cut
 from laws import each
 from optimizer_cases import normal
 from refused import check_refused
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +38,7 @@ UNITS = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
 
 
 # --------------------------------------------------------------------------------------------- products: a definition
-def layer(fmt: str = "E4M3", size: tuple[int, int] = (768, 1024), dtype: Any = torch.bfloat16, **how: Any) -> Any:
+def layer(fmt="E4M3", size=(768, 1024), dtype=torch.bfloat16, **how):
     linear, spread = nn.Linear(*size, bias=how.pop("bias", False)), how.pop("spread", 1.0)
     linear.weight.data = normal(*linear.weight.shape, seed=1, std=0.02) * torch.exp2(
         normal(size[1], 1, seed=2, std=spread)
@@ -48,14 +47,14 @@ def layer(fmt: str = "E4M3", size: tuple[int, int] = (768, 1024), dtype: Any = t
     return fm.quantize_model(linear.to(dtype), spec, storage="fp8", seed=1)
 
 
-def batch(size: tuple[int, int] = (768, 1024), rows: int = 512, *, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+def batch(size=(768, 1024), rows=512, *, spread=1.0):
     x = normal(rows, size[0], seed=3) * torch.exp(normal(rows, 1, seed=4, std=spread))
     x[:, 5] *= 20.0 if spread else 1.0
     g = normal(rows, size[1], seed=5, std=1e-4) * torch.exp(normal(rows, 1, seed=6, std=spread))
     return x.bfloat16(), g.bfloat16()
 
 
-def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
+def passes(net, x, g):
     x = x.detach().clone().requires_grad_()
     for p in net.parameters():
         p.grad = None
@@ -64,18 +63,18 @@ def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
 
 
-def product(a: Tensor, b: Tensor, rows: Tensor, columns: Any, dtype: torch.dtype) -> Tensor:
+def product(a, b, rows, columns, dtype):
     wide = torch.float64 if a.dtype is torch.int8 else torch.float32
     return ((a.to(wide) @ b.to(wide).t()).float() * rows * columns).to(dtype)
 
 
-def emulated(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
+def emulated(net, x, g):
     """The three products of the page, of operands by the oracle."""
     w, units = net.weight, UNITS[net.weight.format.name]
     unit = w.format.ulp_min if units == "int8" else 1.0
     codes = codes_to_int8(w.codes) if units == "int8" else w.codes.view(FLOAT8[w.format.name])
 
-    def read(made: Tensor) -> Tensor:
+    def read(made):
         return made if units == "int8" else made.view(E4M3)
 
     scale = w.scale.expand(w.shape[0], 1)
@@ -95,7 +94,7 @@ cases = pytest.mark.parametrize(("fmt", "gradient"), CASES)
 @each("granularity", ["channel", "tensor"])
 @each("dtype", [torch.bfloat16, torch.float32])
 @cases
-def test_products_are_the_emulations_to_the_bit(fmt: str, gradient: str, dtype: torch.dtype, granularity: str) -> None:
+def test_products_are_the_emulations_to_the_bit(fmt, gradient, dtype, granularity):
     size = (1024, 256)
     net = layer(fmt, size, dtype, gradient_products=gradient, granularity=granularity)
     x, g = (each.to(dtype) for each in batch(size, 128))
@@ -104,7 +103,7 @@ def test_products_are_the_emulations_to_the_bit(fmt: str, gradient: str, dtype: 
         assert torch.equal(ours, expected)
 
 
-def test_integer_sums_are_exact_in_any_order() -> None:
+def test_integer_sums_are_exact_in_any_order():
     """4,096 whole numbers of 7 bits, whose sum float32 rounds."""
     net, (x, g) = layer("E1M6", (4096, 32), torch.float32), batch((4096, 32), 16, spread=0.0)
     x = 1.0 + 0.1 * x.abs()
@@ -120,7 +119,7 @@ def test_integer_sums_are_exact_in_any_order() -> None:
     assert torch.equal(y, other)
 
 
-def test_each_error_is_within_its_budget() -> None:
+def test_each_error_is_within_its_budget():
     """Rows of other sizes and one channel of outliers, or neither; what is decoded has 0.17% in bfloat16."""
     bounds = {
         ("E4M3", "bfloat16", 1.0): (0.030, 0.028, 0.002),
@@ -145,15 +144,13 @@ def test_each_error_is_within_its_budget() -> None:
 class Context:
     needs_input_grad = (True, True, False)
 
-    def save_for_backward(self, *kept: Tensor) -> None:
+    def save_for_backward(self, *kept):
         self.saved_tensors = kept
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
 @cases
-def test_torchs_own_products_give_the_same_bits(
-    fmt: str, gradient: str, in_graph: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_own_products_give_the_same_bits(fmt, gradient, in_graph, monkeypatch):
     """By rows with their scales, or at scales of 1 with powers of two afterwards, of sums that float32 holds."""
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
     net.weight.codes.copy_(torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8))  # two bits each
@@ -168,18 +165,15 @@ def test_torchs_own_products_give_the_same_bits(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("in_graph", [False, True])
 @cases
-def test_layouts_scales_and_sizes_are_those_of_a_card(
-    fmt: str, gradient: str, in_graph: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layouts_scales_and_sizes_are_those_of_a_card(fmt, gradient, in_graph, dtype, monkeypatch):
     """Torch's own checks, of fake tensors on a card that there is not."""
-    called: list[Any] = []
+    called = []
     for name in ("_scaled_mm", "_int_mm"):
         torchs = getattr(torch, name)
 
-        def seen(a: Tensor, b: Tensor, own: Any = torchs, **more: Any) -> Tensor:
+        def seen(a, b, own=torchs, **more):
             called.append((a, b, more))
-            made: Tensor = own(a, b, **more)
-            return made
+            return own(a, b, **more)
 
         monkeypatch.setattr(torch, name, seen)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: in_graph)
@@ -212,19 +206,19 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(
 
 
 @cases
-def test_a_compiler_sees_one_graph_on_a_card(fmt: str, gradient: str) -> None:
+def test_a_compiler_sees_one_graph_on_a_card(fmt, gradient):
     """Fake tensors there: no compiler traces which kernels there are."""
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         codes, scale = torch.empty(32, 64, dtype=torch.uint8, device="cuda"), torch.empty(32, 1, device="cuda")
         weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
-        spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)  # type: ignore[arg-type]
+        spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
         x = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         product = partial(_products.linear_from_codes, weight=weight, bias=None, units=UNITS[fmt], spec=spec)
         assert torch.compile(product, backend="eager", fullgraph=True)(x).shape == (32, 32)
 
 
-def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch):
     a, b = torch.zeros(16, 32, dtype=torch.uint8).view(E4M3), torch.zeros(48, 32, dtype=torch.uint8).view(E4M3)
     check_operands(a, b)
     check_operands(a, b.view(torch.float8_e5m2))
@@ -239,7 +233,7 @@ def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch:
     for pair in unfit:
         with pytest.raises(AssertionError):
             check_operands(*pair)
-    called: list[Any] = []
+    called = []
     monkeypatch.setattr(_products, "check_operands", lambda a, b: called.append((a, b)))
     passes(layer("E5M2", (64, 32), gradient_products="fp8"), *batch((64, 32), 16))
     assert len(called) == 3
@@ -247,7 +241,7 @@ def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch:
 
 # ---------------------------------------------------------------------------------------------- what is not finite
 @cases
-def test_what_is_not_finite_is_seen(fmt: str, gradient: str) -> None:
+def test_what_is_not_finite_is_seen(fmt, gradient):
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
     for bad in (torch.nan, torch.inf, -torch.inf):
         spoilt = x.clone()
@@ -267,7 +261,7 @@ def test_what_is_not_finite_is_seen(fmt: str, gradient: str) -> None:
 
 # --------------------------------------------------------------------------------------------- layers among others
 @cases
-def test_shapes_bias_and_autocast(fmt: str, gradient: str) -> None:
+def test_shapes_bias_and_autocast(fmt, gradient):
     size, how = (64, 32), {"gradient_products": gradient}
     net, (x, g) = layer(fmt, size, torch.float32, bias=True, **how), batch(size, 32)
     bare = copy.deepcopy(net).bfloat16()
@@ -297,15 +291,15 @@ def test_shapes_bias_and_autocast(fmt: str, gradient: str) -> None:
         assert torch.equal(bare(x), y)
 
 
-def test_a_single_token_and_rows_without_a_batch() -> None:
+def test_a_single_token_and_rows_without_a_batch():
     net, (x, g) = layer("E4M3", (64, 32)), batch((64, 32), 1)
     y, dx, _ = passes(net, x, g)
     assert torch.equal(passes(net, x[0], g[0])[1], dx[0])
     assert torch.equal(net(x[0]), y[0])
 
 
-def test_what_no_gradient_needs_is_not_held() -> None:
-    held: list[Tensor] = []
+def test_what_no_gradient_needs_is_not_held():
+    held = []
     x, _ = batch((64, 32), 16)
     for trained, gradient, expected in (
         (True, "bfloat16", [torch.bfloat16]),
@@ -323,7 +317,7 @@ def test_what_no_gradient_needs_is_not_held() -> None:
 
 @each("reentrant", [False, True])
 @cases
-def test_a_pass_is_repeated_to_the_bit(fmt: str, gradient: str, reentrant: bool) -> None:
+def test_a_pass_is_repeated_to_the_bit(fmt, gradient, reentrant):
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
     twice = passes(net, x, g)
     x = x.requires_grad_()
@@ -334,7 +328,7 @@ def test_a_pass_is_repeated_to_the_bit(fmt: str, gradient: str, reentrant: bool)
 
 
 @pytest.mark.parametrize(("products", "most"), [("decoded", 360), ("fp8", 742)])
-def test_guards_of_twelve_layers(products: Any, most: int) -> None:
+def test_guards_of_twelve_layers(products, most):
     """No more than there were before products, 742; a dense model has 177."""
     dense = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
     net = fm.quantize_model(dense, "E4M3", storage="fp8", products=products)
@@ -343,7 +337,7 @@ def test_guards_of_twelve_layers(products: Any, most: int) -> None:
     assert len(found.out_guards) <= most
 
 
-def test_a_weight_of_another_format_is_refused() -> None:
+def test_a_weight_of_another_format_is_refused():
     net, x = fm.quantize_model(nn.Linear(16, 16), "E1M6", storage="fp8", products="int8"), torch.ones(16, 16)
     net.weight = fm.FP8Parameter(torch.ones(16, 16), "E2M5")
     with pytest.raises(RuntimeError, match="made for codes of E1M6, not of E2M5"):
@@ -351,7 +345,7 @@ def test_a_weight_of_another_format_is_refused() -> None:
 
 
 @cases
-def test_one_graph_and_the_same_bits(fmt: str, gradient: str) -> None:
+def test_one_graph_and_the_same_bits(fmt, gradient):
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient, bias=True), batch((64, 32), 16)
     found = torch._dynamo.explain(net)(x)
     assert (found.graph_count, found.graph_break_count) == (1, 0)
@@ -360,8 +354,8 @@ def test_one_graph_and_the_same_bits(fmt: str, gradient: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
 
 
-def test_a_graph_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capability(device: torch.device) -> tuple[int, int]:
+def test_a_graph_asks_the_device_once(monkeypatch):
+    def capability(device):
         torch._dynamo.graph_break()
         return 9, 0
 
@@ -369,17 +363,17 @@ def test_a_graph_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = fm.LayerSpec("E4M3", products="auto")
 
     @torch.compile(fullgraph=True, backend="eager")
-    def on_card(x: Tensor) -> Tensor:
+    def on_card(x):
         return x + (_products.units_on("fp8", spec, torch.device("cuda", 0)) == "fp8")
 
     assert on_card(torch.zeros(1)).item() == 1.0
 
 
-def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there() -> None:
-    graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there():
+    graphs = {"forward": [], "backward": []}
 
-    def seen(name: str) -> Any:
-        def compiler(graph: Any, _: Any) -> Any:
+    def seen(name):
+        def compiler(graph, _):
             graphs[name] = [str(node.target) for node in graph.graph.nodes]
             return make_boxed_func(graph)
 
@@ -394,7 +388,7 @@ def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- a part of the recipe
-def test_it_is_shown_and_made_again_from_what_was_saved() -> None:
+def test_it_is_shown_and_made_again_from_what_was_saved():
     net = nn.Sequential(layer("E5M2", (64, 32), gradient_products="fp8"), nn.Linear(32, 16))
     assert repr(net[0]).endswith("storage=fp8, gradient_products=fp8, products=fp8)")
     fresh = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16), nn.Linear(32, 16))
@@ -408,7 +402,7 @@ def test_it_is_shown_and_made_again_from_what_was_saved() -> None:
     assert "products" not in recipe_of(fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8"))[0]["spec"]
 
 
-def test_every_way_to_a_model_takes_it() -> None:
+def test_every_way_to_a_model_takes_it():
     made = fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
     assert made.spec == fm.LayerSpec("E4M3", products="fp8")
     by_dict = {"*": {"weight": "E4M3", "products": "fp8"}, "1": "none"}
@@ -424,8 +418,8 @@ def test_every_way_to_a_model_takes_it() -> None:
     assert checked["a"].products == "auto"
 
 
-def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    automatic: dict[str, dict[str, Any]] = {"3": {"granularity": "block"}, "4": {"gradient": "E5M2"}}
+def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch):
+    automatic = {"3": {"granularity": "block"}, "4": {"gradient": "E5M2"}}
     automatic |= {"0": {}, "1": {"weight": "E1M6"}, "2": {"weight": "E3M4"}, "5": {"activation": "E4M3"}, "6": {}}
     specs = {name: fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **given}) for name, given in automatic.items()}
     specs["7"] = fm.LayerSpec("E4M3")
@@ -448,7 +442,7 @@ def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.Mo
         assert [units_on(each._units, each.spec) for each in net[2:]] == [None] * 6
 
 
-def test_devices_without_units_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_units_are_refused_at_once(monkeypatch):
     net = layer("E4M3", (64, 32))
     on = partial(_products.units_on, "fp8", net.spec)
     with pytest.raises(
@@ -466,13 +460,13 @@ def test_devices_without_units_are_refused_at_once(monkeypatch: pytest.MonkeyPat
         fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
 
 
-def tied() -> nn.Module:
+def tied():
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32, bias=False))
     model[1].weight = model[0].weight
     return model
 
 
-SUBJECTS: dict[str, Any] = {
+SUBJECTS = {
     "both": tied,
     "linear": lambda: nn.Linear(32, 16),
     "odd": lambda: nn.Linear(32, 50257, device="meta"),
@@ -509,11 +503,11 @@ REFUSED = {
 
 
 @each("call", REFUSED)
-def test_what_does_not_fit_is_refused(call: str) -> None:
+def test_what_does_not_fit_is_refused(call):
     check_refused(call, REFUSED[call], SUBJECTS)
 
 
-def test_second_derivatives_and_weights_without_codes_are_refused() -> None:
+def test_second_derivatives_and_weights_without_codes_are_refused():
     net, (x, _) = layer("E4M3", (64, 32)), batch((64, 32), 16)
     x = x.requires_grad_()
     (first,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
@@ -528,7 +522,7 @@ FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
-def least_scale(amax: float, largest: int) -> float:
+def least_scale(amax, largest):
     """The least power of two that takes a magnitude to ``largest`` at most, by exact fractions."""
     if not np.isfinite(amax):
         return float("nan")
@@ -538,7 +532,7 @@ def least_scale(amax: float, largest: int) -> float:
     return 2.0 ** (exponent if amax else 0)
 
 
-def quantised(x: Tensor, fold: Tensor | None, units: str) -> tuple[Tensor, Tensor]:
+def quantised(x, fold, units):
     """Codes and scales of the rows of a float64 product, rounded by another package."""
     wide = x.double().numpy() * (1.0 if fold is None else fold.double().numpy())
     codes = np.zeros(wide.shape, np.int8 if units == "int8" else np.uint8)
@@ -551,7 +545,7 @@ def quantised(x: Tensor, fold: Tensor | None, units: str) -> tuple[Tensor, Tenso
     return torch.from_numpy(codes), torch.from_numpy(scales)
 
 
-def edges(width: int = 64) -> Tensor:
+def edges(width=64):
     """Rows of all magnitudes, zeros of both signs, subnormals, the ends of the formats, and what is not finite."""
     x = normal(40, width, seed=1) * torch.exp2(normal(40, 1, seed=2).mul(20).round())
     ends = (0.0, -0.0, 448.0, 449.0, 480.0, 464.0, 127.0, 127.5, 1e-38, 1e-41, 3e38, torch.inf, -torch.inf, torch.nan)
@@ -564,7 +558,7 @@ def edges(width: int = 64) -> Tensor:
     return x
 
 
-def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+def same(ours, expected):
     assert ours[0].dtype == expected[0].dtype
     assert torch.equal(ours[0], expected[0])
     assert torch.equal(ours[1].view(torch.int32) & 0x7FC00000, expected[1].view(torch.int32) & 0x7FC00000)
@@ -573,7 +567,7 @@ def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each("folded", [False, True])
-def test_rows_and_columns_are_rounded_as_another_package_does(folded: bool, dtype: torch.dtype) -> None:
+def test_rows_and_columns_are_rounded_as_another_package_does(folded, dtype):
     x = edges().to(dtype)
     x = x.clamp(-1e30, 1e30) if folded and dtype is not torch.float16 else x  # short of the range
     fold = torch.exp2(normal(1, 64, seed=3).mul(6).round().clamp(-20, 20)) if folded else None
@@ -585,7 +579,7 @@ def test_rows_and_columns_are_rounded_as_another_package_does(folded: bool, dtyp
     assert codes.is_contiguous()
 
 
-def test_scales_are_the_least_ones_at_every_end() -> None:
+def test_scales_are_the_least_ones_at_every_end():
     for largest in (448.0, 127.0):
         at = largest * torch.exp2(torch.arange(-126, 118).float())
         above = torch.nextafter(at, torch.tensor(torch.inf))
@@ -600,7 +594,7 @@ def test_scales_are_the_least_ones_at_every_end() -> None:
 
 
 @each("fmt", FLOAT8)
-def test_all_codes_are_numbers_of_the_dtype(fmt: str) -> None:
+def test_all_codes_are_numbers_of_the_dtype(fmt):
     read, decoded = ALL_CODES.view(FLOAT8[fmt]).float(), fm.decode(ALL_CODES, fmt)
     assert torch.equal(read.isnan(), decoded.isnan())
     assert torch.equal(read.nan_to_num().view(torch.int32), decoded.nan_to_num().view(torch.int32))
@@ -608,7 +602,7 @@ def test_all_codes_are_numbers_of_the_dtype(fmt: str) -> None:
     assert torch.equal(w.codes.view(FLOAT8[fmt]).float() * w.scale, w.dequantize())
 
 
-def test_all_codes_of_e1m6_are_whole_numbers() -> None:
+def test_all_codes_of_e1m6_are_whole_numbers():
     unit, codes = as_format("E1M6").ulp_min, ALL_CODES.view(16, 16)
     assert torch.equal(codes_to_int8(codes) * unit, fm.decode(codes, "E1M6"))
     assert torch.equal(codes_to_int8(codes, transposed=True), codes_to_int8(codes).t())

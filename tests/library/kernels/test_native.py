@@ -10,10 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -41,10 +38,10 @@ needs_native = pytest.mark.skipif(not is_available(), reason="the native code wa
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+def plain(monkeypatch):
     """Call a function as where there is no native code."""
 
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(function, *args, **kwargs):
         with monkeypatch.context() as patch:
             patch.setattr(_arrays, "library", lambda: None)
             patch.setattr(_native_step, "library", lambda: None)
@@ -53,7 +50,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def any_floats(n: int, seed: int) -> torch.Tensor:
+def any_floats(n, seed):
     """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among them."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
@@ -62,7 +59,7 @@ def any_floats(n: int, seed: int) -> torch.Tensor:
     return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
 
 
-def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(ours, expected):
     assert ours.dtype == expected.dtype
     assert ours.shape == expected.shape
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
@@ -74,7 +71,7 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 @formats
 @each("rounding", ["nearest", "stochastic"])
 @each("n", [1, 17, 100_003])
-def test_rounding_and_codes(name: str, rounding: Any, n: int, plain: Any) -> None:
+def test_rounding_and_codes(name, rounding, n, plain):
     x = any_floats(max(n, 6), 3)[:n]
     options = {} if rounding == "nearest" else {"seed": 2**63, "step": 7, "stream": 2**40, "offset": 2**32 - 5 * n}
     assert same(fm.round_to_grid(x, name, rounding, **options), plain(fm.round_to_grid, x, name, rounding, **options))
@@ -85,7 +82,7 @@ def test_rounding_and_codes(name: str, rounding: Any, n: int, plain: Any) -> Non
 @needs_native
 @formats
 @each("dtype", [torch.float32, torch.bfloat16])
-def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
+def test_all_codes(name, dtype, plain):
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
     for n in (1, len(codes), 37):
@@ -96,14 +93,14 @@ def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
 @each("rounding", ["nearest", "stochastic"])
 @each("scale", [(), (9, 1)])
 @each("draws", ["independent", "dither"])
-def test_scaled_rounding(rounding: str, draws: str, scale: Any, plain: Any) -> None:
+def test_scaled_rounding(rounding, draws, scale, plain):
     x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
     arguments = (x, scales, fm.FloatFormat(4, 3), rounding, stream_of(draws, 1, 2, 3))
     assert same(rounded_at(*arguments, blocks=False), plain(rounded_at, *arguments, blocks=False))
 
 
 @needs_native
-def test_the_word_of_a_content(plain: Any) -> None:
+def test_the_word_of_a_content(plain):
     for n in (0, 1, 1000, 200_001):
         x = any_floats(max(n, 6), n)[:n]
         assert content_word(x, (1, 2, 3)) == plain(content_word, x, (1, 2, 3))
@@ -112,7 +109,7 @@ def test_the_word_of_a_content(plain: Any) -> None:
 @needs_native
 @each("storage", ["fp8", "grid"])
 @each("moments", ["float32", "8bit"])
-def test_threads_change_nothing(storage: str, moments: str) -> None:
+def test_threads_change_nothing(storage, moments):
     results = []
     for threads in (1, 2, 5):
         model = torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 701), torch.nn.Linear(5, 3))
@@ -145,12 +142,12 @@ def test_threads_change_nothing(storage: str, moments: str) -> None:
     ],
     ids=["dtype", "size", "strides", "device"],
 )
-def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
+def test_memory_of_another_kind_is_refused(wrong):
     p = torch.nn.Parameter(normal(6, 10))
     p.grad = normal(6, 10)
     optimizer = optim.StiffnessAdamW([p], lr=0.1)
     optimizer.step()
-    slots: list[Any] = []
+    slots = []
     optimizer._take = slots.extend
     optimizer.step()
     slot = slots[0]
@@ -161,7 +158,7 @@ def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
     assert torch.equal(p, before)
 
 
-def test_records_have_the_fields_of_the_structures() -> None:
+def test_records_have_the_fields_of_the_structures():
     """Names and order of what C reads; sizes follow from them."""
     for header, structure, record in (("format.h", "Format", _layouts.FORMAT), ("step.h", "Spec", _layouts.SPEC)):
         text = re.sub(r"/\*.*?\*/", "", (FOLDER / header).read_text(), flags=re.DOTALL)
@@ -174,13 +171,13 @@ def test_records_have_the_fields_of_the_structures() -> None:
     assert asserted == {name: str(size) for name, size in sizes.items()}
 
 
-def test_an_offset_means_nothing_without_randomness() -> None:
+def test_an_offset_means_nothing_without_randomness():
     x = normal(5)
     for function in (fm.encode, fm.round_to_grid):
         assert torch.equal(function(x, "E3M4", offset=-1), function(x, "E3M4"))
 
 
-def build_hook() -> ModuleType:
+def build_hook():
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -189,7 +186,7 @@ def build_hook() -> ModuleType:
     return module
 
 
-def sources(tmp_path: Path) -> Path:
+def sources(tmp_path):
     for path in FOLDER.glob("*.[ch]"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
@@ -203,11 +200,9 @@ needs_sources = pytest.mark.skipif(not (ROOT / "hatch_build.py").exists(), reaso
     ("compiler", "word"),
     [("/nowhere/cc", "no C compiler was found"), ("false", "could not be built (false: exit code 1)")],
 )
-def test_a_build_that_fails_says_so_and_goes_on(
-    compiler: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_fails_says_so_and_goes_on(compiler, word, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", compiler)
-    said: list[str] = []
+    said = []
     assert build_hook().build(sources(tmp_path), said.append) is None
     assert len(said) == 1
     assert word in said[0]
@@ -239,10 +234,10 @@ print(sum(int(p.codes.long().sum()) for p in w))
 
 
 @pytest.fixture
-def look_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+def look_in(monkeypatch):
     """Return a function that has the library looked for in another folder, until the test ends."""
 
-    def look(folder: Path) -> None:
+    def look(folder):
         monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
         _native._found.cache_clear()
 
@@ -251,10 +246,10 @@ def look_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]
 
 
 @pytest.fixture
-def run_steps(look_in: Callable[[Path], None]) -> Callable[[Path], list[str]]:
+def run_steps(look_in):
     """Return a function that takes these steps with the native code of a folder and returns what they print."""
 
-    def run(folder: Path) -> list[str]:
+    def run(folder):
         look_in(folder)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(STEPS, {"folder": str(folder)})
@@ -263,15 +258,15 @@ def run_steps(look_in: Callable[[Path], None]) -> Callable[[Path], list[str]]:
     return run
 
 
-def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
+def steps_of_a_process(folder, **environment):
     command = [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 280}
+    how = {"capture_output": True, "text": True, "check": False, "timeout": 280}
     done = subprocess.run(command, env=os.environ | environment, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()
 
 
-def test_without_native_code_there_is_one_warning_and_the_same_result(run_steps: Any, tmp_path: Path) -> None:
+def test_without_native_code_there_is_one_warning_and_the_same_result(run_steps, tmp_path):
     available = is_available()
     found = run_steps(tmp_path)
     assert found[0] == "False 1 there was no C compiler to build it, or it was removed since"
@@ -282,7 +277,7 @@ def test_without_native_code_there_is_one_warning_and_the_same_result(run_steps:
 
 
 @needs_native
-def test_a_library_of_other_sources_is_not_used(run_steps: Any, tmp_path: Path) -> None:
+def test_a_library_of_other_sources_is_not_used(run_steps, tmp_path):
     folder = sources(tmp_path)
     (folder / "_kernels.so").write_bytes((FOLDER / "_kernels.so").read_bytes())
     (folder / "step.c").write_text((folder / "step.c").read_text() + "\n")
@@ -293,7 +288,7 @@ def test_a_library_of_other_sources_is_not_used(run_steps: Any, tmp_path: Path) 
 
 
 @needs_native
-def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in: Any, tmp_path: Path) -> None:
+def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in, tmp_path):
     look_in(sources(tmp_path))
     library = tmp_path / "_kernels.so"
     library.write_bytes((FOLDER / "_kernels.so").read_bytes())
@@ -301,12 +296,12 @@ def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in: An
     before = _arrays.decoded(codes, fmt)
     assert before is not None
     library.unlink()
-    assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
+    assert torch.equal(_arrays.decoded(codes, fmt), before)
     library.write_bytes(b"another")
-    assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
+    assert torch.equal(_arrays.decoded(codes, fmt), before)
 
 
-def test_where_warnings_are_errors_it_is_said_once_too(look_in: Any, tmp_path: Path) -> None:
+def test_where_warnings_are_errors_it_is_said_once_too(look_in, tmp_path):
     look_in(tmp_path)
     with pytest.raises(_native.NativeUnavailableWarning, match="or it was removed since"):
         fm.round_to_grid(torch.ones(3), "E4M3")
@@ -315,9 +310,7 @@ def test_where_warnings_are_errors_it_is_said_once_too(look_in: Any, tmp_path: P
 
 @needs_sources
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_a_build_never_leaves_half_a_library_to_be_loaded(
-    succeeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, monkeypatch):
     """While it is compiled the old one is there; the new one takes its place at once, as another file."""
     hook, folder = build_hook(), sources(tmp_path)
     names = {path.name for path in folder.iterdir()}
@@ -325,7 +318,7 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(
     running = (folder / "_kernels.so").open("rb")
     seen = []
 
-    def compiles(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def compiles(command, **_):
         if "-o" in command:
             seen.append((folder / "_kernels.so").read_bytes())
             Path(command[command.index("-o") + 1]).write_bytes(b"half")
@@ -345,7 +338,7 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(
 @pytest.mark.slow
 @needs_sources
 @needs_native
-def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
+def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path):
     """Built with the sanitizers of addresses and of undefined behaviour, the first error of which ends the process."""
     if shutil.which("gcc") is None:
         pytest.skip("the sanitizers of gcc are what is asked")
@@ -364,10 +357,10 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_sources
-def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_path: Path) -> None:
+def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_path):
     """The wheel is one of the platform and of any Python where there is a compiler, and one of any platform else."""
 
-    def hatch(target: str, cwd: Path, **environment: str) -> Path:
+    def hatch(target, cwd, **environment):
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(tmp_path / "dist")]
         done = subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment, check=False
@@ -401,14 +394,14 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
 WIDTHS = {"x86-64": {"sse2"}, "x86-64-v3": {"avx2", "bmi2", "fma"}}
 
 
-def flags_of_this_processor() -> set[str]:
+def flags_of_this_processor():
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 @pytest.fixture(params=WIDTHS, scope="module")
-def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def narrow(request, tmp_path_factory):
     if platform.machine() != "x86_64" or shutil.which("gcc") is None:
         pytest.skip("code of several widths is made by gcc for x86-64 alone")
     if not WIDTHS[request.param] <= flags_of_this_processor():
@@ -420,9 +413,9 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def results() -> dict[str, Any]:
+def results():
     assert _native.is_available()
-    found: dict[str, Any] = {}
+    found = {}
     for name, (kind, make, options) in CASES.items():
         optimizer = getattr(optim, kind)(make(), **copy.deepcopy(options))
         for step in range(2):
@@ -440,7 +433,7 @@ def results() -> dict[str, Any]:
 
 @needs_native
 @needs_sources
-def test_every_width_has_the_same_bits(narrow: Path, look_in: Any) -> None:
+def test_every_width_has_the_same_bits(narrow, look_in):
     own = results()
     look_in(narrow)
     found = results()

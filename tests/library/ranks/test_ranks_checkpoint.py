@@ -1,7 +1,5 @@
 """Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,15 +8,7 @@ from optimizer_cases import bits_of, normal
 from rank_cases import model, refusal, seeds, stored
 from test_ranks_fsdp import check_same, own_rows, put_equal_gradients, sharded
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 
 import fp8manifold as fm
 
@@ -27,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-KINDS: dict[str, Any] = {
+KINDS = {
     "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual8", "moments": "8bit", "refresh_every": 3}),
     "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
     "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual8", "draws": "dither"}),
@@ -37,56 +27,55 @@ KINDS: dict[str, Any] = {
 }
 
 
-def made(kind: str, net: Any) -> Any:
+def made(kind, net):
     make, options = KINDS[kind]
     return make(net if "Muon" in str(make) else net.parameters(), **options)
 
 
-def prepared(kind: str, seed: int) -> tuple[Any, Any, Any, Any]:
+def prepared(kind, seed):
     parts, whole = (model("block" if kind == "blocks" else "channel", seed=seed) for _ in range(2))
     parts = sharded(parts)
     return parts, whole, made(kind, parts), made(kind, whole)
 
 
-def step_on(parts: Any, whole: Any, optimizers: Any, steps: range) -> None:
+def step_on(parts, whole, optimizers, steps):
     for step in steps:
         put_equal_gradients(parts, whole, step)
         for optimizer in optimizers:
             optimizer.step()
 
 
-def saved(kind: str, folder: str, flat: bool, background: bool) -> None:
+def saved(kind, folder, flat, background):
     parts, whole, *optimizers = prepared(kind, 0)
     step_on(parts, whole, optimizers, range(3))
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state, optimizer = get_state_dict(parts, optimizers[0], options=options)
+    options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = dict(zip(("model", "optimizer"), states.get_state_dict(parts, optimizers[0], options=options), strict=True))
     if background:
         apart = dist.new_group()  # the steps' own collectives go on meanwhile
-        states = {"model": state, "optimizer": optimizer}
-        future: Any = dcp.async_save(states, checkpoint_id=folder, process_group=apart)
+        future = dcp.async_save(state, checkpoint_id=folder, process_group=apart)
         step_on(parts, whole, optimizers, range(3, 4))  # what is saved has been copied by now
         future.result()
     else:
-        dcp.save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=folder)
 
 
-def loaded(kind: str, folder: str, flat: bool) -> Any:
+def loaded(kind, folder, flat):
     """Another model takes the state and goes on as the one that was never saved."""
     _, whole, _, its = prepared(kind, 0)
     for step in range(3):
         step_whole((whole,), (its,), step)
     parts, _, ours, _ = prepared(kind, 5)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state, optimizer = get_state_dict(parts, ours, options=options)
+    options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
+    state, optimizer = states.get_state_dict(parts, ours, options=options)
     dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
-    set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options)
+    states.set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options)
     check_same(parts, whole, seeds=False)
     step_on(parts, whole, (ours, its), range(3, 6))
     check_same(parts, whole, seeds=False)
     return sorted(type(value).__name__ for value in ours.state[next(parts.parameters())].values())
 
 
-def step_whole(nets: Any, optimizers: Any, step: int) -> None:
+def step_whole(nets, optimizers, step):
     for net, optimizer in zip(nets, optimizers, strict=True):
         for i, q in enumerate(net.parameters()):
             q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
@@ -96,13 +85,8 @@ def step_whole(nets: Any, optimizers: Any, step: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "flat", "background"),
     [
-        ("adamw", False, False),
-        ("adamw", True, True),
-        ("muon", True, False),
-        ("momentum", False, False),
-        ("lion", False, False),
-        ("blocks", False, True),
-        ("riemannian", True, False),
+        *[("adamw", False, False), ("adamw", True, True), ("muon", True, False), ("momentum", False, False)],
+        *[("lion", False, False), ("blocks", False, True), ("riemannian", True, False)],
     ],
 )
 def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, background):
@@ -111,20 +95,20 @@ def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, backgrou
         assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
 
 
-def gathered(kind: str) -> None:
+def gathered(kind):
     """Full states of rows are those of the whole, and load into a model of one process, which goes on."""
     parts, whole, *optimizers = prepared(kind, 0)
     step_on(parts, whole, optimizers, range(3))
-    options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(parts, options=options)
+    options = states.StateDictOptions(full_state_dict=True)
+    state = states.get_model_state_dict(parts, options=options)
     assert {type(x) for x in state.values()} == {Tensor}
     assert {name: bits_of(x) for name, x in state.items()} == stored(whole)
-    optimizer = get_optimizer_state_dict(parts, optimizers[0], options=options)
+    optimizer = states.get_optimizer_state_dict(parts, optimizers[0], options=options)
     plain = model(seed=5)
     plain.load_state_dict(state)
     assert (stored(plain), seeds(plain)) == (stored(whole), seeds(whole))
     goes_on = made(kind, plain)
-    set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
+    states.set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
     for step in range(3, 5):
         step_whole((plain, whole), (goes_on, optimizers[1]), step)
     assert stored(plain) == stored(whole)
@@ -135,12 +119,12 @@ def test_full_states_are_the_wholes(pools, kind):
     pools[2].run(gathered, kind)
 
 
-def taken_whole(kind: str, broadcast: bool) -> str:
+def taken_whole(kind, broadcast):
     """A full state into shards by torch's helper: what each rank says of it, and what codes it has then."""
     parts, whole, other = sharded(model(seed=0)), model(seed=0), model(seed=3)
     state = other.state_dict() if dist.get_rank() == 0 or not broadcast else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    said = refusal(lambda: set_model_state_dict(parts, state, options=options))
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    said = refusal(lambda: states.set_model_state_dict(parts, state, options=options))
     for p, q in zip(parts.parameters(), (whole if broadcast else other).parameters(), strict=True):
         if isinstance(q, fm.FP8Tensor):
             assert torch.equal(p._local_tensor.codes, own_rows(q.codes, p._local_tensor))
@@ -155,7 +139,7 @@ def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools, broad
         assert "\n" not in said
 
 
-def cut(kind: str, from_rows: bool) -> None:
+def cut(kind, from_rows):
     """Rows of a whole model and of a whole state, or of one that rows had been gathered to, go on as the whole."""
     parts, whole, ours, its = prepared(kind, 0)
     _, other, _, theirs = prepared(kind, 5)
@@ -166,19 +150,18 @@ def cut(kind: str, from_rows: bool) -> None:
             p.grad = q.grad.clone()
         for optimizer in (ours, its, theirs):
             optimizer.step()
-    state = theirs.state_dict() if not from_rows else None
-    source, state = (other, state) if state else (whole, get_whole(ours))
+    alone, stepping = (whole, its) if from_rows else (other, theirs)
+    state = get_whole(ours) if from_rows else theirs.state_dict()
     own, codes = parts.state_dict(), torch.uint8 if from_rows else None  # load_state_dict takes whole codes too
-    rows = {name: fm.distributed.rows_of(x, own[name]) for name, x in source.state_dict().items() if x.dtype != codes}
-    parts.load_state_dict(source.state_dict() | rows)
+    rows = {name: fm.distributed.rows_of(x, own[name]) for name, x in alone.state_dict().items() if x.dtype != codes}
+    parts.load_state_dict(alone.state_dict() | rows)
     ours.load_state_dict(fm.optim.rows_of_state(state, ours))
-    alone, stepping = (other, theirs) if not from_rows else (whole, its)
     check_same(parts, alone, seeds=False)
     step_on(parts, alone, (ours, stepping), range(3, 6))
     check_same(parts, alone, seeds=False)
 
 
-def get_whole(optimizer: Any) -> dict[str, Any]:
+def get_whole(optimizer):
     state = optimizer.state_dict()
     entries = {
         index: {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in entry.items()}
@@ -194,7 +177,7 @@ def test_rows_are_cut_from_the_whole(pools, kind, from_rows):
         pools[size].run(cut, kind, from_rows)
 
 
-def filled() -> None:
+def filled():
     """A model that was sharded before it had values takes whole codes, and its own rows of the rest."""
     with torch.device("meta"):
         parts = model(seed=5)
