@@ -65,24 +65,12 @@ def test_names_codes_and_values_are_the_oracles(fmt):
 @each(
     ("text", "fields"),
     [
-        ("e4m3", (4, 3, 7, "fn")),
-        ("E4M3FN", (4, 3, 7, "fn")),
-        ("e4m3fnuz", (4, 3, 8, "fnuz")),
-        ("E4M3IEEE", (4, 3, 7, "ieee")),
-        ("E4M3FINITE", (4, 3, 7, "finite")),
-        ("E3M4IEEE", (3, 4, 3, "ieee")),
-        ("E3M4", (3, 4, 3, "ieee")),
-        ("E3M4FNUZ", (3, 4, 4, "fnuz")),
-        ("E5M2FN", (5, 2, 15, "fn")),
-        ("E1M6FINITE", (1, 6, 0, "finite")),
-        ("E1M6IEEE", (1, 6, 0, "ieee")),
-        ("E3M3", (3, 3, 3, "finite")),
-        ("E1M0", (1, 0, 0, "finite")),
-        ("E2M0", (2, 0, 1, "finite")),
-        ("E5M1", (5, 1, 15, "finite")),
-        ("E1M5", (1, 5, 0, "finite")),
-        ("p3109_8p7", (1, 6, 1, "p3109e")),
-        ("P3109_8P7F", (1, 6, 1, "p3109f")),
+        *[("e4m3", (4, 3, 7, "fn")), ("E4M3FN", (4, 3, 7, "fn")), ("e4m3fnuz", (4, 3, 8, "fnuz"))],
+        *[("E4M3IEEE", (4, 3, 7, "ieee")), ("E4M3FINITE", (4, 3, 7, "finite")), ("E3M4IEEE", (3, 4, 3, "ieee"))],
+        *[("E3M4", (3, 4, 3, "ieee")), ("E3M4FNUZ", (3, 4, 4, "fnuz")), ("E5M2FN", (5, 2, 15, "fn"))],
+        *[("E1M6FINITE", (1, 6, 0, "finite")), ("E1M6IEEE", (1, 6, 0, "ieee")), ("E3M3", (3, 3, 3, "finite"))],
+        *[("E1M0", (1, 0, 0, "finite")), ("E2M0", (2, 0, 1, "finite")), ("E5M1", (5, 1, 15, "finite"))],
+        *[("E1M5", (1, 5, 0, "finite")), ("p3109_8p7", (1, 6, 1, "p3109e")), ("P3109_8P7F", (1, 6, 1, "p3109f"))],
         ("P3109_8p1f", (7, 0, 64, "p3109f")),
     ],
 )
@@ -100,27 +88,20 @@ def test_bad_names_are_refused_with_all_that_helps(text):
     with pytest.raises(ValueError, match="ExMy") as caught:
         read(text)
     message = str(caught.value)
-    assert repr(text) in message
     assert "\n" not in message
     assert message.startswith(f"unknown float format {text!r}; did you mean ")
     assert all(part in message for part in ("FNUZ", "FINITE", "P3109_8P1 to P3109_8P7"))
     assert len(message) < 250
 
 
-#: letters of a name that is too long which an error repeats
-LONGEST = 40
-
-
 @given(st.text(max_size=12) | st.from_regex(r"[eE]\d{0,3}[mM]\d{0,3}\w{0,4}") | st.from_regex(r"[pP]3109_\w{0,4}"))
 def test_any_text_is_read_or_refused_with_a_value_error(text):
     try:
-        fmt = read(text)
+        fmt, message = read(text), ""
     except ValueError as error:
-        message, fmt = str(error), None
-    if fmt is None:  # a long text is cut
-        assert repr(text) in message or repr(f"{text[:LONGEST]}...") in message
-    else:
-        assert read(fmt.name) == fmt
+        fmt, message = None, str(error)
+    cut = repr(f"{text[:40]}...")  # of a long text
+    assert read(fmt.name) == fmt if fmt else repr(text) in message or cut in message
 
 
 def test_defaults_follow_from_the_widths_and_named_formats_have_their_names():
