@@ -1,14 +1,7 @@
 """Every case of the interpreter's, by kernels that were compiled for the card; skipped where there is none."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "library"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "library" / "kernels"))
-
 from test_triton_interpreted import HERE, SESSIONS, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

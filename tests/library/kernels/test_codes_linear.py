@@ -39,19 +39,19 @@ def dispatched(monkeypatch):
     return call
 
 
+def same(ours, theirs):
+    assert [x.dtype for x in ours] == [x.dtype for x in theirs]
+    assert all(map(torch.equal, ours, theirs))
+
+
 @each("autocast", [False, True])
 @each("bias", [True, False])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("shape", [(5, 32), (1, 32), (2, 7, 64), (12, 64, 96), (0, 32), (32,)])
 def test_the_bits_are_those_of_the_dispatcher(shape, dtype, bias, autocast, dispatched):
-    model = layer(shape[-1], dtype, bias=bias)
-    other = copy.deepcopy(model)
-    x = normal(*shape, seed=2).to(dtype)
-    ours = passes(model, x, autocast=autocast)
-    expected = dispatched(passes, other, x, autocast=autocast)
-    for a, b in zip(ours, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    model, x = layer(shape[-1], dtype, bias=bias), normal(*shape, seed=2).to(dtype)
+    expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
+    same(passes(model, x, autocast=autocast), expected)
 
 
 def test_autograd_keeps_the_codes_and_sees_them_change():
@@ -99,8 +99,7 @@ def every_code(name, scale):
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
     if fmt.inf_code is not None:
         codes = codes[(codes & (fmt.sign_bit - 1)) != fmt.inf_code]
-    rows = scale.numel()
-    return fm.FP8Parameter(fm.FP8Tensor.from_codes(codes.repeat(rows, 1), scale, fmt))
+    return fm.FP8Parameter(fm.FP8Tensor.from_codes(codes.repeat(scale.numel(), 1), scale, fmt))
 
 
 @pytest.mark.parametrize("name", [fmt.name for fmt in FLOAT8])
@@ -125,15 +124,12 @@ def test_every_format_and_scale_has_the_bits_of_the_dispatcher(name, granularity
     for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         linear = nn.Linear(160, 144, dtype=dtype)
         model = fm.quantize_model(nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1)
-        other, x = copy.deepcopy(model), normal(3, 160, seed=2).to(dtype)
-        expected = dispatched(passes, other, x, autocast=autocast)
+        x = normal(3, 160, seed=2).to(dtype)
+        expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
         with monkeypatch.context() as patch:
             if card:
                 on_a_card(patch)
-            found = passes(model, x, autocast=autocast)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs)
+            same(passes(model, x, autocast=autocast), expected)
 
 
 def test_a_bias_of_another_dtype_is_refused_but_under_autocast():
@@ -154,10 +150,9 @@ def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand):
         spec = fm.LayerSpec("E4M3", gradient=gradient)
         model = fm.quantize_model(nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1)
         found[storage, gradient is None] = passes(model, normal(4, 32, seed=2), autocast=False)[1:3]
-    ours, grid, bare = found["fp8", False], found["grid", False], found["fp8", True]
-    assert all(torch.equal(a, b) for a, b in zip(ours, grid, strict=True))
-    changed = ours[0] if operand == "activation" else ours[1]
-    assert not torch.equal(changed, bare[0] if operand == "activation" else bare[1])
+    same(found["fp8", False], found["grid", False])
+    changed = ["activation", "weight"].index(operand)
+    assert not torch.equal(found["fp8", False][changed], found["fp8", True][changed])
 
 
 def test_compiled_code_serves_other_seeds_and_no_other_traits():

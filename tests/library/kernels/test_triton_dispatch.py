@@ -4,14 +4,16 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
-from optimizer_cases import normal
+from optimizer_cases import normal, step_from
 from paths import as_on_a_card
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +52,10 @@ class Kernel:
             words[self.bad.pop()] = 1
 
 
+def tensors_of(given):
+    return [x for x in torch.utils._pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+
+
 class Watch(TorchDispatchMode):
     """Counts operators over memory that would be the card's: launches, and those that the host waits for."""
 
@@ -60,17 +66,15 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inputs, made = (set(map(self._place, tensors_of(given))) for given in ((args, kwargs), result))
         if name == "lift_fresh":  # of NumPy's memory, or of numbers
-            self.host.add(self._place(result))
-        elif any(self._place(x) not in self.host for x in inputs) and name not in VIEWS:
+            self.host |= made
+        elif not inputs <= self.host and name not in VIEWS:
             self.counts.update(["waits" if name in WAITS else "launches", name])
         if not inputs and name in ("zeros", "full", "ones"):
             self.counts.update(["launches", name])
-        if inputs and all(self._place(x) in self.host for x in inputs):
-            self.host |= {
-                self._place(x) for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)
-            }
+        if inputs and inputs <= self.host:
+            self.host |= made
         return result
 
     @staticmethod
@@ -104,12 +108,6 @@ def one(kind=optim.StiffnessAdamW, granularity="channel", **options):
     return p, kind([p], 1e-3, **options)
 
 
-def host_memory(optimizer):
-    kept = [state["grid"] for state in optimizer.state.values()]
-    kept += [said.x for said, *_ in optimizer._unheard]
-    return {x.untyped_storage().data_ptr() for x in kept}
-
-
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize(
     ("writeback", "granularity"), [("stochastic", "channel"), ("residual8", "channel"), ("residual8", "block")]
@@ -120,11 +118,12 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(moments, writeback, granula
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for p in weights:
         p.grad = torch.ones(p.shape)
-    optimizer.step()
-    optimizer.step()
+    for _ in range(2):
+        optimizer.step()
     ((before, *_),) = optimizer._unheard
+    on_the_host = [*(state["grid"] for state in optimizer.state.values()), before.x]
     on_a_card.clear()
-    with Watch(host_memory(optimizer), on_a_card):
+    with Watch({x.untyped_storage().data_ptr() for x in on_the_host}, on_a_card):
         optimizer.step()
     assert on_a_card["step"] == on_a_card["verdict"] == on_a_card["widen"] == 1
     assert on_a_card["launches"] <= MOST_LAUNCHES, on_a_card
@@ -150,8 +149,7 @@ def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
 
 
 def loaded(optimizer):
-    (p,) = optimizer.state
-    other = optim.StiffnessAdamW([p], 1e-3)
+    other = optim.StiffnessAdamW([*optimizer.state], 1e-3)
     other.load_state_dict(optimizer.state_dict())
     return other
 
@@ -185,6 +183,8 @@ def test_the_next_step_goes_on_from_the_count_that_there_is(refused, on_a_card):
     """A count that somebody has written or replaced is read again."""
     p, optimizer = one()
     for step in range(3):
+        if step == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
         Kernel.bad += [(0, 0)] * (refused and step == 2)
         optimizer.step()
     expected = 2 if refused else 3
@@ -197,13 +197,6 @@ def test_the_next_step_goes_on_from_the_count_that_there_is(refused, on_a_card):
     assert optimizer._slots()[0].done == 5
     optimizer.step()
     assert int(optimizer.state[p]["step"]) == optimizer._slots()[0].done == 6
-
-
-def test_a_state_that_is_loaded_counts_as_it_was_saved(on_a_card):
-    p, optimizer = one()
-    optimizer.step()
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
     Kernel.bad += [(0, 0)]
     optimizer.step()
     optimizer.load_state_dict(saved)
@@ -285,31 +278,24 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
         assert _steady.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
 
 
-def stepped(p, **options):
-    optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
-    p.grad = torch.ones(p.shape)
-    slots = []
-    optimizer._take = slots.extend
-    optimizer.step()
-    return slots
-
-
 def test_eager_blocks_are_those_of_the_device(monkeypatch):
     """On a card a block is moved for longer than Python takes to a launch, and its temporaries are some megabytes."""
     assert block_on(torch.device("cpu")) == BLOCK
     moved = 8 * block_on(torch.device("cuda"))  # bytes: a float32 read and another written
     assert moved / 3e12 > 5e-6
     assert moved < 2**26
-    (slot,) = stepped(fm.FP8Parameter(normal(600, 512), "E4M3", seed=1))
+    p, slots = fm.FP8Parameter(normal(600, 512), "E4M3", seed=1), []
+    optimizer = optim.StiffnessAdamW([p], 1e-3)
+    optimizer._take = slots.extend
+    step_from(optimizer, p, torch.ones(p.shape))
+    (slot,) = slots
     assert len(list(blocks_of(slot))) == 3
     monkeypatch.setattr("fp8manifold.optim._step.block_on", lambda device: block_on(torch.device("cuda")))
     assert len(list(blocks_of(slot))) == 1
 
 
 def test_counts_stay_on_the_host_wherever_a_state_is_loaded_to():
-    p = torch.nn.Parameter(normal(3))
-    p.grad = torch.ones(3)
-    optimizer = optim.StiffnessAdamW([p], 1e-3)
+    p, optimizer = one()
     optimizer.step()
     saved = optimizer.state_dict()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -419,30 +405,20 @@ def test_what_no_graph_can_hold_is_refused(made, error, message):
         optim.graphed(lambda: None, made(p))
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
-class Failing:
-    def __init__(self, error):
-        self.error = error
-
-    def warmup(self, *_, **__):
-        raise self.error
-
-
 def test_a_kernel_that_can_not_be_compiled_is_told_apart_from_a_card_without_memory(monkeypatch):
     monkeypatch.setattr(launch, "options", dict)
-    table = SimpleNamespace(device=torch.device("cuda"))
-    chunks = torch.zeros(1, 2)
-    with pytest.raises(launch.KernelsUnavailableError, match="RuntimeError: no C compiler"):
-        launch._compile(table, [(Failing(RuntimeError("no C compiler")), chunks, ())], chunks)
-    with pytest.raises(torch.OutOfMemoryError):
-        launch._compile(table, [(Failing(torch.OutOfMemoryError("full")), chunks, ())], chunks)
+    table, chunks = SimpleNamespace(device=torch.device("cuda")), torch.zeros(1, 2)
+    for error, kind in (
+        (RuntimeError("no C compiler"), launch.KernelsUnavailableError),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError),
+    ):
+        with pytest.raises(kind, match=str(error)):
+            launch._compile(table, [(mock.Mock(**{"warmup.side_effect": error}), chunks, ())], chunks)
 
 
 def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch):
-    def none():
-        raise launch.KernelsUnavailableError("ImportError: libcuda.so.1")
-
-    monkeypatch.setattr(launch, "_kernels", none)
+    error = launch.KernelsUnavailableError("ImportError: libcuda.so.1")
+    monkeypatch.setattr(launch, "_kernels", mock.Mock(side_effect=error))
     monkeypatch.setattr(_triton_step, "_given_up", [])
     p, other = (fm.FP8Parameter(normal(4, 256), "E4M3", seed=1) for _ in range(2))
     optimizers = [optim.StiffnessAdamW([each], 1e-3) for each in (p, other)]
@@ -462,8 +438,6 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch)
 
 
 def test_an_installed_triton_is_not_imported_on_a_cpu():
-    import subprocess
-
     program = (
         "import sys, torch, fp8manifold as fm\n"
         "p = fm.FP8Parameter(torch.ones(2, 3), 'E4M3', seed=1); p.grad = torch.ones(2, 3)\n"
@@ -477,22 +451,13 @@ def test_an_installed_triton_is_not_imported_on_a_cpu():
 
 def test_recordings_share_a_pool_that_is_there_before_the_first(monkeypatch):
     """A graph of torch 2.11 has no pool to tell while it records."""
-    pools = []
-
-    class Recording:
-        def capture_begin(self, pool):
-            pools.append(pool)
-
-        def capture_end(self): ...
-
-    for name, stand_in in (
-        ("CUDAGraph", Recording),
-        ("synchronize", lambda: None),
-        ("graph_pool_handle", lambda: (0, 7)),
-    ):
+    recording, handle = mock.Mock(), mock.Mock(return_value=(0, 7))
+    made = {"CUDAGraph": lambda: recording, "synchronize": mock.Mock(), "graph_pool_handle": handle}
+    for name, stand_in in made.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs = _graphed._Graphs()
     for _ in range(2):
         with graphs.recording():
             pass
-    assert pools == [(0, 7), (0, 7)]
+    begun = recording.capture_begin.call_args_list
+    assert [[*call.args, *call.kwargs.values()] for call in begun] == [[(0, 7)]] * 2
