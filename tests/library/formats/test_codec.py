@@ -144,9 +144,8 @@ def test_encode_is_the_definitions(fmt, extra):
     x = inputs(fmt, extra)
     assert codec.encode_finite(x, fmt, None, extra).dtype == torch.int32
     for draws in (None, *turning_draws(x, fmt, extra)):
-        np.testing.assert_array_equal(
-            codec.encode_finite(x, fmt, draws, extra).numpy(), expected_codes(x, fmt, extra, draws)
-        )
+        found = codec.encode_finite(x, fmt, draws, extra).numpy()
+        np.testing.assert_array_equal(found, expected_codes(x, fmt, extra, draws))
     positive = x.abs()
     expected = expected_codes(positive, fmt, extra, None)
     np.testing.assert_array_equal(codec.encode_magnitude(positive, fmt, None, extra).numpy(), expected)

@@ -114,12 +114,10 @@ def test_defaults_follow_from_the_widths_and_named_formats_have_their_names():
         assert fmt.name == name
 
 
-def test_frozen_hashable_and_four_fields():
+def test_frozen_and_hashable():
     fmt = read("E4M3")
-    assert [field.name for field in dataclasses.fields(fmt)] == ["exponent_bits", "mantissa_bits", "bias", "layout"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         fmt.bias = 8
-    assert fmt == fm.FloatFormat(4, 3)
     assert hash(fmt) == hash(fm.FloatFormat(4, 3))
     assert len({*ALL.values()}) == len(ALL)
     assert fmt != fm.FloatFormat(4, 3, bias=8)

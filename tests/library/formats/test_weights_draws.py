@@ -100,6 +100,7 @@ def test_what_is_made_of_the_model_keeps_them(storage):
     ours, theirs = (stepped(each, lambda p: geoopt.optim.RiemannianSGD(p, lr=1e-3)) for each in (again, net))
     assert ours == theirs
     if storage == "fp8":
+        assert net[0].weight.clone().draws == through_disk(net[0].weight).draws == "dither"
         net.load_state_dict(dict(fm.exported_state_dict(net)[0]))  # codes of another library leave the layer's own
         assert owned(net) == ["dither"] * 2
 

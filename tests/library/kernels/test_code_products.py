@@ -49,7 +49,7 @@ def passes(net, x, g, call=None):
     x = x.detach().clone().requires_grad_()
     for p in net.parameters():
         p.grad = None
-    y = (call or net)(x)
+    y = (net if call is None else call)(x)
     y.backward(g)
     return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
 

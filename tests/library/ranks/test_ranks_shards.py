@@ -236,10 +236,8 @@ def refusals():
     columns = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)])
     blocks = nn.Module()
     blocks.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
-    ours, one_process = (
-        "only the optimizers of fp8manifold.optim",
-        "sharded, and this model is not: save the state with",
-    )
+    ours = "only the optimizers of fp8manifold.optim"
+    one_process = "sharded, and this model is not: save the state with"
     calls = [
         (lambda: nn.init.zeros_(weight), ours),
         (torch.no_grad()(lambda: weight.add_(1.0)), ours),
@@ -255,10 +253,7 @@ def refusals():
         (lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1), "HSDP"),
         (lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1), "tensor parallelism"),
         (lambda: fully_shard(blocks, mesh=mesh), "granularity='tensor'"),
-        (
-            lambda: fm.distributed.rows_of(torch.zeros(3, 64), weight),
-            r"^whole has shape \(3, 64\): 22 rows are needed$",
-        ),
+        (lambda: fm.distributed.rows_of(batch(0)[:3], weight), r"^whole has shape \(3, 64\): 22 rows are needed$"),
     ]
     for call, pattern in calls:
         said = refusal(call)
