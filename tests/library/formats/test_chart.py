@@ -22,28 +22,14 @@ named = each("fmt", NAMED.values(), ids=NAMED)
 every = each("fmt", ALL.values(), ids=ALL)
 
 
-def dtypes(fmt):
-    return [torch.float64, torch.float32, torch.bfloat16] + [torch.float16] * float16_holds(fmt)
-
-
-def grid(fmt, dtype):
-    codes = range(reference.max_code(fmt) + 1)
-    values = torch.tensor([float(reference.magnitude(m, fmt)) for m in codes], dtype=torch.float64)
-    signed = torch.tensor(codes, dtype=torch.float64)
-    return torch.cat([-values, values]).to(dtype), torch.cat([-signed, signed]).to(dtype)
-
-
-def criticals(fmt):
-    return torch.from_numpy(critical(fmt)).float(), torch.from_numpy(critical64(fmt))
-
-
 @every
 def test_ulp_is_the_gap_to_the_next_value_and_the_chart_of_a_grid_point_its_signed_code(fmt, compare_bits):
     """At every code, away from zero; at the top, the gap to the code that would come next."""
-    codes = range(reference.max_code(fmt) + 1)
-    gaps = np.array([float(reference.magnitude(m + 1, fmt) - reference.magnitude(m, fmt)) for m in codes])
-    for dtype in dtypes(fmt):
-        values, codes = grid(fmt, dtype)
+    upward = torch.arange(reference.max_code(fmt) + 2, dtype=torch.float64)
+    magnitudes = torch.tensor([float(reference.magnitude(int(m), fmt)) for m in upward], dtype=torch.float64)
+    gaps, upward, magnitudes = magnitudes.diff().numpy(), upward[:-1], magnitudes[:-1]
+    for dtype in [torch.float64, torch.float32, torch.bfloat16] + [torch.float16] * float16_holds(fmt):
+        values, codes = (torch.cat([-x, x]).to(dtype) for x in (magnitudes, upward))
         compare_bits(fm.ulp(values, fmt), np.concatenate([gaps, gaps]), values, fmt.name)
         compare_bits(fm.to_chart(values, fmt), codes.double().numpy(), values, fmt.name)
         compare_bits(fm.from_chart(codes, fmt), values.double().numpy(), codes, fmt.name)
@@ -55,7 +41,7 @@ def test_ulp_and_chart_are_the_definition(fmt, compare_bits):
 
     Exact values are rounded to float64, and on to float32, over which float64 has 29 bits to spare.
     """
-    for x in criticals(fmt):
+    for x in (torch.from_numpy(critical(fmt)).float(), torch.from_numpy(critical64(fmt))):
         expected = [reference.ulp(min(abs(v), fmt.max), fmt) if v == v else math.nan for v in x.tolist()]
         compare_bits(fm.ulp(x, fmt), np.array([float(v) for v in expected]), x, fmt.name)
         x = x[x.abs() <= fmt.max]

@@ -133,7 +133,7 @@ def faults(built):
 
 
 def wide(way, built):
-    """How many loads (ld) or stores (st) are of 16 bytes."""
+    """The number of loads (ld) or stores (st) of 16 bytes."""
     return len(re.findall(rf"{way}\.global\S*\.v4\.b32", built.ptx))
 
 
