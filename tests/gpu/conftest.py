@@ -1,6 +1,12 @@
 """Warnings of torch's own on a card, in every test of this folder: of its profiler, its graphs and its compiler."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+LIBRARY = Path(__file__).parents[1] / "library"
+sys.path[:0] = map(str, (LIBRARY, LIBRARY / "kernels"))  # tests import from those of the library
 
 WARNINGS = (
     "ignore:Warning. Profiler clears events:UserWarning",
@@ -10,7 +16,7 @@ WARNINGS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name == "gpu":
             for warning in WARNINGS:

@@ -1,13 +1,12 @@
 """Models and optimizers on a card beside the same on the CPU; skipped where there is none."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from optimizer_cases import frozen, normal, take_steps
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -17,24 +16,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 CARD = torch.device("cuda")
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def parts(x: Any) -> Any:
-    """Everything that is stored, on the CPU, with tensors as their bytes."""
-    if isinstance(x, fm.FP8Tensor):
-        return [parts(part) for part in (x.codes, x.scale, x.counter)]
-    if isinstance(x, Tensor):
-        return str(x.dtype), tuple(x.shape), x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
-    if isinstance(x, dict):
-        return {key: parts(value) for key, value in x.items()}
-    return [parts(value) for value in x] if isinstance(x, list | tuple) else x
-
-
-def parameters(device: torch.device) -> list[nn.Parameter]:
+def parameters(device):
     """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary floats."""
-    made: list[Any] = [
+    made = [
         fm.FP8Parameter(normal(24, 256, seed=1) * 0.1, "E4M3", seed=1),
         fm.FP8Parameter(normal(6, 64, seed=2) * 0.1, "E2M5", granularity="block", seed=2, draws="dither"),
         fm.FP8Parameter(normal(300, seed=3) * 0.1, "E5M2", granularity="tensor", seed=3),
@@ -43,12 +27,7 @@ def parameters(device: torch.device) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().to(device)) for p in made]
 
 
-def put_gradients(some: list[nn.Parameter], step: int) -> None:
-    for i, p in enumerate(some):
-        p.grad = normal(*p.shape, seed=10 * step + i).to(p.device)
-
-
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
     "AdamW residual8": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual8"),
     "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
@@ -61,52 +40,46 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
     if "eager" in kind:  # as where there are no kernels
         monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     ours, there = parameters(torch.device("cpu")), parameters(CARD)
     made = [KINDS[kind](some) for some in (ours, there)]
-    for step in range(4):
-        for optimizer, some in zip(made, (ours, there), strict=True):
-            put_gradients(some, step)
-            optimizer.step()
+    take_steps(made, (ours, there), range(4))
     exact = ours[:3] if kind == "RiemannianAdam" else ours  # floats go by torch's operators, which contract there
     for i, (p, q) in enumerate(zip(exact, there, strict=False)):
-        assert parts(p) == parts(q), f"parameter {i}"
-        assert parts(made[0].state[p]) == parts(made[1].state[q])
+        assert frozen(p) == frozen(q), f"parameter {i}"
+        assert frozen(made[0].state[p]) == frozen(made[1].state[q])
     torch.testing.assert_close(there[3].cpu(), ours[3], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_muon_goes_the_way_of_the_cpus(moments: Any) -> None:
+def test_muon_goes_the_way_of_the_cpus(moments):
     """Its products are of other precision, so not to the bit: within a spacing of the format, and on average closer."""
     ours, there = ([fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2))
-    there = [nn.Parameter(p.detach().to(CARD)) for p in there]  # type: ignore[misc]
+    there = [nn.Parameter(p.detach().to(CARD)) for p in there]
     for some in (ours, there):
-        optimizer = optim.StiffnessMuon(some, lr=0.02, moments=moments)
-        for step in range(3):
-            put_gradients(some, step)  # type: ignore[arg-type]
-            optimizer.step()
+        take_steps([optim.StiffnessMuon(some, lr=0.02, moments=moments)], [some], range(3))
     begun = fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1).dequantize()
-    one, other = ours[0].dequantize() - begun, there[0].dequantize().cpu() - begun  # type: ignore[attr-defined]
+    one, other = ours[0].dequantize() - begun, there[0].dequantize().cpu() - begun
     assert float(nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) > 0.95
     assert 0.9 < float(one.norm() / other.norm()) < 1.1
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 32))
     return fm.quantize_model(net, "E4M3", storage="fp8", seed=1)
 
 
-def losses(model: nn.Module, optimizer: Any, steps: int, *, autocast: bool = True) -> list[float]:
+def losses(model, optimizer, steps):
     found = []
     device = next(model.parameters()).device
     for step in range(steps):
-        x, y = normal(128, 64, seed=step).to(device), normal(128, 64, seed=step)[:, :32].to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            loss = nn.functional.mse_loss(model(x).float(), y)
+        x = normal(128, 64, seed=step).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = nn.functional.mse_loss(model(x).float(), x[:, :32])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -115,7 +88,7 @@ def losses(model: nn.Module, optimizer: Any, steps: int, *, autocast: bool = Tru
 
 
 @pytest.mark.parametrize("compiled", [False, "default", "reduce-overhead"])
-def test_a_model_learns(compiled: Any) -> None:
+def test_a_model_learns(compiled):
     model = network().to(CARD)
     forward = torch.compile(model, mode=compiled) if compiled else model
     found = losses(forward, optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit"), 60)
@@ -123,7 +96,7 @@ def test_a_model_learns(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize(("here", "there"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here: str, there: str) -> None:
+def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here, there):
     model = network().to(here)
     optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit", writeback="residual8")
     losses(model, optimizer, 5)
@@ -134,23 +107,23 @@ def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here: str, there:
     resumed.load_state_dict(kept[1])
     for step in range(3):  # one at a gradient that is not finite
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
-            assert parts(p) == parts(q)
+            assert frozen(p) == frozen(q)
             gradient = normal(*p.shape, seed=7 + step) * (torch.nan if step == 1 else 1.0)
             p.grad, q.grad = gradient.to(here), gradient.to(there)
         optimizer.step()
         resumed.step()
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert parts(p) == parts(q)
+        assert frozen(p) == frozen(q)
         assert resumed.state[q]["step"].device.type == there
-    assert parts(optimizer.state_dict()["state"]) == parts(resumed.state_dict()["state"])
+    assert frozen(optimizer.state_dict()["state"]) == frozen(resumed.state_dict()["state"])
 
 
-def test_training_makes_no_wait() -> None:
+def test_training_makes_no_wait():
     model = network().to(CARD)
     optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit")
     x = normal(128, 64, seed=1).to(CARD)
 
-    def train() -> None:
+    def train():
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(x).float().square().mean()
         loss.backward()
@@ -166,12 +139,12 @@ def test_training_makes_no_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_steps_in_backward_leave_the_bits_of_a_step() -> None:
+def test_steps_in_backward_leave_the_bits_of_a_step():
     found = []
     for way in ("step", "in backward"):
         model = network().to(CARD)
         make = partial(optim.StiffnessAdamW, lr=3e-3, moments="8bit", writeback="stochastic")
-        optimizer: Any = make(model.parameters())
+        optimizer = make(model.parameters())
         handle = optim.step_in_backward(optimizer) if way == "in backward" else None
         for step in range(4):
             loss = model(normal(128, 64, seed=step).to(CARD)).square().mean()
@@ -182,42 +155,26 @@ def test_steps_in_backward_leave_the_bits_of_a_step() -> None:
         if handle is not None:
             handle.remove()
         torch.cuda.synchronize()
-        found.append([parts(p) for p in model.parameters()])
+        found.append([frozen(p) for p in model.parameters()])
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cards_fp8_products(granularity: Any, dtype: torch.dtype) -> None:
-    """Beside the sum of the same rounded numbers in float64."""
-    a, b = normal(64, 128, seed=1), normal(128, 96, seed=2)
-    options: Any = {"granularity": granularity, "out_dtype": dtype}
-    expected = fm.ops.fp8_mm(a.double(), b.double(), granularity=granularity)
-    on_card = [x.to(CARD).requires_grad_() for x in (a, b)]
-    product = fm.ops.fp8_mm(*on_card, **options)
-    assert product.dtype is dtype
-    error = (product.detach().cpu().double() - expected).norm() / expected.norm()
-    assert error < (5e-3 if dtype is torch.bfloat16 else 1e-3)
-    product.float().square().sum().backward()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in on_card)
-
-
 @pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E2M5", "E7M0"])
-def test_tensors_round_print_and_travel(fmt: str) -> None:
+def test_tensors_round_print_and_travel(fmt):
     here = fm.FP8Parameter(normal(8, 64, seed=1), fmt, seed=1)
     there = nn.Parameter(here.detach().to(CARD))
-    assert parts(there) == parts(here)
-    assert parts(there.cpu()) == parts(here.detach())
-    assert torch.equal(there.dequantize().cpu(), here.dequantize())  # type: ignore[attr-defined]
+    assert frozen(there) == frozen(here)
+    assert frozen(there.cpu()) == frozen(here.detach())
+    assert torch.equal(there.dequantize().cpu(), here.dequantize())
     assert fmt in repr(there)
     with torch.no_grad():
         for p in (here, there):
             p.copy_(normal(8, 64, seed=2).to(p.device))
             p.mul_(1.1)
-    assert parts(there) == parts(here)
+    assert frozen(there) == frozen(here)
 
 
-def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
+def test_a_graphed_training_step_has_the_bits_of_calls():
     """A small model, under a schedule, over a refresh of S_ref."""
     found = []
     for graphed in (False, True):
@@ -226,7 +183,7 @@ def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
         model = fm.quantize_model(model, "E4M3", storage="fp8")
         optimizer = optim.StiffnessAdamW(model.parameters(), 1e-2, moments="8bit", refresh_every=8)
 
-        def train_step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+        def train_step(x, model=model, optimizer=optimizer):
             optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(x).float().square().mean()
@@ -234,11 +191,11 @@ def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
             optimizer.step()
             return loss
 
-        step: Any = optim.graphed(train_step, optimizer) if graphed else train_step
+        step = optim.graphed(train_step, optimizer) if graphed else train_step
         losses = []
         for i in range(20):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i % 3)
             losses.append(float(step(normal(32, 64, seed=i).to(CARD))))
-        found.append((losses, parts(list(model.parameters())), parts(optimizer.state_dict()["state"])))
+        found.append((losses, frozen(list(model.parameters())), frozen(optimizer.state_dict()["state"])))
         assert not graphed or (step.recorded == 1 and step.replayed == 17)
     assert found[0] == found[1]

@@ -90,7 +90,7 @@ def put_gradients(parameters: Iterable[Tensor], step: int, size: float = 1.0) ->
     """Gradients that depend on the step and on nothing else."""
     for i, p in enumerate(parameters):
         if p.requires_grad:
-            p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.dtype)
+            p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.device, p.dtype)
 
 
 def step_from(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:

@@ -61,7 +61,7 @@ def train_on(net: nn.Module, optimizer: Any, x: Tensor) -> None:
 def refusal(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
         return str(error)
     return ""
 

@@ -7,28 +7,16 @@ import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, random_float32, random_in_range
 from laws import each
-from numpy.typing import NDArray
 from tables import mirrored
 
 import fp8manifold as fm
-from fp8manifold._numerics.codec import (
-    decode_bits,
-    decode_magnitude,
-    decode_with_ulp,
-    encode_bits,
-    encode_finite,
-    encode_magnitude,
-)
-
-Float64 = NDArray[np.float64]
-Int64 = NDArray[np.int64]
+from fp8manifold._numerics import codec
 
 DRAWS = 1 << 24
 EVERY = NAMED | ODD
 #: All layouts and ends, no mantissa, one exponent bit, short codes, and the lowest and highest bias there are.
 SAMPLE = ("E4M3", "E5M2", "E3M4", "E2M5", "E6M1", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E2M1")
 BIASED = [fmt for fmt in ODD.values() if "_B" in fmt.name]
-COMPILED = ("E4M3", "E5M2FNUZ", "E7M0")
 
 every = each("fmt", EVERY.values(), ids=EVERY)
 sample = each("fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name)
@@ -36,7 +24,7 @@ extra = each("extra", [0, 4, 8])
 
 
 @cache
-def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
+def fine(fmt, extra):
     """With so many more mantissa bits: the values of the codes without a sign, and the step above each; exact."""
     bits = fmt.mantissa_bits + extra
     fields = np.arange((fmt.max_code << extra) + 1) >> bits
@@ -44,41 +32,41 @@ def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
     return np.concatenate([[0.0], np.cumsum(spacings[:-1])]), spacings
 
 
-def expected_codes(x: torch.Tensor, fmt: fm.FloatFormat, extra: int, draws: torch.Tensor | None) -> Int64:
-    """Nearest with ties to even codes, or away from zero where the draw, mirrored below 0, is below the fraction."""
+def split(x, fmt, extra):
+    """The codes below magnitudes that end at the largest, and what fraction of a step is beyond them."""
     values, spacings = fine(fmt, extra)
-    wide = x.double().numpy()
-    a = np.minimum(np.abs(wide), values[-1])
+    a = np.minimum(x.double().abs().numpy(), values[-1])
     code = np.searchsorted(values, a, side="right") - 1
-    fraction = (a - values[code]) / spacings[code]
+    return code, (a - values[code]) / spacings[code]
+
+
+def expected_codes(x, fmt, extra, draws):
+    """Nearest with ties to even codes, or away from zero where the draw, mirrored below 0, is below the fraction."""
+    wide = x.double().numpy()
+    code, fraction = split(x, fmt, extra)
     nearest = (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
     code = code + (nearest if draws is None else mirrored(draws.numpy(), wide) < fraction * DRAWS)
     signed = np.signbit(wide) & (fmt.has_negative_zero | (code > 0))
     return code + signed * (fmt.sign_bit << extra)
 
 
-def turning_draws(x: torch.Tensor, fmt: fm.FloatFormat, extra: int) -> list[torch.Tensor]:
+def turning_draws(x, fmt, extra):
     """On either side of where each element turns, the ends, and random ones."""
-    values, spacings = fine(fmt, extra)
-    a = np.minimum(x.double().abs().numpy(), values[-1])
-    code = np.searchsorted(values, a, side="right") - 1
-    turn = np.ceil((a - values[code]) / spacings[code] * DRAWS)
-    random = np.random.default_rng(5).integers(0, DRAWS, len(a))
-    given = [turn - 1, turn, np.zeros_like(a), np.full_like(a, DRAWS - 1), random]
+    turn = np.ceil(split(x, fmt, extra)[1] * DRAWS)
+    random = np.random.default_rng(5).integers(0, DRAWS, len(turn))
+    given = [turn - 1, turn, np.zeros_like(turn), np.full_like(turn, DRAWS - 1), random]
     wide = x.double().numpy()
     return [torch.from_numpy(mirrored(np.clip(d, 0, DRAWS - 1), wide).astype(np.int32)) for d in given]
 
 
 @cache
-def inputs(fmt: fm.FloatFormat, extra: int = 0) -> torch.Tensor:
-    points = torch.from_numpy(critical(fmt)).float()
-    near = random_in_range(fmt.max, 20_000)
-    patterns = random_float32(40_000)
-    x = torch.cat([points, near, patterns] + ([_between(fmt, extra)] if extra else []))
+def inputs(fmt, extra=0):
+    x = [torch.from_numpy(critical(fmt)).float(), random_in_range(fmt.max, 20_000), random_float32(40_000)]
+    x = torch.cat(x + ([_between(fmt, extra)] if extra else []))
     return x[~x.isnan()]
 
 
-def _between(fmt: fm.FloatFormat, extra: int) -> torch.Tensor:
+def _between(fmt, extra):
     """Fine codes and fine midpoints +-1 float32 ULP, of both signs: all of the lowest and highest, some between."""
     values, spacings = fine(fmt, extra)
     index = np.arange(len(values))
@@ -89,112 +77,110 @@ def _between(fmt: fm.FloatFormat, extra: int) -> torch.Tensor:
     return torch.cat([positive, -positive])
 
 
-def codes_of(fmt: fm.FloatFormat) -> torch.Tensor:
+def codes_of(fmt):
     return torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
 
 
-def same_floats(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_floats(a, b):
     assert a.dtype == b.dtype == torch.float32
     nan = a.isnan() & b.isnan()
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | nan).all())
 
 
-def finite(codes: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
+def finite(codes, fmt):
     return (codes & (fmt.sign_bit - 1)) <= fmt.max_code
 
 
 @every
-def test_decode_is_the_grids(fmt: fm.FloatFormat) -> None:
+def test_decode_is_the_grids(fmt):
     codes = codes_of(fmt)
-    assert same_floats(decode_bits(codes, fmt), fm.decode(codes, fmt))
-    value, ulp = decode_with_ulp(codes, fmt)
+    assert same_floats(codec.decode_bits(codes, fmt), fm.decode(codes, fmt))
+    value, ulp = codec.decode_with_ulp(codes, fmt)
     numbers = finite(codes, fmt) & ~fm.decode(codes, fmt).isnan()
     assert same_floats(value[numbers], fm.decode(codes, fmt)[numbers])
     assert same_floats(ulp[numbers], fm.ulp(fm.decode(codes, fmt), fmt)[numbers])
     magnitudes = codes[: fmt.max_code + 1].int()
-    value, ulp = decode_magnitude(magnitudes, fmt)
+    value, ulp = codec.decode_magnitude(magnitudes, fmt)
     assert same_floats(value, fm.decode(codes, fmt)[: fmt.max_code + 1])
     assert same_floats(ulp, fm.ulp(value, fmt))
 
 
 @every
-def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_largest(fmt: fm.FloatFormat) -> None:
+def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_largest(fmt):
     """But for the one NaN in place of -0, which comes out as the zero that it replaces."""
     codes = codes_of(fmt)
-    special = codes[~finite(codes, fmt)]
-    value, ulp = decode_with_ulp(special, fmt)
+    value, ulp = codec.decode_with_ulp(codes[~finite(codes, fmt)], fmt)
     assert bool((value.abs() > fmt.max).all())
     assert bool(value.isfinite().all())
     assert bool((ulp >= fmt.ulp_max).all())
     if fmt.nan_codes == (fmt.sign_bit,):
-        value, ulp = decode_with_ulp(torch.tensor([fmt.sign_bit], dtype=torch.uint8), fmt)
+        value, ulp = codec.decode_with_ulp(torch.tensor([fmt.sign_bit], dtype=torch.uint8), fmt)
         assert value.item() == 0
         assert ulp.item() == fmt.ulp_min
 
 
 @extra
 @sample
-def test_decode_of_finer_codes(fmt: fm.FloatFormat, extra: int) -> None:
+def test_decode_of_finer_codes(fmt, extra):
     values, spacings = (torch.from_numpy(each).float() for each in fine(fmt, extra))
-    magnitudes = torch.arange(len(values), dtype=torch.int32)
-    for sign in (1, -1):
-        codes = magnitudes if sign == 1 else magnitudes | (fmt.sign_bit << extra)
-        value, ulp = decode_with_ulp(codes, fmt, extra)
+    codes = torch.arange(len(values), dtype=torch.int32)
+    positive, negative = (codec.decode_with_ulp(c, fmt, extra) for c in (codes, codes | (fmt.sign_bit << extra)))
+    for sign, (value, ulp) in ((1, positive), (-1, negative), (1, codec.decode_magnitude(codes, fmt, extra))):
         assert same_floats(value, values * sign)
         assert same_floats(ulp, spacings)
-    value, ulp = decode_magnitude(magnitudes, fmt, extra)
-    assert same_floats(value, values)
-    assert same_floats(ulp, spacings)
 
 
 @every
-def test_encode_is_the_grids(fmt: fm.FloatFormat) -> None:
+def test_encode_is_the_grids(fmt):
     x = inputs(fmt)
-    assert torch.equal(encode_bits(x, fmt), fm.encode(x, fmt))
+    assert torch.equal(codec.encode_bits(x, fmt), fm.encode(x, fmt))
     for draws in turning_draws(x, fmt, 0):
-        assert torch.equal(encode_bits(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws))
+        assert torch.equal(codec.encode_bits(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws))
 
 
 @extra
 @sample
-def test_encode_is_the_definitions(fmt: fm.FloatFormat, extra: int) -> None:
+def test_encode_is_the_definitions(fmt, extra):
     x = inputs(fmt, extra)
-    codes = encode_finite(x, fmt, None, extra)
-    assert codes.dtype == torch.int32
-    np.testing.assert_array_equal(codes.numpy(), expected_codes(x, fmt, extra, None))
-    for draws in turning_draws(x, fmt, extra):
-        np.testing.assert_array_equal(encode_finite(x, fmt, draws, extra).numpy(), expected_codes(x, fmt, extra, draws))
+    assert codec.encode_finite(x, fmt, None, extra).dtype == torch.int32
+    for draws in (None, *turning_draws(x, fmt, extra)):
+        found = codec.encode_finite(x, fmt, draws, extra).numpy()
+        np.testing.assert_array_equal(found, expected_codes(x, fmt, extra, draws))
     positive = x.abs()
     expected = expected_codes(positive, fmt, extra, None)
-    np.testing.assert_array_equal(encode_magnitude(positive, fmt, None, extra).numpy(), expected)
+    np.testing.assert_array_equal(codec.encode_magnitude(positive, fmt, None, extra).numpy(), expected)
 
 
 @every
-def test_nan(fmt: fm.FloatFormat) -> None:
+def test_nan(fmt):
     """Both signs, quiet and signalling: the format's code, or left to the caller where there is none."""
     patterns = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF], dtype=torch.int32)
     x = patterns.view(torch.float32)
     if fmt.nan_code is None:
-        assert encode_bits(x, fmt).dtype == torch.uint8
+        assert codec.encode_bits(x, fmt).dtype == torch.uint8
         with pytest.raises(ValueError, match="no code for NaN"):
             fm.encode(x, fmt)
         return
-    assert encode_bits(x, fmt).tolist() == [fmt.nan_code] * 4
-    assert encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
+    assert codec.encode_bits(x, fmt).tolist() == [fmt.nan_code] * 4
+    assert codec.encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
 
 
-def compiled_agrees(fmt: fm.FloatFormat) -> None:
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic")
+@pytest.mark.usefixtures("cpp_compiler")
+@each("name", ["E4M3", "E5M2FNUZ", "E7M0"])
+def test_compiled(name):
     """One graph of everything, over two lengths: the bits of eager code."""
+    fmt = EVERY[name]
 
-    def everything(codes: torch.Tensor, x: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def everything(codes, x, draws):
         return (
-            decode_bits(codes, fmt),
-            *decode_with_ulp(codes, fmt),
-            encode_bits(x, fmt),
-            encode_bits(x, fmt, draws),
-            encode_finite(x, fmt, draws, 4),
-            encode_finite(x, fmt, None, 8),
-            *decode_with_ulp(encode_finite(x, fmt, draws, 8), fmt, 8),
+            codec.decode_bits(codes, fmt),
+            *codec.decode_with_ulp(codes, fmt),
+            codec.encode_bits(x, fmt),
+            codec.encode_bits(x, fmt, draws),
+            codec.encode_finite(x, fmt, draws, 4),
+            codec.encode_finite(x, fmt, None, 8),
+            *codec.decode_with_ulp(codec.encode_finite(x, fmt, draws, 8), fmt, 8),
         )
 
     torch._dynamo.reset()
@@ -204,12 +190,4 @@ def compiled_agrees(fmt: fm.FloatFormat) -> None:
         for draws in turning_draws(x, fmt, 4):
             for ours, eager in zip(function(codes, x, draws), everything(codes, x, draws), strict=True):
                 assert ours.dtype == eager.dtype
-                same = same_floats(ours, eager) if ours.is_floating_point() else torch.equal(ours, eager)
-                assert same
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic")
-@pytest.mark.usefixtures("cpp_compiler")
-@each("name", COMPILED)
-def test_compiled(name: str) -> None:
-    compiled_agrees(EVERY[name])
+                assert same_floats(ours, eager) if ours.is_floating_point() else torch.equal(ours, eager)

@@ -18,12 +18,12 @@ ALL = NAMED | ODD
 every = each("fmt", ALL.values(), ids=ALL)
 
 
-def read(name: str) -> fm.FloatFormat:
+def read(name):
     return fm.FloatFormat.from_string(name)
 
 
 @each("name", GFLOAT)
-def test_equals_gfloat(name: str) -> None:
+def test_equals_gfloat(name):
     fmt, info = read(name), GFLOAT[name]
     assert (fmt.bits, fmt.bias, fmt.mantissa_bits + 1) == (info.k, info.bias, info.precision)
     assert fmt.has_negative_zero == info.has_nz
@@ -35,7 +35,7 @@ def test_equals_gfloat(name: str) -> None:
 
 
 @every
-def test_derived_facts_follow_from_the_codes(fmt: fm.FloatFormat) -> None:
+def test_derived_facts_follow_from_the_codes(fmt):
     values = finite_values(fmt)
     positive = sorted(v for v in values if v > 0)
     gaps = [high - low for low, high in zip([0.0, *positive], positive, strict=False)]
@@ -51,7 +51,7 @@ def test_derived_facts_follow_from_the_codes(fmt: fm.FloatFormat) -> None:
 
 
 @every
-def test_names_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
+def test_names_codes_and_values_are_the_oracles(fmt):
     assert [str(v) for v in fmt.values] == [str(v) for v in finite_values(fmt)]
     decoded = [str(fmt.decode_code(code)) for code in range(1 << fmt.bits)]
     assert decoded == [str(reference.decode(code, fmt)) for code in range(1 << fmt.bits)]
@@ -65,28 +65,16 @@ def test_names_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
 @each(
     ("text", "fields"),
     [
-        ("e4m3", (4, 3, 7, "fn")),
-        ("E4M3FN", (4, 3, 7, "fn")),
-        ("e4m3fnuz", (4, 3, 8, "fnuz")),
-        ("E4M3IEEE", (4, 3, 7, "ieee")),
-        ("E4M3FINITE", (4, 3, 7, "finite")),
-        ("E3M4IEEE", (3, 4, 3, "ieee")),
-        ("E3M4", (3, 4, 3, "ieee")),
-        ("E3M4FNUZ", (3, 4, 4, "fnuz")),
-        ("E5M2FN", (5, 2, 15, "fn")),
-        ("E1M6FINITE", (1, 6, 0, "finite")),
-        ("E1M6IEEE", (1, 6, 0, "ieee")),
-        ("E3M3", (3, 3, 3, "finite")),
-        ("E1M0", (1, 0, 0, "finite")),
-        ("E2M0", (2, 0, 1, "finite")),
-        ("E5M1", (5, 1, 15, "finite")),
-        ("E1M5", (1, 5, 0, "finite")),
-        ("p3109_8p7", (1, 6, 1, "p3109e")),
-        ("P3109_8P7F", (1, 6, 1, "p3109f")),
+        *[("e4m3", (4, 3, 7, "fn")), ("E4M3FN", (4, 3, 7, "fn")), ("e4m3fnuz", (4, 3, 8, "fnuz"))],
+        *[("E4M3IEEE", (4, 3, 7, "ieee")), ("E4M3FINITE", (4, 3, 7, "finite")), ("E3M4IEEE", (3, 4, 3, "ieee"))],
+        *[("E3M4", (3, 4, 3, "ieee")), ("E3M4FNUZ", (3, 4, 4, "fnuz")), ("E5M2FN", (5, 2, 15, "fn"))],
+        *[("E1M6FINITE", (1, 6, 0, "finite")), ("E1M6IEEE", (1, 6, 0, "ieee")), ("E3M3", (3, 3, 3, "finite"))],
+        *[("E1M0", (1, 0, 0, "finite")), ("E2M0", (2, 0, 1, "finite")), ("E5M1", (5, 1, 15, "finite"))],
+        *[("E1M5", (1, 5, 0, "finite")), ("p3109_8p7", (1, 6, 1, "p3109e")), ("P3109_8P7F", (1, 6, 1, "p3109f"))],
         ("P3109_8p1f", (7, 0, 64, "p3109f")),
     ],
 )
-def test_from_string(text: str, fields: tuple[int, int, int, str]) -> None:
+def test_from_string(text, fields):
     fmt = read(text)
     assert (fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.layout) == fields
 
@@ -96,34 +84,27 @@ TOO_WIDE = ["E8M0", "E0M7", "E0M0", "E4M4", "E5M3", "E99M99", "P3109_8P8", "P310
 
 
 @each("text", BAD_NAMES + TOO_WIDE)
-def test_bad_names_are_refused_with_all_that_helps(text: str) -> None:
+def test_bad_names_are_refused_with_all_that_helps(text):
     with pytest.raises(ValueError, match="ExMy") as caught:
         read(text)
     message = str(caught.value)
-    assert repr(text) in message
     assert "\n" not in message
     assert message.startswith(f"unknown float format {text!r}; did you mean ")
     assert all(part in message for part in ("FNUZ", "FINITE", "P3109_8P1 to P3109_8P7"))
     assert len(message) < 250
 
 
-#: letters of a name that is too long which an error repeats
-LONGEST = 40
-
-
 @given(st.text(max_size=12) | st.from_regex(r"[eE]\d{0,3}[mM]\d{0,3}\w{0,4}") | st.from_regex(r"[pP]3109_\w{0,4}"))
-def test_any_text_is_read_or_refused_with_a_value_error(text: str) -> None:
+def test_any_text_is_read_or_refused_with_a_value_error(text):
     try:
-        fmt = read(text)
+        fmt, message = read(text), ""
     except ValueError as error:
-        message, fmt = str(error), None
-    if fmt is None:  # a long text is cut
-        assert repr(text) in message or repr(f"{text[:LONGEST]}...") in message
-    else:
-        assert read(fmt.name) == fmt
+        fmt, message = None, str(error)
+    cut = repr(f"{text[:40]}...")  # of a long text
+    assert read(fmt.name) == fmt if fmt else repr(text) in message or cut in message
 
 
-def test_defaults_follow_from_the_widths_and_named_formats_have_their_names() -> None:
+def test_defaults_follow_from_the_widths_and_named_formats_have_their_names():
     for e in range(1, 8):
         for m in range(8 - e):
             assert fm.FloatFormat(e, m) == read(f"E{e}M{m}")
@@ -133,12 +114,10 @@ def test_defaults_follow_from_the_widths_and_named_formats_have_their_names() ->
         assert fmt.name == name
 
 
-def test_frozen_hashable_and_four_fields() -> None:
+def test_frozen_and_hashable():
     fmt = read("E4M3")
-    assert [field.name for field in dataclasses.fields(fmt)] == ["exponent_bits", "mantissa_bits", "bias", "layout"]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        fmt.bias = 8  # type: ignore[misc]
-    assert fmt == fm.FloatFormat(4, 3)
+        fmt.bias = 8
     assert hash(fmt) == hash(fm.FloatFormat(4, 3))
     assert len({*ALL.values()}) == len(ALL)
     assert fmt != fm.FloatFormat(4, 3, bias=8)

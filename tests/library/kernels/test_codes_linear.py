@@ -2,13 +2,12 @@
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from laws import each
 from optimizer_cases import normal
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold._encoded.dispatch import FLOAT8
@@ -16,13 +15,13 @@ from fp8manifold.formats import as_format
 from fp8manifold.nn import _products
 
 
-def layer(features: int, dtype: torch.dtype, *, bias: bool, granularity: Any = "channel") -> nn.Module:
+def layer(features, dtype, *, bias, granularity="channel"):
     linear = nn.Linear(features, 48, bias=bias)
     linear.weight.data = normal(48, features, seed=1, std=0.1)
     return fm.quantize_model(nn.Sequential(linear.to(dtype)), "E4M3", storage="fp8", granularity=granularity, seed=1)
 
 
-def passes(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
+def passes(model, x, *, autocast):
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
         y = model(x)
@@ -31,8 +30,8 @@ def passes(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
 
 
 @pytest.fixture
-def dispatched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def dispatched(monkeypatch):
+    def call(function, *args, **kwargs):
         with monkeypatch.context() as patch:
             patch.setattr(_products, "_is_simple", lambda x, weight: False)
             return function(*args, **kwargs)
@@ -40,26 +39,24 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
+def same(ours, theirs):
+    assert [x.dtype for x in ours] == [x.dtype for x in theirs]
+    assert all(map(torch.equal, ours, theirs))
+
+
 @each("autocast", [False, True])
 @each("bias", [True, False])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("shape", [(5, 32), (1, 32), (2, 7, 64), (12, 64, 96), (0, 32), (32,)])
-def test_the_bits_are_those_of_the_dispatcher(
-    shape: tuple[int, ...], dtype: torch.dtype, bias: bool, autocast: bool, dispatched: Any
-) -> None:
-    model = layer(shape[-1], dtype, bias=bias)
-    other = copy.deepcopy(model)
-    x = normal(*shape, seed=2).to(dtype)
-    ours = passes(model, x, autocast=autocast)
-    expected = dispatched(passes, other, x, autocast=autocast)
-    for a, b in zip(ours, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+def test_the_bits_are_those_of_the_dispatcher(shape, dtype, bias, autocast, dispatched):
+    model, x = layer(shape[-1], dtype, bias=bias), normal(*shape, seed=2).to(dtype)
+    expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
+    same(passes(model, x, autocast=autocast), expected)
 
 
-def test_autograd_keeps_the_codes_and_sees_them_change() -> None:
+def test_autograd_keeps_the_codes_and_sees_them_change():
     model = layer(64, torch.float32, bias=True)
-    kept: list[Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         model(normal(4, 64))
     assert [x for x in kept if x.shape == (48, 64) and not isinstance(x, fm.FP8Tensor)] == []
@@ -70,8 +67,8 @@ def test_autograd_keeps_the_codes_and_sees_them_change() -> None:
         loss.backward()
 
 
-def test_second_derivatives_have_the_weight_in_them(dispatched: Any) -> None:
-    def second(model: nn.Module) -> Tensor:
+def test_second_derivatives_have_the_weight_in_them(dispatched):
+    def second(model):
         x = normal(3, 64, seed=2).requires_grad_()
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
@@ -81,7 +78,7 @@ def test_second_derivatives_have_the_weight_in_them(dispatched: Any) -> None:
     assert torch.allclose(second(model), dispatched(second, copy.deepcopy(model)))
 
 
-def test_who_looks_on_sees_torchs_operator() -> None:
+def test_who_looks_on_sees_torchs_operator():
     """Transforms and forward mode have their own ways through the dispatcher."""
     model, x = layer(64, torch.float32, bias=True), normal(3, 64, seed=2)
     plain = model(x)
@@ -92,22 +89,21 @@ def test_who_looks_on_sees_torchs_operator() -> None:
     assert torch.allclose(tangent, model[0].weight.dequantize().sum(1).expand(3, -1), atol=1e-5)
 
 
-def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_card(monkeypatch):
     monkeypatch.setattr(_products, "is_on_card", lambda x: True)
 
 
-def every_code(name: str, scale: Tensor) -> fm.FP8Parameter:
+def every_code(name, scale):
     """All codes that are not infinite, NaN among them, a row for each scale."""
     fmt = as_format(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
     if fmt.inf_code is not None:
         codes = codes[(codes & (fmt.sign_bit - 1)) != fmt.inf_code]
-    rows = scale.numel()
-    return fm.FP8Parameter(fm.FP8Tensor.from_codes(codes.repeat(rows, 1), scale, fmt))
+    return fm.FP8Parameter(fm.FP8Tensor.from_codes(codes.repeat(scale.numel(), 1), scale, fmt))
 
 
 @pytest.mark.parametrize("name", [fmt.name for fmt in FLOAT8])
-def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch):
     """Scales of the whole range, powers of two and between them, one a row or one in all; but for NaN's own bits."""
     every = torch.exp2(torch.arange(-126.0, 128.0, dtype=torch.float64)).float()
     every = torch.cat((every, every[:-1] * 1.3))
@@ -124,24 +120,19 @@ def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name: str, monkey
 @each("card", [False, True])
 @each("granularity", ["tensor", "channel", "block", "square"])
 @each("name", fm.NAMED_FORMATS)
-def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
-    name: str, granularity: Any, card: bool, dispatched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_format_and_scale_has_the_bits_of_the_dispatcher(name, granularity, card, dispatched, monkeypatch):
     for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         linear = nn.Linear(160, 144, dtype=dtype)
         model = fm.quantize_model(nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1)
-        other, x = copy.deepcopy(model), normal(3, 160, seed=2).to(dtype)
-        expected = dispatched(passes, other, x, autocast=autocast)
+        x = normal(3, 160, seed=2).to(dtype)
+        expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
         with monkeypatch.context() as patch:
             if card:
                 on_a_card(patch)
-            found = passes(model, x, autocast=autocast)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs)
+            same(passes(model, x, autocast=autocast), expected)
 
 
-def test_a_bias_of_another_dtype_is_refused_but_under_autocast() -> None:
+def test_a_bias_of_another_dtype_is_refused_but_under_autocast():
     model = layer(32, torch.bfloat16, bias=True)
     model[0].bias = nn.Parameter(model[0].bias.detach().double())
     x = normal(3, 32).bfloat16()
@@ -152,21 +143,20 @@ def test_a_bias_of_another_dtype_is_refused_but_under_autocast() -> None:
 
 
 @each("operand", ["activation", "weight"])
-def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand: str) -> None:
+def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand):
     found = {}
     for storage, gradient in (("fp8", None), ("fp8", {operand: "E5M2"}), ("grid", {operand: "E5M2"})):
         torch.manual_seed(0)
         spec = fm.LayerSpec("E4M3", gradient=gradient)
-        model = fm.quantize_model(nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1)  # type: ignore[arg-type]
+        model = fm.quantize_model(nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1)
         found[storage, gradient is None] = passes(model, normal(4, 32, seed=2), autocast=False)[1:3]
-    ours, grid, bare = found["fp8", False], found["grid", False], found["fp8", True]
-    assert all(torch.equal(a, b) for a, b in zip(ours, grid, strict=True))
-    changed = ours[0] if operand == "activation" else ours[1]
-    assert not torch.equal(changed, bare[0] if operand == "activation" else bare[1])
+    same(found["fp8", False], found["grid", False])
+    changed = ["activation", "weight"].index(operand)
+    assert not torch.equal(found["fp8", False][changed], found["fp8", True][changed])
 
 
-def test_compiled_code_serves_other_seeds_and_no_other_traits() -> None:
-    def facts(fmt: str = "E4M3", **options: Any) -> Any:
+def test_compiled_code_serves_other_seeds_and_no_other_traits():
+    def facts(fmt="E4M3", **options):
         return fm.FP8Tensor(normal(32, 32), fmt, **{"seed": 1, **options}).__tensor_flatten__()[1]
 
     serves = fm.FP8Tensor.__metadata_guard__
@@ -175,10 +165,10 @@ def test_compiled_code_serves_other_seeds_and_no_other_traits() -> None:
     assert not any(serves(facts(), other) for other in others)
 
 
-def test_a_stale_cast_is_not_flattened() -> None:
+def test_a_stale_cast_is_not_flattened():
     w = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1)
     with torch.autocast("cpu", torch.bfloat16):
-        cast: Any = w.to(torch.bfloat16)
+        cast = w.to(torch.bfloat16)
     w.set_scale_(1.0)
     with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
         cast.__tensor_flatten__()

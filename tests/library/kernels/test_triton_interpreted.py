@@ -31,7 +31,7 @@ SESSIONS = {
 }
 
 
-def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> tuple[int, str, dict[str, int]]:
+def run(*arguments, package=PACKAGE, interpreted=True):
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
     path = [str(package.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
@@ -45,7 +45,7 @@ def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> t
 
 
 @pytest.mark.parametrize("file", SESSIONS)
-def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file: str) -> None:
+def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file):
     """Every optimizer, write-back and kind of average; a covering set of formats, shapes, dtypes and storages."""
     which, counted, least = SESSIONS[file]
     code, output, counts = run(str(HERE / file), "-k", which)
@@ -55,7 +55,7 @@ def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file: str) -> No
 
 
 @pytest.mark.slow
-def test_the_matrix() -> None:
+def test_the_matrix():
     both = (str(HERE / "optim" / "test_step_oracle.py"), str(HERE / "triton_cases.py"))
     for marked in ("not slow", "slow"):
         code, output, _ = run(*both, "-k", "native or triton_cases", "-m", marked)

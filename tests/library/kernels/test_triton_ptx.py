@@ -12,17 +12,15 @@ import operator
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from fp8manifold import _triton
 from fp8manifold._triton import launch, whole
-from fp8manifold._triton.kinds import KernelSpec, Tile, as_constants, format_of, widening_of
+from fp8manifold._triton.kinds import Tile, as_constants, format_of, widening_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -38,14 +36,15 @@ THREADS, ELEMENTS = 128, 2048
 #: sizes that 16 divides
 WIDE = ("length", "numel", "height", "width", "stride")
 #: by name: write-back, moments, tile
-STEPS: dict[str, tuple[str, str, Tile]] = {
+STEPS = {
     "stochastic, 8-bit moments": ("stochastic", "8bit", Tile(8, 256, 256, "row", True)),
     "residual8, 8-bit moments": ("residual8", "8bit", Tile(8, 256, 256, "row", True)),
     "nearest, 8-bit moments": ("nearest", "8bit", Tile(8, 256, 256, "row", True)),
     "stochastic, float32 moments": ("stochastic", "float32", Tile(8, 256, 256, "row", True)),
     "stochastic, bfloat16 moments": ("stochastic", "bfloat16", Tile(1, 2048, 0, "one", True)),
 }
-OTHERS: dict[str, dict[str, Any]] = {
+CODES = {"direction": "adam", "storage": "codes", "decays": True}
+OTHERS = {
     "plain bfloat16": {"direction": "adam", "storage": "plain", "writeback": "stochastic", "weight": torch.bfloat16},
     "lion": {"direction": "lion", "storage": "codes", "writeback": "residual8", "stiffness": "linear"},
     "madam": {"direction": "madam", "storage": "codes", "geometry": "multiplicative", "moments": "8bit"},
@@ -54,6 +53,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "power": {"direction": "adam", "storage": "codes", "stiffness": "power", "writeback": "stochastic"},
     "free": {"direction": "sgd", "storage": "free", "has_moments": False, "weight": torch.float16},
     "muon": {"direction": "muon", "storage": "plain", "nesterov": True, "moments": "8bit"},
+    # rows that no block divides, and scales of blocks
+    "long": CODES | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(1, 1024, 0, "row", False, True)},
+    "runs": CODES | {"writeback": "stochastic", "moments": "float32", "tile": Tile(1, 2048, 0, "run", False)},
+    "short rows": CODES | {"writeback": "residual8", "moments": "8bit", "tile": Tile(16, 128, 77, "row", False)},
+    "blocks": CODES | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(64, 32, 32, "row", True)},
 }
 
 
@@ -64,19 +68,17 @@ class Built:
     usage: str
 
     @property
-    def registers(self) -> int:
-        return int(re.search(r"REG:(\d+)", self.usage)[1])  # type: ignore[index]
+    def registers(self):
+        return int(re.search(r"REG:(\d+)", self.usage)[1])
 
     @property
-    def instructions(self) -> float:
+    def instructions(self):
         """A weight: those of the function, over what a thread takes."""
         lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*)$", self.sass, re.MULTILINE)
         return sum("NOP" not in line for line in lines) * THREADS / ELEMENTS
 
 
-def build(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], architecture: int, tmp: Path, warps: int = 4
-) -> Built:
+def build(kernel, signature, constants, architecture, tmp, warps=4):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -102,21 +104,19 @@ def build(
     return Built(made.asm["ptx"], *told)
 
 
-def step(spec: KernelSpec, tile: Tile, architecture: int, tmp: Path) -> Built:
+def step(spec, tile, architecture, tmp):
     from fp8manifold._triton.step import step_kernel
 
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     return build(step_kernel, pointers, {"S": spec, "T": tile}, architecture, tmp)
 
 
-def spec(writeback: str, moments: str) -> KernelSpec:
-    spec = spec_of(
-        direction="adam", storage="codes", writeback=writeback, moments=moments, fmt=as_format("E4M3"), decays=True
-    )
-    return kernel_spec(spec, torch.uint8, torch.float32)
+def spec(writeback, moments):
+    how = {"direction": "adam", "storage": "codes", "fmt": as_format("E4M3"), "decays": True}
+    return kernel_spec(spec_of(writeback=writeback, moments=moments, **how), torch.uint8, torch.float32)
 
 
-def faults(built: Built) -> Iterator[str]:
+def faults(built):
     """The instructions that a kernel with the bits of native code must not have."""
     for name, pattern in {
         "contraction": r"\bfma\.",
@@ -132,13 +132,18 @@ def faults(built: Built) -> Iterator[str]:
         yield "spills"
 
 
-def narrow(built: Built) -> list[str]:
+def wide(way, built):
+    """The number of loads (ld) or stores (st) of 16 bytes."""
+    return len(re.findall(rf"{way}\.global\S*\.v4\.b32", built.ptx))
+
+
+def narrow(built):
     """Narrow loads and stores of arrays: words of a record, a row's scale, its bounds and a flag have 32 or 64 bits."""
     moved = re.findall(r"\b(?:ld|st)\.global(?:\.\w+)*?\.(v\d\.)?(b\d+)", built.ptx)
     return [f"{vector}{width}" for vector, width in moved if int(width[1:]) < 32 or vector == "v2."]
 
 
-def costs_as_recorded(built: Built, *names: str) -> bool:
+def costs_as_recorded(built, *names):
     """Hold instructions and registers to 5% of the record, if this is the Triton that it was made by."""
     if not importlib.metadata.version("triton").startswith(RECORDED_BY):
         return False
@@ -150,15 +155,15 @@ def costs_as_recorded(built: Built, *names: str) -> bool:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_of_codes(name: str, architecture: int, tmp_path: Path) -> None:
+def test_a_step_of_codes(name, architecture, tmp_path):
     writeback, moments, tile = STEPS[name]
     built = step(spec(writeback, moments), tile, architecture, tmp_path)
     assert list(faults(built)) == []
     assert narrow(built) == []
     bytes_a_weight = {"8bit": 1, "bfloat16": 2, "float32": 4}[moments]
     loads = 1 + 4 + 2 * bytes_a_weight + (writeback == "residual8")
-    assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == loads  # 16 elements a thread: 16 bytes of each byte
-    assert len(re.findall(r"st\.global\S*\.v4\.b32", built.ptx)) == loads - 4
+    # 16 elements a thread: 16 bytes of each byte
+    assert (wide("ld", built), wide("st", built)) == (loads, loads - 4)
     if costs_as_recorded(built, f"sm_{architecture}", name):
         # keeping -0 beside a residual holds the old codes until they are written: a block fewer at a time
         assert built.registers <= (184 if name == "residual8, 8-bit moments" else 168)
@@ -167,41 +172,27 @@ def test_a_step_of_codes(name: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_steps(name: str, architecture: int, tmp_path: Path) -> None:
+def test_other_steps(name, architecture, tmp_path):
     fields = dict(OTHERS[name])
     weight = fields.pop("weight", torch.uint8 if fields["storage"] == "codes" else torch.float32)
     fmt = None if fields["storage"] == "plain" else as_format("E4M3")
-    known = kernel_spec(spec_of(fmt=fmt, **fields), weight, torch.bfloat16)
-    tile = Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True)
+    tile = fields.pop("tile", None)
+    known = replace(kernel_spec(spec_of(fmt=fmt, **fields), weight, torch.bfloat16), exponents=name == "blocks")
+    tile = tile or (Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True))
     assert list(faults(step(known, tile, architecture, tmp_path))) == []
-
-
-ODD: dict[str, tuple[str, str, Tile]] = {
-    "long": ("stochastic", "8bit", Tile(1, 1024, 0, "row", False, True)),
-    "runs": ("stochastic", "float32", Tile(1, 2048, 0, "run", False)),
-    "short rows": ("residual8", "8bit", Tile(16, 128, 77, "row", False)),
-    "scales of blocks": ("stochastic", "8bit", Tile(64, 32, 32, "row", True)),
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_rows_that_no_block_divides(name: str, tmp_path: Path) -> None:
-    writeback, moments, tile = ODD[name]
-    known = replace(spec(writeback, moments), exponents=name == "scales of blocks")
-    assert list(faults(step(known, tile, 90, tmp_path))) == []
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ["decode", "round", "encode", "finite"])
-def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
+def test_whole_arrays(kernel, architecture, tmp_path):
     from fp8manifold._triton import arrays
 
     fmt = format_of(as_format("E4M3"))
     sizes = {"rows": "i32", "length": "i32", "in_row": "i32", "numel": "i32", "keys": "*u32", "x": "*fp32"}
     signature = sizes | {"codes": "*u8", "scale": "*fp32", "table": "*i32", "chunks": "*i32", "refused": "*i32"}
     signature["out"] = {"decode": "*u16", "round": "*fp32", "encode": "*u8", "finite": "*i32"}[kernel]
-    constants: dict[str, dict[str, Any]] = {
+    constants = {
         "decode": {"F": fmt, "SPACING": False, "R": 1, "W": 2048},
         "round": {"F": fmt, "STOCHASTIC": True, "SCALED": True, "RESCALE": True, "R": 1, "W": 2048},
         "encode": {"F": fmt, "STOCHASTIC": True, "FIXED": True, "SCALED": True, "R": 1, "W": 2048},
@@ -210,14 +201,13 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
     built = build(getattr(arrays, f"{kernel}_kernel"), signature, constants[kernel], architecture, tmp_path)
     assert list(faults(built)) == []
     if kernel == "decode":
-        assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == 1
-        assert len(re.findall(r"st\.global\S*\.v4\.b32", built.ptx)) == 2
+        assert (wide("ld", built), wide("st", built)) == (1, 2)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)])
-def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
+def test_scales_that_double(name, bits, exponents, architecture, tmp_path):
     from fp8manifold._triton.step import widen_kernel
 
     widening = widening_of(as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32")
@@ -228,14 +218,14 @@ def test_scales_that_double(name: str, bits: int, exponents: bool, architecture:
 
 #: compute capabilities with products in 8 bits; a kernel, its input, what it is compiled for, and bytes a value
 WITH_UNITS = (89, 90, 100)
-CODES: dict[str, Any] = {"LARGEST": 0x43E00000, "F": None}
-OPERANDS: dict[str, tuple[str, str, dict[str, Any], int]] = {
-    "rows": ("rows_kernel", "*u16", CODES | {"FOLDS": 0}, 3),
-    "rows, times scales of columns": ("rows_kernel", "*u16", CODES | {"FOLDS": 2}, 3),
-    "rows of float32": ("rows_kernel", "*fp32", CODES | {"FOLDS": 0}, 5),
+E4M3 = {"LARGEST": 0x43E00000, "F": None}
+OPERANDS = {
+    "rows": ("rows_kernel", "*u16", E4M3 | {"FOLDS": 0}, 3),
+    "rows, times scales of columns": ("rows_kernel", "*u16", E4M3 | {"FOLDS": 2}, 3),
+    "rows of float32": ("rows_kernel", "*fp32", E4M3 | {"FOLDS": 0}, 5),
     "rows, to INT8": ("rows_kernel", "*u16", {"LARGEST": 0x42FE0000, "F": None, "FOLDS": 0}, 3),
     "columns, the largest": ("amax_kernel", "*u16", {"FOLDS": 2}, 2),
-    "columns": ("columns_kernel", "*u16", CODES | {"FOLDS": 2}, 3),
+    "columns": ("columns_kernel", "*u16", E4M3 | {"FOLDS": 2}, 3),
     "codes, transposed": ("copy_kernel", "*u8", {"INTEGERS": False, "TRANSPOSED": True}, 2),
     "E1M6 to INT8, transposed": ("copy_kernel", "*u8", {"INTEGERS": True, "TRANSPOSED": True}, 2),
 }
@@ -246,11 +236,11 @@ class Made(Built):
     values: int
 
     @property
-    def instructions(self) -> float:
+    def instructions(self):
         return super().instructions * ELEMENTS / THREADS / self.values
 
 
-def operand(name: str, architecture: int, tmp: Path, width: int = 4096, **changed: Any) -> Made:
+def operand(name, architecture, tmp, width=4096, **changed):
     from fp8manifold._triton import arrays
 
     kernel, kind, constants, _ = OPERANDS[name]
@@ -264,36 +254,35 @@ def operand(name: str, architecture: int, tmp: Path, width: int = 4096, **change
 
 @pytest.mark.parametrize("architecture", WITH_UNITS)
 @pytest.mark.parametrize("name", OPERANDS)
-def test_operands(name: str, architecture: int, tmp_path: Path) -> None:
+def test_operands(name, architecture, tmp_path):
     kernel, kind, constants, _ = OPERANDS[name]
     made = operand(name, architecture, tmp_path)
     assert list(faults(made)) == []
     assert narrow(made) == []
-    stored = len(re.findall(r"st\.global\S*\.v4\.b32", made.ptx))
-    assert stored == (0 if kernel == "amax_kernel" else made.values // 16)  # 16 bytes at once
+    assert wide("st", made) == (0 if kernel == "amax_kernel" else made.values // 16)  # 16 bytes at once
     bytes_read = {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * made.values
-    assert len(re.findall(r"ld\.global\S*\.v4\.b32", made.ptx)) >= bytes_read // 16
+    assert wide("ld", made) >= bytes_read // 16
     converted = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", made.ptx))
-    assert converted == (made.values // 2 if constants.get("LARGEST") == CODES["LARGEST"] else 0)
+    assert converted == (made.values // 2 if constants.get("LARGEST") == E4M3["LARGEST"] else 0)
     costs_as_recorded(made, "operands", f"sm_{architecture}", name)
 
 
 @pytest.mark.parametrize("width", [16, 768, 11008, 32768])
 @pytest.mark.parametrize("name", [name for name, (kernel, *_) in OPERANDS.items() if kernel == "rows_kernel"])
-def test_operands_of_short_and_long_rows(name: str, width: int, tmp_path: Path) -> None:
+def test_operands_of_short_and_long_rows(name, width, tmp_path):
     made = operand(name, 90, tmp_path, width)
     assert list(faults(made)) == []
     assert narrow(made) == []
 
 
 @pytest.mark.parametrize("name", ["rows", "columns"])
-def test_operands_where_no_instruction_converts(name: str, tmp_path: Path) -> None:
+def test_operands_where_no_instruction_converts(name, tmp_path):
     made = operand(name, 80, tmp_path, F=format_of(as_format("E4M3")))
     assert list(faults(made)) == []
     assert "e4m3x2" not in made.ptx
 
 
-def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
+def test_the_page_has_the_recorded_costs_as_arithmetic():
     """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M weights, 8,192 x 4,096."""
     page = (Path(__file__).parents[3] / "study" / "study-speed.md").read_text(encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]
@@ -312,18 +301,13 @@ def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
         assert f"| {name} | {needed:.1f} | {moved} | {issue:.3f} | {move:.3f} |\n" in page
 
 
-def costs(tmp: Path) -> dict[str, Any]:
-    def recorded(made: Mapping[str, Built]) -> dict[str, dict[str, float]]:
+def costs(tmp):
+    def recorded(made):
         return {n: {"instructions": round(b.instructions, 1), "registers": b.registers} for n, b in made.items()}
 
-    found: dict[str, Any] = {
-        f"sm_{architecture}": recorded(
-            {
-                name: step(spec(writeback, moments), tile, architecture, tmp)
-                for name, (writeback, moments, tile) in STEPS.items()
-            }
-        )
-        for architecture in ARCHITECTURES
+    found = {
+        f"sm_{a}": recorded({n: step(spec(*how), tile, a, tmp) for n, (*how, tile) in STEPS.items()})
+        for a in ARCHITECTURES
     }
     found["operands"] = {f"sm_{a}": recorded({n: operand(n, a, tmp) for n in OPERANDS}) for a in WITH_UNITS}
     return found
@@ -336,7 +320,7 @@ if __name__ == "__main__":
         RECORD.write_text(json.dumps(costs(Path(folder)), indent=1) + "\n", encoding="utf-8")
 
 
-def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contraction_would_be_seen(tmp_path, monkeypatch):
     wrong = _triton.options() | {"enable_fp_fusion": True}
     monkeypatch.setattr(_triton, "options", lambda *_: wrong)
     writeback, moments, tile = STEPS["stochastic, float32 moments"]

@@ -1,18 +1,15 @@
 """Ranks that agree on what they do, or are refused; sums of products over them."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_cases import normal
+from optimizer_cases import bits_of, normal, same_bits
 from rank_cases import batch, loss_of, model, refusal, stored, synced, train_on
-from rank_pool import Pool
 from test_ranks_fsdp import check_same, own_rows, same_count, sharded
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -20,152 +17,112 @@ import fp8manifold as fm
 from fp8manifold.nn import _products
 
 
-def matrices(rows: int = 8) -> nn.Module:
+def matrices():
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     return fm.quantize_model(net, "E4M3", "fp8", seed=1)
 
 
-def with_gradients(net: nn.Module) -> None:
+def muon(net):
+    return fm.optim.StiffnessMuon([{"params": list(net.parameters())}], lr=0.01)
+
+
+def take_step(net, optimizer):
     loss_of(net, torch.ones(4, 16)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-Spoil = Callable[[Any, Any], Any]
-
-
-def forget_a_gradient(net: Any, optimizer: Any) -> None:
-    list(net.parameters())[dist.get_rank()].grad = None
-
-
-def another(name: str, value: Any) -> Spoil:
-    def spoil(net: Any, optimizer: Any) -> None:
-        if dist.get_rank():
-            optimizer.param_groups[0][name] = value
-
-    return spoil
-
-
-def load(net: Any, optimizer: Any) -> None:
-    twin = matrices()
-    other = fm.optim.StiffnessMuon([{"params": list(twin.parameters())}], lr=0.01)
-    for _ in range(3):
-        with_gradients(twin)
-        other.step()
-    if dist.get_rank():
-        optimizer.load_state_dict(other.state_dict())
-
-
-SPOILED: dict[str, tuple[Spoil, str]] = {
-    "gradients": (forget_a_gradient, "whether there is a gradient of parameter 0 of group 0"),
-    "seed": (another("seed", 9), "seed of group 0"),
-    "lr": (another("lr", 0.5), "lr of group 0"),
-    "momentum": (another("momentum", 0.5), "momentum of group 0"),
-    "state": (load, "how far the state is of parameter 0 of group 0"),
+#: what is not the same in every process, as a refusal names it
+SPOILED = {
+    "gradients": "whether there is a gradient of parameter 0 of group 0",
+    **{name: f"{name} of group 0" for name in ("seed", "lr", "momentum")},
+    "state": "how far the state is of parameter 0 of group 0",
 }
 
 
-def refused(name: str, shards: bool, later: bool) -> tuple[str, bool]:
+def refused(name, shards, later):
     """The error of a step in this process, and True where the model has stayed as it was."""
-    net = matrices()
-    if shards:
-        net = sharded(net)
-    else:
-        fm.distributed.sync(net)
-    optimizer = fm.optim.StiffnessMuon([{"params": list(net.parameters())}], lr=0.01)
+    net = sharded(matrices()) if shards else synced(matrices())
+    optimizer, twin = muon(net), matrices()
     if later:
-        with_gradients(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    with_gradients(net)
-    SPOILED[name][0](net, optimizer)
+        take_step(net, optimizer)
+    loss_of(net, torch.ones(4, 16)).backward()
+    if name == "gradients":
+        list(net.parameters())[dist.get_rank()].grad = None
+    elif dist.get_rank() and name == "state":
+        other = muon(twin)
+        for _ in range(3):
+            take_step(twin, other)
+        optimizer.load_state_dict(other.state_dict())
+    elif dist.get_rank():
+        optimizer.param_groups[0][name] = 9 if name == "seed" else 0.5
     before, state = held(net), copy.deepcopy(optimizer.state_dict()["state"])
     said = refusal(optimizer.step)
     return said, held(net) == before and repr(optimizer.state_dict()["state"]) == repr(state)
 
 
-def held(net: nn.Module) -> list[bytes]:
-    each = [getattr(p, "_local_tensor", p) for p in net.parameters()]
-    return [p.codes.numpy().tobytes() for p in each]
+def held(net):
+    return [bits_of(getattr(p, "_local_tensor", p).codes) for p in net.parameters()]
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("later", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("shards", [False, True], ids=["replicas", "shards"])
 @pytest.mark.parametrize("name", SPOILED)
-def test_what_differs_is_refused_in_every_process(pair: Pool, name: str, shards: bool, later: bool) -> None:
+def test_what_differs_is_refused_in_every_process(pair, name, shards, later):
     for said, unchanged in pair.run(refused, name, shards, later):
-        assert f"{SPOILED[name][1]}" in said
+        assert SPOILED[name] in said
         assert "is not the same in every process" in said
         assert unchanged
 
 
-def refused_alone() -> tuple[str, str]:
+def refused_alone():
     """An option out of range, and a sparse gradient, in one process only: the other does not wait."""
     net = synced(matrices())
-    optimizer = fm.optim.StiffnessMuon([{"params": list(net.parameters())}], lr=0.01)
-    with_gradients(net)
+    optimizer = muon(net)
+    loss_of(net, torch.ones(4, 16)).backward()
     sparse = next(net.parameters())
     dense = sparse.grad
     if dist.get_rank():
         sparse.grad = torch.eye(16).to_sparse()
-    said = []
-    for _ in range(2):
-        said.append(refusal(optimizer.step))
-        sparse.grad = dense
-    return said[0], said[1]
+    said = [refusal(optimizer.step)]
+    sparse.grad = dense
+    return [*said, refusal(optimizer.step)]
 
 
-def test_a_refusal_in_one_process_ends_the_step_in_all(pair: Pool) -> None:
+def test_a_refusal_in_one_process_ends_the_step_in_all(pair):
     others, own = pair.run(refused_alone)
     assert "another process refuses this step" in others[0]
     assert "dense real gradients only" in own[0]
-    assert (others[1], own[1]) == ("", "")
+    assert others[1] == own[1] == ""
 
 
-def of_another_state(kind: str) -> str:
-    """States of the same length whose averages differ; a remainder that one process lacks."""
+def of_another_state(kind):
+    """States of the same length whose averages differ, or not; a remainder that one process lacks."""
     net = synced(model(keep_remainder=kind == "remainder"))
-    options: dict[str, Any] = {"lr": 0.01, "writeback": "residual8" if kind == "remainder" else "stochastic"}
+    options = {"lr": 0.01, "writeback": "residual8" if kind == "remainder" else "stochastic"}
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), **options)
-    if kind == "remainder":
-        if dist.get_rank():
-            net[2].weight.remainder = None
-    else:
+    if kind != "remainder":
         twin = model()
         other = fm.optim.StiffnessAdamW(twin.parameters(), **options)
-        loss_of(twin, batch(dist.get_rank())).backward()
-        other.step()
+        train_on(twin, other, batch(dist.get_rank() if kind == "averages" else 0))
         optimizer.load_state_dict(other.state_dict())
+    elif dist.get_rank():
+        net[2].weight.remainder = None
     loss_of(net, batch(3)).backward()
     before, said = stored(net), refusal(optimizer.step)
-    assert stored(net) == before
-    return said
+    return said, stored(net) == before
 
 
-@pytest.mark.parametrize("kind", ["averages", "remainder"])
-def test_loaded_states_and_remainders_are_compared(pair: Pool, kind: str) -> None:
-    name = "2.weight" if kind == "remainder" else "0.weight"
-    for said in pair.run(of_another_state, kind):
-        assert f"'{name}' is not the same in every process" in said
+@pytest.mark.parametrize(("kind", "name"), [("averages", "0.weight"), ("remainder", "2.weight"), ("the same", "")])
+def test_loaded_states_and_remainders_are_compared(pair, kind, name):
+    for said, unchanged in pair.run(of_another_state, kind):
+        assert (f"'{name}' is not the same in every process" in said) == unchanged == bool(name)
+        assert name or not said
 
 
-def loaded_everywhere() -> list[Tensor]:
-    """Weights after all processes load the same state in the middle: none of them is refused."""
-    net = synced(model())
-    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
-    for step in range(4):
-        if step == 2:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train_on(net, optimizer, batch(step))
-    return [p.detach().clone() for p in net.parameters() if not isinstance(p, fm.FP8Tensor)]
-
-
-def test_a_state_that_all_processes_load_goes_on(pair: Pool) -> None:
-    one, other = pair.run(loaded_everywhere)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def net(fmt: str, **spec: Any) -> Any:
+def net(fmt, **spec):
     """Two linear layers with rows of all sizes; 2 divides the rows, and 3 does not."""
     made = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 80, bias=False))
     with torch.no_grad():
@@ -175,7 +132,7 @@ def net(fmt: str, **spec: Any) -> Any:
     return fm.quantize_model(made, fm.LayerSpec(fmt, **spec), "fp8", seed=1)
 
 
-def passed(made: nn.Module, x: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+def passed(made, x, again):
     x = x.clone().requires_grad_()
     y = checkpoint(made, x, use_reentrant=False) if again else made(x)
     (y.float() * normal(*y.shape, seed=8)).sum().backward()
@@ -183,17 +140,16 @@ def passed(made: nn.Module, x: Tensor, again: bool) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
-def trained(fmt: str, spec: dict[str, Any], options: dict[str, Any], *, again: bool = False) -> None:
+def trained(fmt, spec, options, *, again=False):
     """Passes of rows and of the whole, from one input in all processes, and steps, which widen scales of rows."""
     policy = options.get("mp_policy")
     dtype = torch.float32 if policy is None else policy.param_dtype
     whole, parts = net(fmt, **spec).to(dtype), sharded(net(fmt, **spec), **options)
-    optimizers: list[Any] = [fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)]
+    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)]
     for step in range(3):
         x = normal(2, 16, 64, seed=step).to(dtype)
         ours, its = (passed(each, x, again) for each in (parts, whole))
-        assert torch.equal(ours[0], its[0])
-        assert torch.equal(ours[1], its[1])
+        assert same_bits(ours, its)
         assert step or not torch.equal(ours[0], net(fmt).to(dtype)(x))
         parts.reshard()
         if policy is not None:
@@ -211,8 +167,8 @@ def trained(fmt: str, spec: dict[str, Any], options: dict[str, Any], *, again: b
     assert same_count(*optimizers) > 0 or spec.get("granularity") == "tensor"
 
 
-FP8: dict[str, Any] = {"products": "fp8"}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+FP8 = {"products": "fp8"}
+CASES = {
     "rows": ("E4M3", FP8, {}, {}),
     "one scale": ("E4M3", FP8 | {"granularity": "tensor"}, {"nested": False}, {}),
     "E5M2, FP8 gradients": ("E5M2", FP8 | {"gradient_products": "fp8"}, {}, {}),
@@ -224,24 +180,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_passes_and_steps_are_those_of_one_process(pair: Pool, case: str) -> None:
+@pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in CASES), ("rows", 3), ("one scale", 3)])
+def test_passes_and_steps_are_those_of_one_process(pair, pool, case, size):
     fmt, spec, options, how = CASES[case]
-    pair.run(trained, fmt, spec, options, **how)
+    (pair if size == 2 else pool).run(trained, fmt, spec, options, **how)
 
 
-@pytest.mark.parametrize("case", ["rows", "one scale"])
-def test_rows_that_processes_do_not_divide(pool: Pool, case: str) -> None:
-    fmt, spec, options, how = CASES[case]
-    pool.run(trained, fmt, spec, options, **how)
-
-
-def given_away(fmt: str, products: str) -> list[tuple[str, torch.dtype, int]]:
+def given_away(fmt, products):
     """The dtype that products take as the weight's operand, and True where its memory is what was gathered."""
     made, taken = sharded(net(fmt, products=products)), []
     operand = _products._operand
 
-    def seen(weight: Any, units: Any) -> Any:
+    def seen(weight, units):
         codes, scale = operand(weight, units)
         taken.append((type(weight).__name__, codes.dtype, codes.data_ptr() == weight.codes.data_ptr()))
         return codes, scale
@@ -251,8 +201,6 @@ def given_away(fmt: str, products: str) -> list[tuple[str, torch.dtype, int]]:
     return taken
 
 
-def test_codes_are_multiplied_where_they_were_gathered(pair: Pool) -> None:
-    for taken in pair.run(given_away, "E4M3", "fp8"):
-        assert taken == [("FP8Parameter", torch.float8_e4m3fn, True)] * 2
-    for taken in pair.run(given_away, "E1M6", "int8"):
-        assert taken == [("FP8Parameter", torch.int8, False)] * 2
+def test_codes_are_multiplied_where_they_were_gathered(pair):
+    for fmt, units, dtype in (("E4M3", "fp8", torch.float8_e4m3fn), ("E1M6", "int8", torch.int8)):
+        assert pair.run(given_away, fmt, units) == [[("FP8Parameter", dtype, units == "fp8")] * 2] * 2

@@ -1,6 +1,15 @@
-"""Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit."""
+"""Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit.
 
-from typing import Any
+Their digest: one number for any number of processes, which no damage to the state or its files leaves.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -10,24 +19,18 @@ from optimizer_cases import bits_of, normal
 from rank_cases import model, refusal, seeds, stored
 from test_ranks_fsdp import check_same, own_rows, put_equal_gradients, sharded
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.api import CheckpointException
 
 import fp8manifold as fm
+from fp8manifold.distributed import check_digest, digest
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage"
 )
 
 
-KINDS: dict[str, Any] = {
+KINDS = {
     "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual8", "moments": "8bit", "refresh_every": 3}),
     "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
     "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual8", "draws": "dither"}),
@@ -37,56 +40,55 @@ KINDS: dict[str, Any] = {
 }
 
 
-def made(kind: str, net: Any) -> Any:
+def made(kind, net):
     make, options = KINDS[kind]
     return make(net if "Muon" in str(make) else net.parameters(), **options)
 
 
-def prepared(kind: str, seed: int) -> tuple[Any, Any, Any, Any]:
+def prepared(kind, seed):
     parts, whole = (model("block" if kind == "blocks" else "channel", seed=seed) for _ in range(2))
     parts = sharded(parts)
     return parts, whole, made(kind, parts), made(kind, whole)
 
 
-def step_on(parts: Any, whole: Any, optimizers: Any, steps: range) -> None:
+def step_on(parts, whole, optimizers, steps):
     for step in steps:
         put_equal_gradients(parts, whole, step)
         for optimizer in optimizers:
             optimizer.step()
 
 
-def saved(kind: str, folder: str, flat: bool, background: bool) -> None:
+def saved(kind, folder, flat, background):
     parts, whole, *optimizers = prepared(kind, 0)
     step_on(parts, whole, optimizers, range(3))
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state, optimizer = get_state_dict(parts, optimizers[0], options=options)
+    options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = dict(zip(("model", "optimizer"), states.get_state_dict(parts, optimizers[0], options=options), strict=True))
     if background:
         apart = dist.new_group()  # the steps' own collectives go on meanwhile
-        states = {"model": state, "optimizer": optimizer}
-        future: Any = dcp.async_save(states, checkpoint_id=folder, process_group=apart)
+        future = dcp.async_save(state, checkpoint_id=folder, process_group=apart)
         step_on(parts, whole, optimizers, range(3, 4))  # what is saved has been copied by now
         future.result()
     else:
-        dcp.save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=folder)
 
 
-def loaded(kind: str, folder: str, flat: bool) -> Any:
+def loaded(kind, folder, flat):
     """Another model takes the state and goes on as the one that was never saved."""
     _, whole, _, its = prepared(kind, 0)
     for step in range(3):
         step_whole((whole,), (its,), step)
     parts, _, ours, _ = prepared(kind, 5)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state, optimizer = get_state_dict(parts, ours, options=options)
+    options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
+    state, optimizer = states.get_state_dict(parts, ours, options=options)
     dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
-    set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options)
+    states.set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options)
     check_same(parts, whole, seeds=False)
     step_on(parts, whole, (ours, its), range(3, 6))
     check_same(parts, whole, seeds=False)
     return sorted(type(value).__name__ for value in ours.state[next(parts.parameters())].values())
 
 
-def step_whole(nets: Any, optimizers: Any, step: int) -> None:
+def step_whole(nets, optimizers, step):
     for net, optimizer in zip(nets, optimizers, strict=True):
         for i, q in enumerate(net.parameters()):
             q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
@@ -96,13 +98,8 @@ def step_whole(nets: Any, optimizers: Any, step: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "flat", "background"),
     [
-        ("adamw", False, False),
-        ("adamw", True, True),
-        ("muon", True, False),
-        ("momentum", False, False),
-        ("lion", False, False),
-        ("blocks", False, True),
-        ("riemannian", True, False),
+        *[("adamw", False, False), ("adamw", True, True), ("muon", True, False), ("momentum", False, False)],
+        *[("lion", False, False), ("blocks", False, True), ("riemannian", True, False)],
     ],
 )
 def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, background):
@@ -111,20 +108,20 @@ def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, backgrou
         assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
 
 
-def gathered(kind: str) -> None:
+def gathered(kind):
     """Full states of rows are those of the whole, and load into a model of one process, which goes on."""
     parts, whole, *optimizers = prepared(kind, 0)
     step_on(parts, whole, optimizers, range(3))
-    options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(parts, options=options)
+    options = states.StateDictOptions(full_state_dict=True)
+    state = states.get_model_state_dict(parts, options=options)
     assert {type(x) for x in state.values()} == {Tensor}
     assert {name: bits_of(x) for name, x in state.items()} == stored(whole)
-    optimizer = get_optimizer_state_dict(parts, optimizers[0], options=options)
+    optimizer = states.get_optimizer_state_dict(parts, optimizers[0], options=options)
     plain = model(seed=5)
     plain.load_state_dict(state)
     assert (stored(plain), seeds(plain)) == (stored(whole), seeds(whole))
     goes_on = made(kind, plain)
-    set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
+    states.set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
     for step in range(3, 5):
         step_whole((plain, whole), (goes_on, optimizers[1]), step)
     assert stored(plain) == stored(whole)
@@ -135,12 +132,12 @@ def test_full_states_are_the_wholes(pools, kind):
     pools[2].run(gathered, kind)
 
 
-def taken_whole(kind: str, broadcast: bool) -> str:
+def taken_whole(kind, broadcast):
     """A full state into shards by torch's helper: what each rank says of it, and what codes it has then."""
     parts, whole, other = sharded(model(seed=0)), model(seed=0), model(seed=3)
     state = other.state_dict() if dist.get_rank() == 0 or not broadcast else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    said = refusal(lambda: set_model_state_dict(parts, state, options=options))
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    said = refusal(lambda: states.set_model_state_dict(parts, state, options=options))
     for p, q in zip(parts.parameters(), (whole if broadcast else other).parameters(), strict=True):
         if isinstance(q, fm.FP8Tensor):
             assert torch.equal(p._local_tensor.codes, own_rows(q.codes, p._local_tensor))
@@ -155,7 +152,7 @@ def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools, broad
         assert "\n" not in said
 
 
-def cut(kind: str, from_rows: bool) -> None:
+def cut(kind, from_rows):
     """Rows of a whole model and of a whole state, or of one that rows had been gathered to, go on as the whole."""
     parts, whole, ours, its = prepared(kind, 0)
     _, other, _, theirs = prepared(kind, 5)
@@ -166,19 +163,18 @@ def cut(kind: str, from_rows: bool) -> None:
             p.grad = q.grad.clone()
         for optimizer in (ours, its, theirs):
             optimizer.step()
-    state = theirs.state_dict() if not from_rows else None
-    source, state = (other, state) if state else (whole, get_whole(ours))
+    alone, stepping = (whole, its) if from_rows else (other, theirs)
+    state = get_whole(ours) if from_rows else theirs.state_dict()
     own, codes = parts.state_dict(), torch.uint8 if from_rows else None  # load_state_dict takes whole codes too
-    rows = {name: fm.distributed.rows_of(x, own[name]) for name, x in source.state_dict().items() if x.dtype != codes}
-    parts.load_state_dict(source.state_dict() | rows)
+    rows = {name: fm.distributed.rows_of(x, own[name]) for name, x in alone.state_dict().items() if x.dtype != codes}
+    parts.load_state_dict(alone.state_dict() | rows)
     ours.load_state_dict(fm.optim.rows_of_state(state, ours))
-    alone, stepping = (other, theirs) if not from_rows else (whole, its)
     check_same(parts, alone, seeds=False)
     step_on(parts, alone, (ours, stepping), range(3, 6))
     check_same(parts, alone, seeds=False)
 
 
-def get_whole(optimizer: Any) -> dict[str, Any]:
+def get_whole(optimizer):
     state = optimizer.state_dict()
     entries = {
         index: {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in entry.items()}
@@ -194,7 +190,7 @@ def test_rows_are_cut_from_the_whole(pools, kind, from_rows):
         pools[size].run(cut, kind, from_rows)
 
 
-def filled() -> None:
+def filled():
     """A model that was sharded before it had values takes whole codes, and its own rows of the rest."""
     with torch.device("meta"):
         parts = model(seed=5)
@@ -207,3 +203,196 @@ def filled() -> None:
 def test_a_model_made_on_meta_is_sharded_and_filled(pools):
     for size in (1, 3):
         pools[size].run(filled)
+
+
+FLIPS = 60
+
+
+def state_of(kind, seed, *, whole=False):
+    parts, all_of_it, ours, its = prepared(kind, seed)
+    step_on(parts, all_of_it, (ours, its), range(2))
+    model, optimizer = states.get_state_dict(all_of_it if whole else parts, its if whole else ours)
+    return {"model": model, "optimizer": optimizer}
+
+
+def digests(kind):
+    return [int(digest(state_of(kind, 0, whole=whole))) for whole in (False, True)]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "riemannian"])
+def test_rows_have_the_digest_of_the_whole(pools, kind):
+    assert len({one for size in (1, 2, 3) for found in pools[size].run(digests, kind) for one in found}) == 1
+
+
+def tensors(value):
+    value = getattr(value, "_local_tensor", value)
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from tensors(each)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def plain_state():
+    values = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.ParameterDict({"w": fm.FP8Parameter(values, "E4M3", seed=1)}).state_dict()
+    other = torch.randn(5, generator=torch.Generator().manual_seed(1))
+    return {
+        "model": {**weight, "b": other, "half": other.bfloat16(), "wide": other.double(), "flag": torch.ones(3) > 0},
+        "optimizer": {"step": torch.tensor(3.0), "lr": 0.1, "name": "x", "none": None, "betas": (0.9, 0.99)},
+    }
+
+
+def with_digest():
+    state = plain_state()
+    return state | {"digest": digest(state)}
+
+
+def test_every_bit_counts():
+    state, random = with_digest(), Random(0)
+    check_digest(state)
+    seen = {int(state["digest"])}
+    for tensor in tensors({key: state[key] for key in ("model", "optimizer")}):
+        flat = tensor.detach().reshape(-1)
+        flat = flat.view(torch.uint8) if tensor.dtype is not torch.bool else flat
+        for _ in range(12):
+            place = random.randrange(flat.numel())
+            before = flat[place].clone()
+            flat[place] = ~before if flat.dtype is torch.bool else before ^ (1 << random.randrange(8))
+            with pytest.raises(RuntimeError, match="what was read is damaged"):
+                check_digest(state)
+            seen.add(int(digest(state)))
+            flat[place] = before
+    check_digest(state)
+    assert len(seen) > 80  # no two damages look alike, but for those that were drawn twice
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s["model"].update(b=s["model"]["b"].flip(0)),
+        lambda s: s["model"].update(b=s["model"]["b"].reshape(5, 1)),
+        lambda s: s["model"].pop("half"),
+        lambda s: s["model"].update(c=torch.zeros(0)),
+        lambda s: s["model"].update(b=s["model"]["wide"], wide=s["model"]["b"]),
+        lambda s: s["optimizer"].update(lr=0.2),
+        lambda s: s["optimizer"].update(betas=(0.99, 0.9)),
+        lambda s: s["optimizer"].update(none=0),
+    ],
+)
+def test_names_shapes_and_places_count(change):
+    state = with_digest()
+    change(state)
+    with pytest.raises(RuntimeError):
+        check_digest(state)
+
+
+def test_what_has_no_digest_is_refused():
+    with pytest.raises(ValueError, match=r"no digest: save state\['digest'\] ="):
+        check_digest(plain_state())
+    with pytest.raises(TypeError, match=r"state entry 'a/b' is of object"):
+        digest({"a": {"b": object()}})
+
+
+def saved_with_digest(folder, kind):
+    state = state_of(kind, 0)
+    dcp.save(state | {"digest": digest(state)}, checkpoint_id=folder)
+
+
+def read(folder, kind):
+    state = state_of(kind, 5) | {"digest": torch.zeros((), dtype=torch.int64)}
+    dcp.load(state, checkpoint_id=folder)
+    return state
+
+
+def flipped(folder, kind, copies):
+    """Read the files of two processes with one bit flipped at a time; what became of it."""
+    good, random, found = [*map(bits_of, tensors(read(folder, kind)))], Random(1), Counter()
+    files = [*3 * sorted(Path(folder).glob("*.distcp")), Path(folder) / ".metadata"]
+    for turn in range(FLIPS):
+        bad = Path(copies) / str(turn)
+        shutil.copytree(folder, bad)
+        path = bad / files[turn % len(files)].name
+        content = bytearray(path.read_bytes())
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        path.write_bytes(content)
+        try:
+            state = read(str(bad), kind)
+        except (Exception, CheckpointException):  # the latter is none
+            found["by torch"] += 1
+            continue
+        try:
+            check_digest(state)
+        except RuntimeError:
+            found["by the digest"] += 1
+            continue
+        assert [*map(bits_of, tensors(state))] == good, path.name
+        found["the same"] += 1
+    return found
+
+
+def test_no_flipped_bit_is_read_as_a_number(pools, tmp_path):
+    pools[2].run(saved_with_digest, str(tmp_path / "whole"), "muon")
+    (found,) = pools[1].run(flipped, str(tmp_path / "whole"), "muon", str(tmp_path), limit=400)
+    print("bits flipped in a distributed checkpoint:", found)
+    assert sum(found.values()) == FLIPS
+    assert found["by the digest"] > 0
+
+
+def killed_while_saving(folder, kind):
+    """The last process dies when it has written its part, before all is said to be whole."""
+    state = state_of(kind, 0)
+
+    class Dying(dcp.FileSystemWriter):
+        def write_data(self, plan, planner):
+            future = super().write_data(plan, planner)
+            future.wait()
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return future
+
+    dcp.save(state | {"digest": digest(state)}, storage_writer=Dying(folder))
+
+
+def test_a_save_that_a_kill_has_ended_is_none(pools, tmp_path):
+    pools[2].run(saved_with_digest, str(tmp_path / "before"), "muon")
+    with pytest.raises(AssertionError, match="died"):
+        pools[2].run(killed_while_saving, str(tmp_path / "killed"), "muon")
+    assert pools[1].run(outcome, str(tmp_path / "killed"), "muon") == ["CheckpointException"]
+    assert pools[1].run(outcome, str(tmp_path / "before"), "muon") == [""]
+
+
+def outcome(folder, kind):
+    try:
+        check_digest(read(folder, kind))
+    except (Exception, CheckpointException) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_process_killed_at_any_moment_leaves_whole_saves_or_none(tmp_path):
+    random, folders = Random(2), []
+    for turn in range(12):
+        child = os.fork()
+        if child == 0:
+            state = with_digest()
+            for number in range(10_000):
+                dcp.save(state, checkpoint_id=tmp_path / f"{turn}-{number}", no_dist=True)
+        time.sleep(0.3 + random.random() * 0.3)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        folders += sorted(tmp_path.glob(f"{turn}-*"), key=lambda path: path.stat().st_mtime)[-2:]
+    whole = 0
+    for folder in folders:
+        state = plain_state() | {"digest": torch.zeros((), dtype=torch.int64)}
+        state["model"]["b"].zero_()
+        if not (folder / ".metadata").exists():
+            with pytest.raises(CheckpointException):
+                dcp.load(state, checkpoint_id=folder, no_dist=True)
+            continue
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        check_digest(state)
+        whole += 1
+    assert whole > 6
