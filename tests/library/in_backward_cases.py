@@ -1,17 +1,14 @@
 """Cases of steps in the backward pass: a network, optimizers by name, a loop, everything as lists."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from optimizer_cases import frozen
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
 
 TOKENS = torch.arange(10)
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+OPTIMIZERS = {
     "muon": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, moments="8bit"),
     "muon_residual8": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, writeback="residual8"),
     "adamw": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, moments="8bit"),
@@ -24,14 +21,14 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def network(storage: str | None) -> nn.Module:
+def network(storage):
     torch.manual_seed(0)
     layers = [nn.Embedding(10, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)]
     model = nn.Sequential(*layers)
     return model if storage is None else fm.quantize_model(model, "E4M3", storage=storage)
 
 
-def stepping(name: str = "adamw", storage: str | None = "fp8", *, measured: bool = False, **options: Any) -> Any:
+def stepping(name="adamw", storage="fp8", *, measured=False, **options):
     """A network, its optimizer, and the handle of steps in the backward pass, whose norm is measured on request."""
     model = network(storage)
     optimizer = OPTIMIZERS[name](model)
@@ -41,26 +38,26 @@ def stepping(name: str = "adamw", storage: str | None = "fp8", *, measured: bool
     return model, optimizer, handle
 
 
-def measure(model: nn.Module, handle: Any) -> None:
+def measure(model, handle):
     with handle.measure():
         loss(model).backward()
 
 
-def ordinary(name: str = "adamw", storage: str | None = "fp8") -> tuple[nn.Module, Any]:
+def ordinary(name="adamw", storage="fp8"):
     model = network(storage)
     return model, OPTIMIZERS[name](model)
 
 
-def loss(model: nn.Module) -> Tensor:
+def loss(model):
     return model(TOKENS).square().mean()
 
 
-def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+def train(model, optimizer, steps):
     for _ in range(steps):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
 
 
-def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+def everything(model, optimizer):
     return [frozen(dict(model.state_dict())), frozen(optimizer.state_dict())]

@@ -2,10 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -35,7 +33,7 @@ SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7
 WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit"))
 
 
-def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
+def gradient(shape, kind, seed):
     x = normal(*shape, seed=seed)
     if kind == 1:
         return x * torch.exp2(normal(*shape, seed=seed + 1).mul(40).clamp(-140, 30).round())
@@ -44,12 +42,12 @@ def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
     return x * {0: 1.0, 3: 1e-42, 4: 1e-18}[kind]
 
 
-def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
+def weights(name, seed, draws):
     """Weights of every shape, over many binades, with both zeros, both ends and a NaN; half have scales of any kind."""
     fmt, made = as_format(name), []
     for i, (shape, granularity) in enumerate(SHAPES):
         w = normal(*shape, seed=seed) * torch.exp2(normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round())
-        p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)  # type: ignore[arg-type]
+        p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)
         special = [0, fmt.max_code, fmt.max_code | fmt.sign_bit, 1, 1 | fmt.sign_bit, *fmt.nan_codes[:1]]
         special += [fmt.sign_bit] if fmt.has_negative_zero else []
         p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
@@ -61,7 +59,7 @@ def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
 @pytest.mark.parametrize("way", range(len(WAYS)))
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("draws", ["independent", "dither"])
-def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
+def test_steps_of_every_shape(name, way, draws):
     """Long rows, rows that no block divides, scales of blocks; compared by the plugin."""
     parameters = weights(name, way, draws)
     options = {"writeback": WAYS[way][0], "moments": WAYS[way][1], "stiffness": (0.0, 1.0, 0.3)[way % 3]}
@@ -73,7 +71,7 @@ def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
 
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
-def test_momentum_of_matrices(moments: str) -> None:
+def test_momentum_of_matrices(moments):
     """Rows in blocks, rows that no block divides, zeros, subnormals and all binades; compared by the plugin."""
     shapes = ((16, 256), (5, 77), (3, 600), (2, 1301))
     parameters = [fm.FP8Parameter(normal(*shape, seed=1), "E2M5", seed=2) for shape in shapes]
@@ -86,7 +84,7 @@ def test_momentum_of_matrices(moments: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
-def test_ordinary_and_free_parameters_of_every_dtype(dtype: torch.dtype, writeback: str) -> None:
+def test_ordinary_and_free_parameters_of_every_dtype(dtype, writeback):
     """Halves are rounded once, at random unless asked otherwise; compared by the plugin."""
     parameters = [torch.nn.Parameter(normal(9, 5, seed=1).to(dtype)), torch.nn.Parameter(normal(seed=2).to(dtype))]
     parameters.append(free_weight(normal(6, seed=12, std=0.1).to(dtype), "E5M2", 2.0**-3))
@@ -98,10 +96,10 @@ def test_ordinary_and_free_parameters_of_every_dtype(dtype: torch.dtype, writeba
     assert all(p.isfinite().all() for p in parameters)
 
 
-def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_step_changes_nothing(monkeypatch):
     before, after = [], []
 
-    def run(slots: Any) -> None:
+    def run(slots):
         for slot in slots:
             other = twin(slot)
             said = run_triton([other], decides=True)
@@ -120,9 +118,8 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(different(after[0][name], tensor) for name, tensor in before[0].items())
 
 
-# ------------------------------------------------------------------------------------------------------ whole arrays
 @pytest.mark.parametrize("name", FORMATS)
-def test_arrays_against_native_code(name: str) -> None:
+def test_arrays_against_native_code(name):
     fmt, x = as_format(name), any_floats(3000, 3)
     key, offset = stream_of("dither", 2**63, 7, 2**40), 2**32 - 9000
     first, second, third = round_keys(key.words, 0)
@@ -167,7 +164,7 @@ def test_arrays_against_native_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_against_their_definition(name: str) -> None:
+def test_codes_against_their_definition(name):
     fmt, own = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     values = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32)
@@ -187,28 +184,27 @@ def test_codes_against_their_definition(name: str) -> None:
     assert codes.int().tolist() == wanted.tolist()
 
 
-# ---------------------------------------------------------------------------------------------- the way on a GPU
 @pytest.fixture
-def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_card(monkeypatch):
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
     as_on_a_card(monkeypatch)
 
 
-def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
+def pair(stored=None, **options):
     made = []
     for device in (CARD, torch.device("cpu")):
-        how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
+        how = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
         factors = how.pop("factors", False)
         second = (3, 64) if how.get("granularity") == "block" else (3, 37)  # rows that share bytes of a residual
         weights = [fm.FP8Parameter(normal(*shape, seed=s), seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
         weights = [with_factors(p, factors) for p in weights]
-        weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
-        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
+        weights.append(torch.nn.Parameter(normal(7, seed=3)))
+        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]
         made.append(optim.StiffnessAdamW(weights, 1.0, **{"betas": (0.9, 0.95), "weight_decay": 0.0} | options))
     return made[0], made[1]
 
 
-def put(optimizer: Any, step: int, bad: float | None = None) -> None:
+def put(optimizer, step, bad=None):
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
         gradient = normal(*p.shape, seed=10 * step + i) - 3.0
         if bad is not None and i == 1:
@@ -216,7 +212,7 @@ def put(optimizer: Any, step: int, bad: float | None = None) -> None:
         p.grad = gradient.to(p.device)
 
 
-WIDENED: dict[str, dict[str, Any]] = {
+WIDENED = {
     "stochastic": {"factors": True},
     "residual8": {"granularity": "block", "factors": True},
     "nearest": {"granularity": "tensor"},
@@ -226,14 +222,12 @@ WIDENED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("writeback", WIDENED)
-def test_steady_steps_widen_and_are_refused_as_native_ones(
-    writeback: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card, monkeypatch):
     """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit.
 
     Weights and scales after every step, before the host has heard of it.
     """
-    moments: Any = "bfloat16" if writeback == "momentum" else "8bit"
+    moments = "bfloat16" if writeback == "momentum" else "8bit"
     ours, native = pair(WIDENED[writeback], writeback=writeback, moments=moments)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in (ours, native)]
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
@@ -251,17 +245,15 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
 
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
-def test_weights_of_zeros_begin_as_on_the_cpu(
-    writeback: Any, granularity: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card, monkeypatch):
     """Steps wait for the card while some scale has weights of 0 alone, and no longer."""
-    made: list[Any] = []
+    made = []
     for device in (CARD, torch.device("cpu")):
         w = normal(6, 64, seed=1)
         w[: 6 if granularity == "tensor" else 3] = 0.0
         p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=1)
-        p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
-        options: Any = {"writeback": writeback, "moments": "8bit", "refresh_every": 4}
+        p = torch.nn.Parameter(p.detach().to(device))
+        options = {"writeback": writeback, "moments": "8bit", "refresh_every": 4}
         made.append(optim.StiffnessAdamW([p], 1e-3, **options))
     (a,), (b,) = (optimizer.param_groups[0]["params"] for optimizer in made)
     unheard = []
@@ -281,9 +273,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
 
 
-def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
-    on_a_card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(on_a_card, monkeypatch, caplog):
     """NaN, rows longer than a program's, some at their end and some not or not moved, and the widest scale there is."""
     caplog.set_level("INFO", "fp8manifold")
     made, said = [], []
@@ -292,7 +282,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
         p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
         p.codes[5, 9], p.scale[5] = 0x7B, 1.5 * 2.0**111  # below the widest, and beyond it when doubled
-        p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
+        p = torch.nn.Parameter(p.detach().to(device))
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
         for optimizer in made:
@@ -320,16 +310,14 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         *[("E4M3FNUZ", "block", "stochastic"), ("E3M4", "tensor", "stochastic")],
     ],
 )
-def test_full_scales_of_matrices_double_in_one_launch(
-    fmt: str, granularity: Any, writeback: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writeback, monkeypatch):
     """Muon's steps, which wait for the card anyway: all its full rows at once, as the host doubles them one by one."""
-    made: list[Any] = []
+    made = []
     largest = as_format(fmt).max_code
-    found: list[list[int]] = []
+    found = []
     own = _triton_step.run_triton
 
-    def run(slots: Any) -> Any:
+    def run(slots):
         said = own(slots)
         found.extend(slot.doubled for slot in slots if slot.spec.storage == "codes")
         return said
@@ -339,8 +327,8 @@ def test_full_scales_of_matrices_double_in_one_launch(
         shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
         how = {"granularity": granularity, "keep_remainder": False}
         weights = [fm.FP8Parameter(normal(*shape, seed=7), fmt, seed=7, **how) for shape in shapes]
-        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
-        options: Any = {"writeback": writeback, "moments": "8bit", "weight_decay": 0.0}
+        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]
+        options = {"writeback": writeback, "moments": "8bit", "weight_decay": 0.0}
         made.append(optim.StiffnessMuon(weights, 1e-9, **options))
     for step in range(3):
         for optimizer in made:
@@ -360,7 +348,7 @@ def test_full_scales_of_matrices_double_in_one_launch(
     assert [bool(doubled) for doubled in found] == [granularity != "tensor"] * 6
 
 
-def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
+def test_a_refused_step_raises_where_it_is_asked_to(on_a_card):
     optimizer, _ = pair(on_nonfinite="raise")
     put(optimizer, 0)
     optimizer.step()
@@ -371,21 +359,20 @@ def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
     assert snapshot(optimizer) == before
 
 
-# ------------------------------------------------------------------------------------------ training steps as graphs
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values):
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 class Tape(TorchDispatchMode):
     """The launches of a function, in their order; nothing of it has happened when it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._noted: list[Callable[[], None]] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._noted = []
+        self._before = []
         self._kernels = mock.patch.object(launch, "_run", lambda *args: self._noted.append(lambda: _RUN(*args)))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = {id(x): x for x in _tensors((args, kwargs))}
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -399,7 +386,7 @@ class Tape(TorchDispatchMode):
             if id(x) not in given and (type(x) is not Tensor or x.untyped_storage().data_ptr() not in places)
         ]
 
-        def again() -> None:
+        def again():
             new = _tensors(func(*args, **kwargs))
             for i, x in made:
                 x.copy_(new[i])
@@ -407,11 +394,11 @@ class Tape(TorchDispatchMode):
         self._noted.append(again)
         return result
 
-    def begin(self) -> None:
+    def begin(self):
         self._kernels.start()
         self.__enter__()
 
-    def end(self) -> None:
+    def end(self):
         self.__exit__(None, None, None)
         self._kernels.stop()
         with torch.no_grad():
@@ -419,7 +406,7 @@ class Tape(TorchDispatchMode):
                 x.copy_(before)
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def replay(self):
         written = [x for x, _ in self._before]
         versions = [x._version for x in written]
         for again in self._noted:
@@ -433,29 +420,29 @@ _RUN = launch._run
 class Tapes(_graphed._Graphs):
     """Recordings of a card, on tapes."""
 
-    def __init__(self) -> None:
-        self._tapes: list[Tape] = []
+    def __init__(self):
+        self._tapes = []
 
-    def begin(self) -> None:
+    def begin(self):
         self._tapes.append(Tape())
         self._tapes[-1].begin()
 
-    def end(self) -> None:
+    def end(self):
         self._tapes[-1].end()
 
-    def replay(self, which: int) -> None:
+    def replay(self, which):
         self._tapes[which].replay()
 
 
 class Stream:
     """Stands for a stream where there is no card."""
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other):
         pass
 
 
 @pytest.fixture
-def graphs(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs(on_a_card, monkeypatch):
     """A card's graphs, or tapes in their place."""
     if CARD.type == "cpu":
         monkeypatch.setattr(_graphed, "_Graphs", Tapes)
@@ -464,11 +451,11 @@ def graphs(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
-def training_step(optimizer: Any, *, clears_last: bool = False) -> Any:
+def training_step(optimizer, *, clears_last=False):
     """A step that clears gradients, first or last, runs both passes, and leaves a result after the optimizer's."""
     weights = optimizer.param_groups[0]["params"]
 
-    def take(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def take(x, factor):
         if not clears_last:
             optimizer.zero_grad()
         loss = sum(((p * x[:, : p.shape[-1]].mean(0) * factor - 1) ** 2).sum() for p in weights)
@@ -482,14 +469,14 @@ def training_step(optimizer: Any, *, clears_last: bool = False) -> Any:
     return take
 
 
-def schedule(optimizer: Any, step: int) -> None:
+def schedule(optimizer, step):
     for group in optimizer.param_groups:
         group["lr"] = 0.3 / (1 + step % 5)
         group["weight_decay"] = 0.1 * (step >= 13)
 
 
 @pytest.mark.parametrize("options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}])
-def test_replays_have_the_bits_of_calls(options: dict[str, Any], graphs: None) -> None:
+def test_replays_have_the_bits_of_calls(options, graphs):
     """Under a schedule, a refresh, doubled scales, a refused step, another shape of inputs and another option."""
     plain, ours = (pair(refresh_every=6, **options)[0] for _ in range(2))
     clears_last, weights = "draws" in options, plain.param_groups[0]["params"]
@@ -514,11 +501,11 @@ def test_replays_have_the_bits_of_calls(options: dict[str, Any], graphs: None) -
     assert (step.recorded, step.replayed) == (1, 12)
 
 
-def twice(optimizer: Any, take: Any) -> Any:
+def twice(optimizer, take):
     return lambda *inputs: (take(*inputs), optimizer.step())
 
 
-def scheduled(optimizer: Any, take: Any) -> Any:
+def scheduled(optimizer, take):
     return lambda *inputs: (take(*inputs), schedule(optimizer, 2))
 
 
@@ -530,7 +517,7 @@ def scheduled(optimizer: Any, take: Any) -> Any:
         (scheduled, "train_step changes options of the optimizer"),
     ],
 )
-def test_what_no_graph_can_do_again_is_refused(wrapped: Any, message: str, graphs: None) -> None:
+def test_what_no_graph_can_do_again_is_refused(wrapped, message, graphs):
     optimizer = pair()[0]
     take = training_step(optimizer)
     step = _graphed.GraphedStep(wrapped(optimizer, take), optimizer)
@@ -543,7 +530,7 @@ def test_what_no_graph_can_do_again_is_refused(wrapped: Any, message: str, graph
     take(normal(4, 64), 1.5)
 
 
-def test_weights_that_moved_are_recorded_again(graphs: None) -> None:
+def test_weights_that_moved_are_recorded_again(graphs):
     plain, ours = (pair()[0] for _ in range(2))
     step, other = _graphed.GraphedStep(training_step(ours), ours), training_step(plain)
     for i in range(8):

@@ -4,8 +4,6 @@ import copy
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from fp8manifold.optim import _steady
 from fp8manifold.optim._steady import Table
 
 STEPS = 9
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+KINDS = {
     "adamw": (optim.StiffnessAdamW, {"lr": 1e-2, "weight_decay": 0.1, "stiffness": 0.5}),
     "adamw-8bit": (optim.StiffnessAdamW, {"lr": 3.0, "moments": "8bit", "draws": "dither"}),
     "adamw-residual8": (optim.StiffnessAdamW, {"lr": 1e-2, "writeback": "residual8", "moments": "bfloat16"}),
@@ -35,20 +33,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def made(
-    kind: str = "adamw",
-    granularity: Any = "channel",
-    *,
-    path: str = "native",
-    factors: bool = False,
-    keeps: bool = True,
-    **options: Any,
-) -> Any:
+def made(kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options):
     """An optimizer, with a table or without.
 
     Of two weights of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups.
     """
-    stored_as: Any = {"granularity": granularity, "headroom": 1.0}
+    stored_as = {"granularity": granularity, "headroom": 1.0}
     stored = [
         with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **stored_as), factors)
         for i, fmt in enumerate(("E4M3", "E5M2"))
@@ -61,26 +51,26 @@ def made(
     return optimizer
 
 
-def put(optimizer: Any, t: int, bad: float | None = None) -> None:
+def put(optimizer, t, bad=None):
     for i, p in enumerate(everyone(optimizer)):
         p.grad = normal(*p.shape, seed=100 * t + i)
         if bad is not None and i == 1:
             p.grad[0, 0] = bad
 
 
-def stepped(optimizer: Any, steps: int) -> Any:
+def stepped(optimizer, steps):
     for t in range(steps):
         put(optimizer, t)
         optimizer.step()
     return optimizer
 
 
-def bits(optimizer: Any) -> Any:
+def bits(optimizer):
     parts = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in everyone(optimizer)]
     return frozen([parts, optimizer.state_dict()])
 
 
-def forget(optimizer: Any) -> None:
+def forget(optimizer):
     """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is no part of any result."""
     known = {"_run", "_numbers", *torch.optim.SGD([torch.zeros(1)]).__dict__}  # by which path it steps, and an edit
     counts = [f"_{name}" for name in ("skipped_steps", "skipped_in_row", "widened_scales")]
@@ -90,11 +80,11 @@ def forget(optimizer: Any) -> None:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def served(monkeypatch):
     """For each table that was looked up, True where it could be used."""
     own, found = Table.serves, list[bool]()
 
-    def serves(table: Table, optimizer: Any) -> bool:
+    def serves(table, optimizer):
         found.append(own(table, optimizer))
         return found[-1]
 
@@ -105,9 +95,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("kind", KINDS)
 @each("granularity", ["channel", "tensor", "block", "square"])
 @each("factors", [False, True])
-def test_steps_have_the_bits_of_steps_that_are_planned(
-    kind: str, granularity: Any, factors: bool, served: list[bool]
-) -> None:
+def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factors, served):
     """With steps that are left out, a schedule of the learning rate, and scales that double."""
     served.clear()
     ours, planned = (made(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False))
@@ -128,24 +116,23 @@ def test_steps_have_the_bits_of_steps_that_are_planned(
         assert ours.widened_scales > 0
 
 
-# ------------------------------------------------------------------------------------------------------------- edits
-def average_of(state: dict[str, Any]) -> str:
+def average_of(state):
     return next(name for name in ("exp_avg", "momentum_buffer", "exp_avg_sq") if name in state)
 
 
-def away_and_back(x: Tensor) -> Tensor:
+def away_and_back(x):
     """Offload: into other memory and out of it again."""
     away = x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
     x.data = torch.empty(0, dtype=x.dtype)
     return away.to(x.dtype, copy=True)
 
 
-def own_method(optimizer: Any) -> Callable[[Any], dict[str, float]]:
+def own_method(optimizer):
     numbers = type(optimizer)._numbers
     return lambda slot: numbers(optimizer, slot) | {"rate": 0.0}
 
 
-def three_times(optimizer: Any, *_: Any) -> None:
+def three_times(optimizer, *_):
     everyone(optimizer)[0].grad.mul_(3)
 
 
@@ -253,7 +240,7 @@ FORGED = {
 }
 
 
-def happens(edit: str, optimizer: Any) -> None:
+def happens(edit, optimizer):
     parameters = everyone(optimizer)
     named = {
         "copy": copy,
@@ -268,7 +255,7 @@ def happens(edit: str, optimizer: Any) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "others"])
 @each("edit", [*EDITS, *OF_ADAMW, *KEPT])
-def test_the_next_step_starts_from_what_the_state_holds(edit: str, kind: str, path: str, served: list[bool]) -> None:
+def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path, served):
     """Its bits are of plain PyTorch in an optimizer that forgets everything; an edit drops the table, or is read."""
     if kind == "others":
         if edit in OF_ADAMW:
@@ -293,7 +280,7 @@ def test_the_next_step_starts_from_what_the_state_holds(edit: str, kind: str, pa
 
 @pytest.mark.parametrize("path", PATHS)
 @each("edit", FORGED)
-def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit: str, path: str, served: list[bool]) -> None:
+def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served):
     optimizer = stepped(made(path=path), 4)
     put(optimizer, 4)
     happens(FORGED[edit][0], optimizer)
@@ -306,12 +293,11 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit: str, path: s
     ) == before
 
 
-# -------------------------------------------------------------------------------------------------- what is due
 @pytest.mark.parametrize("path", PATHS)
 @each(
     "options", [{"stabilize_every": 3}, {"reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t)}, {"refresh_every": 5}]
 )
-def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
+def test_what_is_due_is_done(options, path):
     ours, forgetful = made(path=path, **options), made(path="eager", keeps=False, **options)
     for t in range(12):
         for optimizer in (ours, forgetful):
@@ -322,7 +308,7 @@ def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
         assert bits(ours) == bits(forgetful)
 
 
-def test_it_raises_where_it_is_asked_to() -> None:
+def test_it_raises_where_it_is_asked_to():
     optimizer = stepped(made(on_nonfinite="raise"), 3)
     before = bits(optimizer)
     put(optimizer, 3, torch.nan)
@@ -332,7 +318,7 @@ def test_it_raises_where_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves: bool, served: list[bool]) -> None:
+def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
     ours, planned = made(weight_decay=1.0, stiffness=0.0), made(weight_decay=1.0, stiffness=0.0, keeps=False)
     for t in range(7):
         for optimizer in (ours, planned):
@@ -349,7 +335,7 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves: bool, se
     assert served == [True, True, False]
 
 
-def test_steps_of_several_processes_are_planned(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_several_processes_are_planned(served, monkeypatch):
     optimizer = made()
     for t in range(4):
         monkeypatch.setattr(_steady, "are_several", lambda t=t: t == 3)
@@ -360,7 +346,7 @@ def test_steps_of_several_processes_are_planned(served: list[bool], monkeypatch:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("i", [0, 2])
-def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
+def test_a_parameter_taken_out_is_let_go(i, path):
     optimizer = stepped(made("adamw-8bit", path=path), 4)
     p, table = everyone(optimizer)[i], optimizer._table
     parts = [p, p.grad, *optimizer.state[p].values(), *([p.codes, p.kept_scale] if i == 0 else [])]
@@ -374,14 +360,13 @@ def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
     assert table is None or not table.serves(optimizer)
 
 
-# --------------------------------------------------------------------------------------------------------- on a card
 @pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def uploads(monkeypatch):
     class Idle:
-        def __getitem__(self, grid: Any) -> Any:
+        def __getitem__(self, grid):
             return lambda *_, **__: None
 
-    seen: list[Any] = []
+    seen = []
     own = launch._uploaded
     as_on_a_card(monkeypatch)
     monkeypatch.setattr(launch, "_kernels", lambda: (Idle(),) * 3)
@@ -392,9 +377,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @each("granularity", ["channel", "block"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd-8bit"])
-def test_what_a_card_is_given_is_what_is_planned(
-    kind: str, granularity: Any, uploads: list[Any], served: list[bool]
-) -> None:
+def test_what_a_card_is_given_is_what_is_planned(kind, granularity, uploads, served):
     """Records to the bit, but for addresses: those are of each optimizer's own tensors."""
     served.clear()
     ours, planned = made(kind, granularity), made(kind, granularity, keeps=False)
@@ -426,7 +409,7 @@ def test_what_a_card_is_given_is_what_is_planned(
     assert [int(state["step"]) for state in ours.state.values()] == [7] * 4
 
 
-def test_a_gradient_that_is_aligned_otherwise_is_planned(uploads: list[Any], served: list[bool]) -> None:
+def test_a_gradient_that_is_aligned_otherwise_is_planned(uploads, served):
     optimizer = made()
     for t in range(5):
         put(optimizer, t)

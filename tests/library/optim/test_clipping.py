@@ -2,7 +2,6 @@
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ SMALL = 1e-3
 """What every gradient of the network is clipped by."""
 
 
-def without_norms(saved: list[Any]) -> list[Any]:
+def without_norms(saved):
     """:func:`everything` but for the norm that an ordinary optimizer's groups don't have."""
     for group in saved[1]["param_groups"]:
         group.pop("previous_norm", None)
@@ -27,7 +26,7 @@ def without_norms(saved: list[Any]) -> list[Any]:
 
 @each("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_passes_are_clip_grad_norm_to_the_bit(name: str, storage: str | None) -> None:
+def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
     plain, whole = ordinary(name, storage)
     norms = []
     for _ in range(3):
@@ -47,7 +46,7 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name: str, storage: str | None
     assert float(norms[0]) > 10 * SMALL
 
 
-def clipped_by_hand(model: nn.Module, optimizer: Any, steps: int, previous: Tensor, max_norm: float) -> Tensor:
+def clipped_by_hand(model, optimizer, steps, previous, max_norm):
     for _ in range(steps):
         optimizer.zero_grad()
         loss(model).backward()
@@ -62,7 +61,7 @@ def clipped_by_hand(model: nn.Module, optimizer: Any, steps: int, previous: Tens
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
 @each("max_norm", [SMALL, 0.4, 1e9])
-def test_one_pass_clips_by_the_norm_of_the_step_before(name: str, max_norm: float) -> None:
+def test_one_pass_clips_by_the_norm_of_the_step_before(name, max_norm):
     plain, whole = ordinary(name)
     loss(plain).backward()
     first = nn.utils.get_total_norm([p.grad for p in everyone(whole) if p.grad is not None])
@@ -73,7 +72,7 @@ def test_one_pass_clips_by_the_norm_of_the_step_before(name: str, max_norm: floa
     assert without_norms(everything(model, optimizer)) == everything(plain, whole)
 
 
-def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one() -> None:
+def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one():
     whole, uninterrupted, _ = stepping("muon", clip="previous", max_norm=0.4, measured=True)
     train(whole, uninterrupted, 2)
     saved = copy.deepcopy([whole.state_dict(), uninterrupted.state_dict()])
@@ -89,7 +88,7 @@ def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one() -> None:
         optimizer.load_state_dict(saved[1])
 
 
-def test_a_first_pass_without_a_norm_is_refused_or_measured() -> None:
+def test_a_first_pass_without_a_norm_is_refused_or_measured():
     model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     assert [group["previous_norm"] for group in optimizer.param_groups] == [None]
     before = everything(model, optimizer)
@@ -108,7 +107,7 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured() -> None:
     assert without_norms(everything(model, optimizer)) == everything(other, whole)
 
 
-def test_exact_without_a_measured_pass_is_refused_in_every_step() -> None:
+def test_exact_without_a_measured_pass_is_refused_in_every_step():
     model, optimizer, _ = stepping(clip="exact", max_norm=SMALL, measured=True)
     train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match="clip='exact' has no norm to clip by: before each step"):
@@ -116,7 +115,7 @@ def test_exact_without_a_measured_pass_is_refused_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad: float) -> None:
+def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad):
     """The step of the parameter at fault is left out, and the next clips by the last norm that was one."""
     model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     train(model, optimizer, 1)
@@ -139,7 +138,7 @@ def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad: float) -> None:
 
 @each("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("raises", [False, True])
-def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises: bool) -> None:
+def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
     """As clip_grad_norm_ and a step of all would."""
     model = network("fp8")
     optimizer = optim.StiffnessAdamW(model.parameters(), on_nonfinite="raise" if raises else "skip")
@@ -159,7 +158,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises
     assert everything(model, optimizer) == before
 
 
-def test_infinity_takes_norms_and_clips_nothing() -> None:
+def test_infinity_takes_norms_and_clips_nothing():
     """A trainer wants the norm for its log: no first pass, and the numbers of steps that are not clipped."""
     (plain, whole), (model, optimizer, _) = ordinary(), stepping(clip="previous", max_norm=math.inf)
     for _ in range(3):
@@ -174,7 +173,7 @@ def test_infinity_takes_norms_and_clips_nothing() -> None:
 
 @each("foreach", [None, False])
 @pytest.mark.parametrize("kind", ["previous", "exact"])
-def test_another_clipping_is_refused(kind: str, foreach: bool | None) -> None:
+def test_another_clipping_is_refused(kind, foreach):
     model, optimizer, _ = stepping(clip=kind, max_norm=SMALL, measured=True)
     loss(model).backward()
     parameters = list(model.parameters())
@@ -191,7 +190,7 @@ def test_another_clipping_is_refused(kind: str, foreach: bool | None) -> None:
     optimizer.step()
 
 
-def test_passes_that_are_no_steps_are_refused() -> None:
+def test_passes_that_are_no_steps_are_refused():
     model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     with pytest.raises(RuntimeError, match=r"measure\(\) has seen no gradient"), handle.measure():
         pass
@@ -216,7 +215,7 @@ def test_passes_that_are_no_steps_are_refused() -> None:
         pass
 
 
-def test_loading_a_state_forgets_the_step_under_way() -> None:
+def test_loading_a_state_forgets_the_step_under_way():
     model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     saved = copy.deepcopy(optimizer.state_dict())
     loss(model).backward()
@@ -229,7 +228,7 @@ def test_loading_a_state_forgets_the_step_under_way() -> None:
     assert optimizer.param_groups[0]["previous_norm"] is None
 
 
-def test_groups_that_come_later_have_the_norm_too() -> None:
+def test_groups_that_come_later_have_the_norm_too():
     model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     late = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [late]})
@@ -239,7 +238,7 @@ def test_groups_that_come_later_have_the_norm_too() -> None:
     assert int(optimizer.state[late]["step"]) == 1
 
 
-def test_norms_of_bfloat16_gradients_are_float32() -> None:
+def test_norms_of_bfloat16_gradients_are_float32():
     model = network("fp8").to(torch.bfloat16)
     optimizer = OPTIMIZERS["adamw"](model)
     optim.step_in_backward(optimizer, clip="previous", max_norm=math.inf)
@@ -266,7 +265,7 @@ def test_norms_of_bfloat16_gradients_are_float32() -> None:
         ({"accumulate": "momentum"}, ValueError, "accumulate='momentum' is unknown: one of bfloat16; did you mean"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
+def test_options_that_do_not_go_together_are_refused(options, error, match):
     optimizer = OPTIMIZERS["adamw"](network("fp8"))
     with pytest.raises(error, match=match):
         optim.step_in_backward(optimizer, **options)

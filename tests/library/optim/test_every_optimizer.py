@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -47,9 +46,8 @@ combined = each(("name", "writeback", "moments"), VALID)
 sampled = pytest.mark.covering(2)
 
 
-# ------------------------------------------------------------------------------------------------------- observers
 @by_name
-def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
+def test_an_observer_sees_the_step_and_changes_nothing(name):
     """Weights before it, asked for and after it, of each that is quantised; the grid's are rounded once."""
     parameters, others = ([p for kind, p in zoo().items() if kind != "fp8 bfloat16, any scale"] for _ in "ab")
     seen, unseen = (make(name, p, writeback="stochastic", seed=5) for p in (parameters, others))
@@ -62,7 +60,7 @@ def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
         assert sorted(id(view.parameter) for view in now) == sorted(stepped)
         for view in now:
             i = stepped[id(view.parameter)]
-            p, manifold = parameters[i], parameters[i].manifold  # type: ignore[attr-defined]
+            p, manifold = parameters[i], parameters[i].manifold
             assert not any(x.requires_grad for x in (view.before, view.target, view.after, view.stiffness))
             assert torch.equal(view.before, start[i].to(view.before.dtype))
             assert torch.equal(view.after.to(p.dtype), value_of(p))
@@ -77,10 +75,9 @@ def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
     assert unseen.observer is None
 
 
-# ------------------------------------------------------------------------------------------------- gradients of zero
 @each("name", NAMES)
 @each("writeback", ["nearest", "stochastic", "residual8"])
-def test_a_zero_gradient_changes_no_byte_of_codes(name: str, writeback: str) -> None:
+def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
     """Nor of scales and residuals, whatever the scales are, of all granularities; both zeros among them."""
     weights, before, kept = [], [], []
     for granularity, factors in itertools.product(STORED_GRANULARITIES, (False, True)):
@@ -101,7 +98,7 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name: str, writeback: str) -> 
 
 
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
-def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name: str) -> None:
+def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name):
     """A point divided by its scale may miss the format's value by a rounding error; no draw may move it even then."""
     grid = fm.FP8Manifold("E1M6", 0.3).projx(torch.arange(1, 128) / 32 * 0.3)
     off = (grid / torch.tensor(0.3) - fm.round_to_grid(grid / torch.tensor(0.3), "E1M6")).abs()
@@ -109,7 +106,7 @@ def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name: str)
     x[0, :2] = torch.tensor([0.0, -0.0])
     weights = [on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x), free_weight(normal(40, 25), "E4M3", 0.3)]
     wrapped = name == "StiffnessWrapper"
-    optimizer: Any = StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0) if wrapped else None
+    optimizer = StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0) if wrapped else None
     optimizer = optimizer or make(name, weights, writeback="stochastic", weight_decay=0.0)
     before = values(weights)
     for _ in range(4):
@@ -119,12 +116,11 @@ def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name: str)
     assert same_bits(before, values(weights))
 
 
-# -------------------------------------------------------------------------------------------------------- noise
-def equal_weights(count: int) -> list[nn.Parameter]:
+def equal_weights(count):
     return [on(fm.FP8Manifold("E4M3"), torch.full((4000,), 0.8125)) for _ in range(count)]
 
 
-def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int) -> list[Tensor]:
+def step_equally(optimizer, weights, steps):
     for _ in range(steps):
         for weight in weights:
             weight.grad = torch.ones_like(weight).as_subclass(Tensor)
@@ -133,7 +129,7 @@ def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int) -> lis
 
 
 @every_class
-def test_a_parameter_keeps_its_stream(kind: Any) -> None:
+def test_a_parameter_keeps_its_stream(kind):
     """Its noise belongs to its place among its like: no neighbour frozen, missing or new changes it, nor loading."""
     options = {"lr": 0.4 if kind in RIEMANNIAN else 0.02, "writeback": "stochastic"}
     alone = equal_weights(2)
@@ -155,7 +151,7 @@ def test_a_parameter_keeps_its_stream(kind: Any) -> None:
 
 @sampled
 @combined
-def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -> None:
+def test_global_settings_do_not_enter(name, writeback, moments):
     results = []
     other = torch.float32 if name == "FisherNaturalGradient" else torch.float64  # nngeometry has float32 only
     for seed, dtype in ((0, torch.float32), (1, other)):
@@ -176,9 +172,8 @@ def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -
     assert results[0] == results[1]
 
 
-# ---------------------------------------------------------------------------------- what is due, and options of groups
 @by_name
-def test_stabilize_projects_when_due(name: str) -> None:
+def test_stabilize_projects_when_due(name):
     weight = grid_weight("E4M3", (3, 7), ROWS)
     optimizer = make(name, [weight], lr=0.0, **{"stabilize" if name in RIEMANNIAN_NAMES else "stabilize_every": 3})
     views = record(optimizer)
@@ -193,13 +188,13 @@ def test_stabilize_projects_when_due(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_geoopts_stabilize_is_taken_in_groups_too(kind: Any) -> None:
+def test_geoopts_stabilize_is_taken_in_groups_too(kind):
     groups = kind([{"params": [grid_weight()], "stabilize": 4}, {"params": [grid_weight()]}], stabilize=2).param_groups
     assert [g["stabilize_every"] for g in groups] == [4, 2]
 
 
 @pytest.mark.parametrize("kind", [StiffnessAdamW, RiemannianAdam])
-def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
+def test_a_reset_starts_the_averages_anew(kind):
     """After it the step is that of a fresh optimizer at the same point (float64, no rounding)."""
     weight = free_weight(normal(30, dtype=torch.float64))
     optimizer = kind([weight], reset_every=4, refresh_every=1)
@@ -212,7 +207,7 @@ def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
 
 
 @by_name
-def test_ascending_is_descending_on_the_negated_gradient(name: str) -> None:
+def test_ascending_is_descending_on_the_negated_gradient(name):
     kinds, others = zoo(), zoo()
     up, down = make(name, kinds.values(), maximize=True), make(name, others.values())
     for t in range(4):
@@ -226,10 +221,10 @@ def test_ascending_is_descending_on_the_negated_gradient(name: str) -> None:
 
 
 @by_name
-def test_groups_of_different_options_step_as_optimizers_of_their_own(name: str) -> None:
+def test_groups_of_different_options_step_as_optimizers_of_their_own(name):
     """Position in the whole list keys the noise, so the others are there too, held still by having no gradient."""
     lr = OPTIONS[name]["lr"]
-    chosen: list[dict[str, Any]] = [
+    chosen = [
         {"lr": 0.5 * lr, "writeback": "residual8", "moments": "8bit"},
         {"weight_decay": 0.1, "maximize": True, "seed": 4},
         {"writeback": "nearest", "moments": "bfloat16", "refresh_every": 2},
@@ -249,15 +244,14 @@ def test_groups_of_different_options_step_as_optimizers_of_their_own(name: str) 
         assert bits_of(alone[i]) == bits_of(weights[i]), options
 
 
-# ------------------------------------------------------------------------------------------- what a list of all does
-def distances(parameters: list[Tensor], targets: list[Tensor]) -> list[float]:
+def distances(parameters, targets):
     pairs = zip(parameters, targets, strict=True)
     return [(value_of(p).double() - target.double()).square().sum().item() for p, target in pairs if moves(p)]
 
 
 @sampled
 @combined
-def test_a_valid_combination_learns(name: str, writeback: str, moments: str) -> None:
+def test_a_valid_combination_learns(name, writeback, moments):
     """20 steps towards a target: every kind comes nearer, stays on its grid, and no gradient is touched."""
     kinds = zoo()
     parameters = list(kinds.values())
@@ -286,7 +280,7 @@ AVERAGES = {"RiemannianSGD": ["momentum_buffer"], "StiffnessSGD": ["momentum_buf
 WIDTH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
-def averages_of(name: str, p: Tensor) -> list[str]:
+def averages_of(name, p):
     if (name == "FisherNaturalGradient" and is_layer(p)) or (name == "StiffnessMuon" and p.dim() > 1):
         return ["momentum_buffer"]
     return (
@@ -296,7 +290,7 @@ def averages_of(name: str, p: Tensor) -> list[str]:
 
 @sampled
 @combined
-def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str, moments: str) -> None:
+def test_the_state_is_what_moments_and_write_back_say(name, writeback, moments):
     kinds = zoo()
     optimizer = make(name, kinds.values(), writeback=writeback, moments=moments)
     take_steps([optimizer], [kinds.values()], range(2), 0.1)
@@ -321,13 +315,13 @@ def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str,
         assert len(repr({k: v for k, v in state.items() if not isinstance(v, Tensor)})) < 400, kind
 
 
-def tensors_in(x: Any, seen: dict[int, Any]) -> list[Tensor]:
+def tensors_in(x, seen):
     if id(x) in seen or isinstance(x, type | nn.Module) or (callable(x) and not hasattr(x, "__dict__")):
         return []
     seen[id(x)] = x
     if isinstance(x, Tensor):
         return [x]
-    inner: list[Any] = []
+    inner = []
     if isinstance(x, dict):
         inner = [*x.keys(), *x.values()]
     elif isinstance(x, list | tuple | set | frozenset):
@@ -337,15 +331,15 @@ def tensors_in(x: Any, seen: dict[int, Any]) -> list[Tensor]:
     return [t for y in inner for t in tensors_in(y, seen)]
 
 
-def memory(tensors: list[Tensor]) -> dict[int, int]:
-    plain: list[Tensor] = []
+def memory(tensors):
+    plain = []
     for t in tensors:
         plain += [t.codes, t.scale, t.counter] if isinstance(t, fm.FP8Tensor) else [t.detach().as_subclass(Tensor)]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.numel()}
 
 
 @combined
-def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
+def test_nothing_else_is_held(name, writeback, moments):
     """An optimizer keeps its parameters and their state, a few bytes a row besides, and no gradient."""
     parameters = [stored_weight("E4M3", (16, 256), seed=1), nn.Parameter(normal(64, 32, seed=2))]
     optimizer = make(name, parameters, writeback=writeback, moments=moments)
@@ -363,16 +357,16 @@ def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
-def trained(name: str, what: str) -> list[Tensor]:
+def trained(name, what):
     """Codes and values after three steps, with ``what`` of ``nothing``, ``step`` or ``all`` compiled."""
     torch.manual_seed(0)
     model = fm.quantize_model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "E4M3", storage="fp8")
     wrapped = name == "StiffnessWrapper"
-    optimizer: Any = StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=1e-2), exponent=1.0) if wrapped else None
+    optimizer = StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=1e-2), exponent=1.0) if wrapped else None
     optimizer = optimizer or make(name, model.parameters())
     take = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
 
-    def train_step(x: Tensor) -> None:
+    def train_step(x):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         take()
@@ -385,7 +379,7 @@ def trained(name: str, what: str) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # a loss after the break
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
-def test_a_compiled_step_is_the_step(name: str) -> None:
+def test_a_compiled_step_is_the_step(name):
     """A step or a whole training step that a user compiles: the optimizer runs eager there, to the same bits."""
     expected = trained(name, "nothing")
     for what in ("step", "all"):
@@ -393,10 +387,9 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(trained(name, what), expected, strict=True)), what
 
 
-# ----------------------------------------------------------------------------------------- gradients that are too large
 @sampled
 @combined
-def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) -> None:
+def test_a_step_is_left_out_as_a_whole(name, writeback, moments):
     kinds, others = zoo(), zoo()
     optimizer, untroubled = (make(name, z.values(), writeback=writeback, moments=moments) for z in (kinds, others))
     for o in (optimizer, untroubled):
@@ -405,7 +398,7 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
     for t in range(2):
         for count, (kind, value) in enumerate(bad.items(), 1):
             put_gradients(kinds.values(), t, 0.1)
-            kinds[kind].grad.view(-1)[0] = value  # type: ignore[union-attr]
+            kinds[kind].grad.view(-1)[0] = value
             before = snapshot(optimizer)
             optimizer.step()
             assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (count + t * len(bad), count)
@@ -416,7 +409,7 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
 
 
 @by_name
-def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> None:
+def test_what_the_first_rounding_left_survives_a_step_left_out(name):
     """The rest moves from the parameter into the state, which is saved; no code changes."""
     kept = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
     remainder, codes = kept.remainder.clone(), kept.codes.clone()
@@ -430,7 +423,7 @@ def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> Non
 
 
 @by_name
-def test_one_group_that_raises_is_enough(name: str) -> None:
+def test_one_group_that_raises_is_enough(name):
     """FloatingPointError names the shape, and nothing changes; a bad gradient of a group that skips never raises."""
     kinds = zoo()
     raising = {"params": [kinds["fp8 channel"]], "on_nonfinite": "raise"}
@@ -438,9 +431,9 @@ def test_one_group_that_raises_is_enough(name: str) -> None:
         groups = [{"params": [p for k, p in kinds.items() if k != "fp8 channel"]}, dict(raising)]
         optimizer = make(name, groups[:: 1 if first else -1])
         put_gradients(kinds.values(), 0, 0.1)
-        kinds["fp8 tensor"].grad[0, 0] = math.nan  # type: ignore[index]
+        kinds["fp8 tensor"].grad[0, 0] = math.nan
         optimizer.step()
-        kinds["fp8 channel"].grad[4, 32] = math.nan  # type: ignore[index]
+        kinds["fp8 channel"].grad[4, 32] = math.nan
         before = snapshot(optimizer)
         with pytest.raises(FloatingPointError, match=r"\(5, 33\)"):
             optimizer.step()
@@ -449,7 +442,7 @@ def test_one_group_that_raises_is_enough(name: str) -> None:
 
 
 @by_name
-def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name: str) -> None:
+def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name):
     """Each square is finite, their sum is not; in steady steps too."""
     weight, plain = grid_weight("E4M3", (3, 7)), nn.Parameter(torch.zeros(100))
     for parameters in ([weight, plain], [stored_weight("E4M3", (3, 7)), plain]):
@@ -463,7 +456,7 @@ def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIEMANNIAN_NAMES)
-def test_a_code_gradient_whose_square_overflows_does_not_stick(name: str) -> None:
+def test_a_code_gradient_whose_square_overflows_does_not_stick(name):
     """E5M2 near its end, where S = 8192: S g overflows in its square though g does not; the weight moves again."""
     p = on(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
     optimizer = make(name, [p], lr=0.5, **({"momentum": 0.0} if name == "RiemannianSGD" else {}))
@@ -474,7 +467,7 @@ def test_a_code_gradient_whose_square_overflows_does_not_stick(name: str) -> Non
 
 
 @by_name
-def test_a_run_that_diverges_stays_finite(name: str) -> None:
+def test_a_run_that_diverges_stays_finite(name):
     """Steps far too long in formats of few and of many binades: codes of numbers, at scales that hold them."""
     for fmt in ("E7M0", "E4M3", "E5M2", "E1M6", "E4M3FNUZ", "P3109_8P3", "E2M1"):
         p = fm.FP8Parameter(normal(6, 7, std=0.1), fmt, headroom=1.0)
@@ -488,12 +481,11 @@ def test_a_run_that_diverges_stays_finite(name: str) -> None:
         assert all(x.isfinite().all() for w in (p, q) for x in optimizer.state[w].values() if isinstance(x, Tensor))
 
 
-# ------------------------------------------------------------------- torch's optimizers, and floats
 torch.backends.__allow_nonbracketed_mutation_flag = True  # the harness takes that from every test of the process
 double = torch.float64
 
 
-def plain(p: Tensor) -> Tensor:
+def plain(p):
     return p.detach().as_subclass(Tensor).clone()
 
 
@@ -503,7 +495,7 @@ SAME["Madam"] = "AdamW"
 THEIRS = {info.name: info for info in optim_db}
 
 
-def translated(name: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def translated(name, kwargs):
     """torch's options in our words; None where ours means another thing by them."""
     decoupled = name == "StiffnessSGD" and kwargs.get("weight_decay")
     if decoupled or (kwargs.get("amsgrad") and name != "RiemannianAdam"):
@@ -515,7 +507,7 @@ def translated(name: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("name", [*SAME, "StiffnessSGD, free", "StiffnessAdamW, free"])
-def test_where_nothing_is_rounded_steps_are_torchs(name: str) -> None:
+def test_where_nothing_is_rounded_steps_are_torchs(name):
     """In float64, over every configuration that torch tests its own optimizer with: ordinary and unrounded weights."""
     name, _, free = name.partition(", ")
     theirs, compared = THEIRS[SAME[name]], 0
@@ -523,7 +515,7 @@ def test_where_nothing_is_rounded_steps_are_torchs(name: str) -> None:
         if (options := translated(name, given.kwargs)) is None:
             continue
         start = [normal(3, 4, dtype=double), normal(5, seed=1, dtype=double)]
-        pair: Any = [[nn.Parameter(x.clone()) for x in start] for _ in "ab"]
+        pair = [[nn.Parameter(x.clone()) for x in start] for _ in "ab"]
         if free:
             scales = (ROWS.double() * 1.7, 0.3)
             pair[1] = [free_weight(x.clone(), "E5M2", scale) for x, scale in zip(start, scales, strict=True)]
@@ -541,7 +533,7 @@ def test_where_nothing_is_rounded_steps_are_torchs(name: str) -> None:
 
 
 #: with a decay of 0.005 a step
-DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
+DECAYING = {
     "StiffnessAdamW": (optim.StiffnessAdamW, {}),
     "StiffnessSGD": (optim.StiffnessSGD, {"momentum": 0.9}),
     "StiffnessLion": (optim.StiffnessLion, {}),
@@ -559,7 +551,7 @@ DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("fmt", "factors"), [("E4M3", False), ("E5M2", False), ("E2M5", False), ("E4M3", True)])
 @pytest.mark.parametrize("name", DECAYING)
-def test_decay_is_what_was_asked_for(fmt: str, factors: bool, name: str) -> None:
+def test_decay_is_what_was_asked_for(fmt, factors, name):
     """40,000 weights without gradients, 200 steps beside floats: the rate to four standard errors, or to 0.2%."""
     kind, options = DECAYING[name]
     stored = with_factors(fm.FP8Parameter(normal(200, 200, std=0.05), fmt, seed=0), factors)
@@ -580,13 +572,13 @@ def test_decay_is_what_was_asked_for(fmt: str, factors: bool, name: str) -> None
 
 
 @by_name
-def test_loss_scaling_over_stored_and_ordinary_weights(name: str) -> None:
+def test_loss_scaling_over_stored_and_ordinary_weights(name):
     """Unscaled and clipped gradients step as such; an overflow is left out by the scaler, a NaN by the optimizer."""
-    pair: Any = [[stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"]
+    pair = [[stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"]
     scaled, plain = (make(name, parameters) for parameters in pair)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=100)
 
-    def backward(parameters: list[Any], optimizer: Any, t: int, factor: float = 1.0) -> None:
+    def backward(parameters, optimizer, t, factor=1.0):
         optimizer.zero_grad()
         loss = ((parameters[0] @ parameters[1]) * normal(3, seed=t)).sum() * factor
         (scaler.scale(loss) if optimizer is scaled else loss).backward()

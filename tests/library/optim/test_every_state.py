@@ -8,8 +8,6 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import geoopt
 import pytest
@@ -31,7 +29,6 @@ torch.backends.__allow_nonbracketed_mutation_flag = True  # the harness takes th
 by_name = pytest.mark.parametrize("name", NAMES)
 
 
-# ------------------------------------------------------------------------------------------------ options and registry
 REST = "refresh_every=100, maximize=False, on_nonfinite='skip', stabilize_every=None, reset_every=None, **flags"
 BOUNDS = f"damping=0.00390625, clip=16.0, {REST}"
 ROUNDED = f"writeback='stochastic', draws='independent', moments='float32', seed=0, {BOUNDS}"
@@ -57,7 +54,7 @@ SIGNATURES = {
 }
 
 
-def test_the_matrix_is_the_registry() -> None:
+def test_the_matrix_is_the_registry():
     steps = {name for name in optim.__all__ if hasattr(getattr(optim, name), "step")}
     assert set(NAMES) == steps - {"StiffnessWrapper"} == set(OPTIONS) == set(SIGNATURES) == {c[0] for c in VALID}
     assert len(COMBINATIONS) == len(optim.WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
@@ -65,7 +62,7 @@ def test_the_matrix_is_the_registry() -> None:
 
 
 @by_name
-def test_a_signature_has_every_option_and_so_have_groups(name: str) -> None:
+def test_a_signature_has_every_option_and_so_have_groups(name):
     signature = inspect.signature(getattr(optim, name))
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     shown = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
@@ -76,17 +73,17 @@ def test_a_signature_has_every_option_and_so_have_groups(name: str) -> None:
     assert make(name, [nn.Parameter(torch.eye(3))]).defaults.keys() == options
 
 
-def test_a_subclass_may_have_options_of_its_own() -> None:
+def test_a_subclass_may_have_options_of_its_own():
     class Mine(optim.StiffnessLion):
-        def __init__(self, params: object, speed: float = 2.0) -> None:
-            super().__init__(params, 1e-3 * speed, writeback="nearest")  # type: ignore[arg-type]
+        def __init__(self, params, speed=2.0):
+            super().__init__(params, 1e-3 * speed, writeback="nearest")
 
     (group,) = Mine([nn.Parameter(torch.ones(3))]).param_groups
     assert (group["lr"], group["writeback"], group["moments"]) == (2e-3, "nearest", "float32")
 
 
 @each(("name", "writeback", "moments"), INVALID)
-def test_an_invalid_combination_is_refused(name: str, writeback: str, moments: str) -> None:
+def test_an_invalid_combination_is_refused(name, writeback, moments):
     """With what does not go together, the reason, and what does: in the constructor, a group, and one added later."""
     options = {"writeback": writeback, "moments": moments}
     optimizer = make(name, zoo().values())
@@ -104,11 +101,10 @@ def test_an_invalid_combination_is_refused(name: str, writeback: str, moments: s
     assert len(optimizer.param_groups) == groups
 
 
-# ---------------------------------------------------------------------------------------------------- torch's harness
 RATES = OPTIONS | {"RiemannianSGD": {"lr": 30.0, "float_lr": 0.01, "momentum": 0.9}, "StiffnessSGD": {"lr": 0.005}}
 """For gradients some ten times larger than those that the options were chosen for."""
 ALWAYS = {"StiffnessMuon": {"direction": "adam"}}  # torch's models have vectors
-SHARED: list[dict[str, Any]] = [
+SHARED = [
     {},
     {"lr": 0.5},
     {"lr": torch.tensor(0.5)},
@@ -117,7 +113,7 @@ SHARED: list[dict[str, Any]] = [
     {"moments": "bfloat16"},
     {"writeback": "nearest", "refresh_every": 2, "stabilize_every": 3, "reset_every": 4},
 ]
-OWN: dict[str, list[dict[str, Any]]] = {
+OWN = {
     "RiemannianAdam": [{"amsgrad": True}, {"writeback": "momentum"}, {"betas": (0.8, 0.9), "eps": 1e-6}],
     "RiemannianSGD": [{"dampening": 0.5}, {"nesterov": True}],
     "StiffnessAdamW": [{"stiffness": optim.anneal(1.0, 0.0, 8)}, {"stiffness": 0.3}, {"betas": (0.8, 0.9)}],
@@ -129,20 +125,20 @@ OWN: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def configurations(name: str) -> list[dict[str, Any]]:
+def configurations(name):
     made = [copy.deepcopy(options) | ALWAYS.get(name, {}) for options in [*SHARED, *OWN[name]]]
     return [kwargs | ({"lr": kwargs["lr"] * RATES[name]["lr"]} if "lr" in kwargs else {}) for kwargs in made]
 
 
-def model() -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
+def model():
     """torch's: ``|W x + b|^2`` over a 10 x 5 weight, a vector and a spectator without a gradient."""
     weight = fm.FP8Parameter(normal(10, 5, std=0.1), "E4M3", headroom=64.0, keep_remainder=True, seed=0)
     bias, x = nn.Parameter(normal(10, seed=1)), normal(5, seed=9)
     return [weight, bias, nn.Parameter(normal(3, seed=2))], lambda: (weight.mv(x) + bias).pow(2).sum()
 
 
-def run(optimizer: Any, loss: Callable[[], Tensor], steps: int) -> None:
-    def closure() -> Tensor:
+def run(optimizer, loss, steps):
+    def closure():
         optimizer.zero_grad()
         value = loss()
         value.backward()
@@ -152,11 +148,11 @@ def run(optimizer: Any, loss: Callable[[], Tensor], steps: int) -> None:
         assert optimizer.step(closure).requires_grad
 
 
-def made(name: str, parameters: list[Any], **options: Any) -> Any:
+def made(name, parameters, **options):
     return make(name, parameters, **RATES[name] | options)
 
 
-def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.Parameter] | None = None) -> Any:
+def construct(name, params, kwargs, tensors=None):
     kind = getattr(optim, name)
     rates = {k: v for k, v in RATES[name].items() if k == "float_lr"} | kwargs
     if name != "FisherNaturalGradient":
@@ -168,7 +164,7 @@ def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.P
 
 
 @by_name
-def test_errors(name: str) -> None:
+def test_errors(name):
     for bad in get_error_inputs_for_all_optims("cpu", torch.float32):
         if bad.error_type is FutureWarning:  # not bad input: what a release of torch announces of its own classes
             continue
@@ -183,7 +179,7 @@ def test_errors(name: str) -> None:
 
 
 @by_name
-def test_tensor_lr(name: str) -> None:
+def test_tensor_lr(name):
     """Any tensor of one element is as good as its number, and is not written to."""
     for kwargs in configurations(name):
         number = float(kwargs.pop("lr", RATES[name]["lr"]))
@@ -199,7 +195,7 @@ def test_tensor_lr(name: str) -> None:
 
 
 @by_name
-def test_states_of_numbers_and_of_names(name: str) -> None:
+def test_states_of_numbers_and_of_names(name):
     """A step count saved as a number, as old files have it, counts on; names may come, go or stay."""
     for named in itertools.product((True, False), repeat=2):
         pairs = [model(), model()]
@@ -219,7 +215,7 @@ def test_states_of_numbers_and_of_names(name: str) -> None:
 
 
 @by_name
-def test_deepcopy_and_pickle(name: str) -> None:
+def test_deepcopy_and_pickle(name):
     for kwargs in configurations(name):
         parameters, loss = model()
         optimizer = made(name, parameters, **kwargs)
@@ -243,8 +239,7 @@ def test_deepcopy_and_pickle(name: str) -> None:
             assert same_bits(values(parameters), values(others)), str(kwargs)
 
 
-# -------------------------------------------------------------------------------------------------------------- hooks
-def stepped(name: str, **options: Any) -> tuple[nn.Parameter, Any]:
+def stepped(name, **options):
     p = stored_weight("E4M3", (3, 8), seed=1)
     optimizer = make(name, [p], **options)
     put_gradients([p], 0)
@@ -253,16 +248,16 @@ def stepped(name: str, **options: Any) -> tuple[nn.Parameter, Any]:
 
 
 @by_name
-def test_hooks_are_called_and_what_they_make_of_a_state_counts(name: str) -> None:
+def test_hooks_are_called_and_what_they_make_of_a_state_counts(name):
     """Hooks of steps, for one and for all optimizers, and of states; a hook's state is checked before it is loaded."""
     p, optimizer = stepped(name)
     saved = copy.deepcopy(optimizer.state_dict())
     key, *_ = (k for k, v in saved["state"][0].items() if isinstance(v, Tensor) and v.shape == (3, 8))
     kept = saved["state"][0][key].clone()
-    called: list[str] = []
+    called = []
 
-    def put(value: Any, returns: bool) -> Callable[[Any, dict[str, Any]], Any]:
-        def hook(_: Any, state: dict[str, Any]) -> Any:
+    def put(value, returns):
+        def hook(_, state):
             changed = copy.deepcopy(state) | {"skipped_steps": 7}
             changed["state"][0][key] = value
             state.update({} if returns else changed)
@@ -302,7 +297,7 @@ def test_hooks_are_called_and_what_they_make_of_a_state_counts(name: str) -> Non
     assert called == ["global pre", "pre", "post", "global post", "saving"]
 
 
-def test_a_wrapper_has_hooks_of_its_own() -> None:
+def test_a_wrapper_has_hooks_of_its_own():
     wrapper, seen = optim.StiffnessWrapper(torch.optim.SGD([nn.Parameter(normal(2, 2))], lr=0.1)), []
     wrapper.register_state_dict_pre_hook(lambda o: seen.append(type(o)))
     wrapper.register_state_dict_post_hook(lambda _, state: state | {"steps_taken": 3})
@@ -313,9 +308,8 @@ def test_a_wrapper_has_hooks_of_its_own() -> None:
     assert (saved["steps_taken"], seen) == (3, [optim.StiffnessWrapper, 4])
 
 
-# ----------------------------------------------------------------------------------- flat states, schedules, old states
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-KINDS: dict[str, Any] = {
+KINDS = {
     "adamw": lambda p: StiffnessAdamW(p, lr=1e-2, moments="8bit", writeback="residual8"),
     "lion": lambda p: optim.StiffnessLion(p, lr=1e-2, writeback="residual8"),
     "sgd": lambda p: StiffnessSGD(p, lr=1e-1, momentum=0.5, writeback="momentum"),
@@ -328,7 +322,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-def in_a_tuple(state: dict[str, Any]) -> dict[str, Any]:
+def in_a_tuple(state):
     """A state as it was saved before: its format in a tuple, and without some counts."""
     old = {k: v for k, v in copy.deepcopy(state).items() if k not in ("streams_begun", "skipped_in_row")}
     for entry in old["state"].values():
@@ -337,7 +331,7 @@ def in_a_tuple(state: dict[str, Any]) -> dict[str, Any]:
 
 
 #: how a state goes from one optimizer into another of another model
-WAYS: dict[str, Callable[..., Any]] = {
+WAYS = {
     "flat": lambda m, o, n, p: set_optimizer_state_dict(
         n, p, get_optimizer_state_dict(m, o, options=FLAT), options=FLAT
     ),
@@ -346,7 +340,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def twins(kind: str, storage: Any) -> list[tuple[nn.Module, Any]]:
+def twins(kind, storage):
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -357,7 +351,7 @@ def twins(kind: str, storage: Any) -> list[tuple[nn.Module, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 @each("storage", ["fp8", "grid"])
 @each("way", WAYS)
-def test_a_state_goes_on_to_the_bit(kind: str, storage: str, way: str) -> None:
+def test_a_state_goes_on_to_the_bit(kind, storage, way):
     """As torch's distributed checkpoints have it, by name; through a file, where schedules are None; and of old."""
     (net, optimizer), (other, resumed) = twins(kind, storage)
     for t in range(5):
@@ -381,12 +375,11 @@ def test_a_state_goes_on_to_the_bit(kind: str, storage: str, way: str) -> None:
             StiffnessAdamW(other.parameters(), stiffness=1.0).load_state_dict(optimizer.state_dict())
 
 
-# -------------------------------------------------------------------------------------------------- options of groups
-def two() -> list[nn.Parameter]:
+def two():
     return [nn.Parameter(normal(4, 4, seed=i)) for i in range(2)]
 
 
-MAKES: dict[str, Any] = {
+MAKES = {
     "default": lambda lr: StiffnessAdamW([{"params": [p]} for p in two()], lr=lr),
     "sgd": lambda lr: StiffnessSGD([{"params": [p]} for p in two()], lr=lr),
     "riemannian": lambda lr: RiemannianAdam([{"params": [p]} for p in two()], lr=lr),
@@ -397,7 +390,7 @@ MAKES: dict[str, Any] = {
 
 @each("way", ["made", "loaded", "added"])
 @pytest.mark.parametrize("name", MAKES)
-def test_a_scheduler_divides_each_learning_rate_once(name: str, way: str) -> None:
+def test_a_scheduler_divides_each_learning_rate_once(name, way):
     """Though groups were given one tensor, or a state was written whose groups shared it."""
     optimizer = MAKES[name](torch.tensor(0.5))
     if way == "added":
@@ -416,7 +409,7 @@ def test_a_scheduler_divides_each_learning_rate_once(name: str, way: str) -> Non
     assert [float(group["lr"]) for group in optimizer.param_groups] == [lr / 4 for lr in before]
 
 
-def test_the_tensor_of_a_single_group_stays_the_users() -> None:
+def test_the_tensor_of_a_single_group_stays_the_users():
     lr = torch.tensor(0.5)
     optimizer = StiffnessAdamW(two(), lr=lr)
     lr.fill_(0.25)
@@ -424,7 +417,7 @@ def test_the_tensor_of_a_single_group_stays_the_users() -> None:
 
 
 @by_name
-def test_a_scheduler_begins_from_the_lr_of_the_moment(name: str) -> None:
+def test_a_scheduler_begins_from_the_lr_of_the_moment(name):
     """As around torch's optimizers: the lr may have been set by hand before."""
     optimizer = make(name, [stored_weight()], lr=0.2)
     optimizer.param_groups[0]["lr"] = 0.05
@@ -442,7 +435,7 @@ def test_a_scheduler_begins_from_the_lr_of_the_moment(name: str) -> None:
     ],
     ids=str,
 )
-def test_what_a_loaded_state_has_otherwise_is_said_once(saved: dict[str, Any], given: dict[str, Any]) -> None:
+def test_what_a_loaded_state_has_otherwise_is_said_once(saved, given):
     """But for what schedules change, and schedules themselves."""
     moving = {"betas": (0.8, 0.9), "weight_decay": 0.1}
     (_, first), (_, second) = stepped("StiffnessAdamW", **moving, **saved), stepped("StiffnessAdamW", **given)
@@ -459,23 +452,22 @@ def test_what_a_loaded_state_has_otherwise_is_said_once(saved: dict[str, Any], g
     other.load_state_dict(one.state_dict())
 
 
-# ------------------------------------------------------------------------------------------------- steps left out
-def tagged() -> nn.Module:
+def tagged():
     torch.manual_seed(0)
     return fm.quantize_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), "E4M3", "fp8")
 
 
-def step_with(net: nn.Module, optimizer: Any, bad: float | None, everywhere: bool = False) -> None:
+def step_with(net, optimizer, bad, everywhere=False):
     for p in net.parameters():
         p.grad = torch.full(p.shape, math.nan if everywhere else 0.1)
     if bad is not None:
-        net[1].weight.grad[1, 3] = bad  # type: ignore[index, union-attr]
+        net[1].weight.grad[1, 3] = bad
     optimizer.step()
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e30])
 @each("name", [name for name in NAMES if name not in ("FisherNaturalGradient", "StiffnessMuon")])
-def test_a_gradient_that_is_never_finite_is_warned_of_once(name: str, bad: float) -> None:
+def test_a_gradient_that_is_never_finite_is_warned_of_once(name, bad):
     """With the name of the parameter at fault; any other warning is an error."""
     net = tagged()
     optimizer = make(name, net.named_parameters())
@@ -489,7 +481,7 @@ def test_a_gradient_that_is_never_finite_is_warned_of_once(name: str, bad: float
     assert optimizer.skipped_steps == optimizer.skipped_in_row == optimizer.state_dict()["skipped_in_row"] == 30
 
 
-def test_the_count_is_saved_and_begins_anew_with_a_step() -> None:
+def test_the_count_is_saved_and_begins_anew_with_a_step():
     """The number of skips is an option; without names parameters are told by position and shape, or counted."""
     net = tagged()
     optimizer = StiffnessAdamW([{"params": [p]} for p in net.parameters()])
@@ -518,7 +510,7 @@ def test_the_count_is_saved_and_begins_anew_with_a_step() -> None:
         *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
     ],
 )
-def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name: str, theirs: Any) -> None:
+def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name, theirs):
     """Muon is in torch since 2.9; a Riemannian lr has a default of its own."""
     if theirs is None:
         return

@@ -3,7 +3,6 @@
 import copy
 import sys
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -33,11 +32,11 @@ pytestmark = pytest.mark.extra("nngeometry")
 
 @each("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
 @each("storage", STORAGES)
-def test_step_is_the_damped_natural_one(storage: str, bounds: tuple[float, float]) -> None:
+def test_step_is_the_damped_natural_one(storage, bounds):
     """``(F + c T^-2)^-1 g``, rounded once to the nearest point of the grid."""
     model = tagger(storage)
     weight = model.hidden.weight
-    how: dict[str, Any] = {"representation": "diagonal", "normalize": False, "momentum": 0.0, "writeback": "nearest"}
+    how = {"representation": "diagonal", "normalize": False, "momentum": 0.0, "writeback": "nearest"}
     optimizer = optimizer_of(model, lr=0.5, damping=0.3, floor=bounds[0], clip=bounds[1], **how)
     put_gradients(model)
     before, gradient = values([weight])[0].clone(), weight.grad.clone()
@@ -59,7 +58,7 @@ def test_step_is_the_damped_natural_one(storage: str, bounds: tuple[float, float
     assert (now != start).float().mean() > 0.2
 
 
-def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
+def test_reference_stiffness_is_kept_between_its_refreshes():
     model = tagger()
     optimizer = optimizer_of(model, lr=0.1, refresh_every=4, representation="diagonal")
     weight, references = model.hidden.weight, []
@@ -76,7 +75,7 @@ def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
     assert references[3] != references[4]
 
 
-def test_direction_averages_and_decays() -> None:
+def test_direction_averages_and_decays():
     model = tagger("plain")
     optimizer = optimizer_of(model, lr=0.01, momentum=0.75, weight_decay=0.5)
     weight, buffer = model.head.weight, torch.zeros(5, 12)
@@ -91,10 +90,10 @@ def test_direction_averages_and_decays() -> None:
 
 
 @each("storage", STORAGES)
-def test_other_parameters_take_the_step_of_stiffness_adamw(storage: str) -> None:
+def test_other_parameters_take_the_step_of_stiffness_adamw(storage):
     """Bias, norm, embedding, and a linear layer that is too wide for its group."""
     ours, theirs = tagger(storage), tagger(storage)
-    shared: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3, "stiffness": 0.5}
+    shared = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3, "stiffness": 0.5}
     groups = [{"params": [p for n, p in ours.named_parameters() if n != "head.weight"], "max_features": 11}]
     optimizer = FisherNaturalGradient([*groups, {"params": [ours.head.weight]}], ours, [batch()], **shared)
     reference = StiffnessAdamW(theirs.parameters(), **shared)
@@ -109,14 +108,14 @@ def test_other_parameters_take_the_step_of_stiffness_adamw(storage: str) -> None
     assert "momentum_buffer" in optimizer.state[ours.head.weight]
 
 
-def test_metric_is_measured_every_refresh_steps() -> None:
+def test_metric_is_measured_every_refresh_steps():
     model = tagger()
     asked, loader = counting([batch()])
     train(model, optimizer_of(model, loader, refresh=3), 8)
     assert asked == [0, 3, 6]
 
 
-def test_labels_are_drawn_anew_at_every_refresh() -> None:
+def test_labels_are_drawn_anew_at_every_refresh():
     model = tagger()
     optimizer = optimizer_of(model, lr=0.0, refresh=1, decay=0.0, representation="diagonal")
     seen = []
@@ -127,13 +126,13 @@ def test_labels_are_drawn_anew_at_every_refresh() -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
-def test_each_group_has_a_representation_and_another_takes_the_place_of_the_first() -> None:
+def test_each_group_has_a_representation_and_another_takes_the_place_of_the_first():
     model = tagger()
     head, rest = model.head.weight, [p for p in model.parameters() if p is not model.head.weight]
     groups = [{"params": [head]}, {"params": rest, "samples": 3, "batches": 2}]
     optimizer = FisherNaturalGradient(groups, model, [batch(1), batch(2)], decay=0.0)
 
-    def entries(weight: Any) -> set[str]:
+    def entries(weight):
         return {name for name in optimizer.state[weight] if name.startswith(METRIC)}
 
     for step, (representation, names) in enumerate(
@@ -150,7 +149,7 @@ def test_each_group_has_a_representation_and_another_takes_the_place_of_the_firs
 
 
 @EVERY
-def test_reset_forgets_what_was_measured(representation: str) -> None:
+def test_reset_forgets_what_was_measured(representation):
     model = tagger("plain")
     asked, loader = counting([batch()])
     optimizer = optimizer_of(model, loader, representation=representation, refresh=100, reset_every=4, decay=0.9)
@@ -172,7 +171,7 @@ def test_reset_forgets_what_was_measured(representation: str) -> None:
     assert buffer.square().mean().sqrt().item() == pytest.approx(0.1, rel=1e-4)
 
 
-def test_parameters_that_join_later_are_measured_when_they_do() -> None:
+def test_parameters_that_join_later_are_measured_when_they_do():
     model = tagger()
     asked, loader = counting([batch()])
     optimizer = optimizer_of(model, loader, refresh=10)
@@ -186,7 +185,7 @@ def test_parameters_that_join_later_are_measured_when_they_do() -> None:
 
 
 @EVERY
-def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation: str) -> None:
+def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
     """Two tokens span two directions of eight: nothing to invert without damping."""
     model = tagger()
     tokens = torch.tensor([[1, 2]])
@@ -213,7 +212,7 @@ def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation: str)
     assert snapshot(optimizer)["parameters"] != before["parameters"]
 
 
-def resumes(storage: str, steps: int, **options: Any) -> None:
+def resumes(storage, steps, **options):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
     model, other = tagger(storage), tagger(storage, seed=1)
     optimizer = optimizer_of(model, loader, **options)
@@ -231,12 +230,12 @@ def resumes(storage: str, steps: int, **options: Any) -> None:
 
 @EVERY
 @each("storage", STORAGES)
-def test_resume_is_bit_exact_for_every_representation(representation: str, storage: str) -> None:
+def test_resume_is_bit_exact_for_every_representation(representation, storage):
     resumes(storage, 15, representation=representation, refresh=4, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
+def test_learns_in_other_dtypes(dtype):
     model = tagger("plain").to(dtype)
     optimizer = optimizer_of(model, lr=0.02)
     first = put_gradients(model)
@@ -247,7 +246,7 @@ def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
     assert metric["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_bad_sources() -> None:
+def test_bad_sources():
     model = tagger()
     optimizer = FisherNaturalGradient(model.parameters(), model, lambda step: [])
     put_gradients(model)
@@ -258,13 +257,13 @@ def test_bad_sources() -> None:
         optimizer.step()
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "nngeometry", None)
     with pytest.raises(ImportError, match=r"pip install 'fp8manifold\[fisher\]'"):
         optimizer_of(tagger())
 
 
-def test_logits_may_be_computed_in_another_way() -> None:
+def test_logits_may_be_computed_in_another_way():
     model = tagger()
     optimizer = optimizer_of(model, [{"ids": batch()[0]}], logits=lambda m, b: m(b["ids"]))
     with warnings.catch_warnings():

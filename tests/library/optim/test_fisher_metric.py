@@ -1,7 +1,5 @@
 """The Fisher metric of linear layers: what it is measured from, and its representations against brute force."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,31 +27,31 @@ pytestmark = pytest.mark.extra("nngeometry")
 EVERY = pytest.mark.parametrize("representation", NEEDED)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def classifier(seed: int = 0) -> nn.Sequential:
+def classifier(seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4, bias=False))
 
 
-def small_gpt(**options: Any) -> nn.Module:
+def small_gpt(**options):
     return build_model(GPTShape(2, 2, 16, 8, vocab_size=31, **options), seed=1)
 
 
-def tokens(rows: int = 3, seed: int = 0) -> Tensor:
+def tokens(rows=3, seed=0):
     return torch.randint(0, 31, (rows, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def layers_of(model: nn.Module, stretches: Any = None) -> list[Layer]:
+def layers_of(model, stretches=None):
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     stretches = stretches or [torch.ones_like(module.weight) for _, module in found]
     return [Layer(name, module, t, {}) for (name, module), t in zip(found, stretches, strict=True)]
 
 
-def stretches_of(model: nn.Module, *, product: bool = False) -> list[Tensor]:
+def stretches_of(model, *, product=False):
     """Powers of two, as stiffness ratios are; ``product`` makes them an outer product."""
     fields = []
     for i, layer in enumerate(layers_of(model)):
@@ -62,28 +60,19 @@ def stretches_of(model: nn.Module, *, product: bool = False) -> list[Tensor]:
     return fields
 
 
-def measured(
-    representation: str,
-    model: nn.Module,
-    layers: list[Layer],
-    batches: list[Tensor],
-    *,
-    samples: int = 1,
-    logits: Any = call_model,
-    **options: float,
-) -> list[dict[str, Any]]:
-    def loss(index: int) -> Tensor:
+def measured(representation, model, layers, batches, *, samples=1, logits=call_model, **options):
+    def loss(index):
         return likelihood(logits(model, batches[index // samples]), seed=7, step=2, stream=index)
 
     options = {"damping": 0.1, "decay": 0.0, **options}
     return measure(model, layers, loss, len(batches) * samples, representation=representation, **options)
 
 
-def rows_of(model: nn.Module, layer: nn.Linear, batch: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of(model, layer, batch):
     """Inputs and output gradients of a layer that is called once, with the labels that the measurement draws."""
-    seen: dict[str, Tensor] = {}
+    seen = {}
 
-    def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
+    def keep(_, inputs, output):
         seen["x"] = inputs[0].detach().flatten(0, -2)
         output.register_hook(lambda g: seen.update(y=g.flatten(0, -2)))
 
@@ -93,30 +82,27 @@ def rows_of(model: nn.Module, layer: nn.Linear, batch: Tensor) -> tuple[Tensor, 
     return seen["x"], seen["y"]
 
 
-def labels_of(model: nn.Module, batch: Tensor, stream: int = 0) -> Tensor:
+def labels_of(model, batch, stream=0):
     return sample_labels(model(batch).flatten(0, -2).detach(), seed=7, step=2, stream=stream)
 
 
-def gradients_by_token(model: nn.Module, weight: Tensor, batch: Tensor, labels: Tensor) -> Tensor:
+def gradients_by_token(model, weight, batch, labels):
     """Brute force: one backward pass for every token's log-likelihood."""
     chosen = F.log_softmax(model(batch).flatten(0, -2), -1).gather(1, labels[:, None])[:, 0]
     return torch.stack([torch.autograd.grad(value, weight, retain_graph=True)[0] for value in chosen])
 
 
-def dense_solution(metric: Tensor, stretch: Tensor, gradient: Tensor) -> Tensor:
+def dense_solution(metric, stretch, gradient):
     t = stretch.double().flatten()
     solved = torch.linalg.solve(metric.double(), t * gradient.double().flatten())
     return (t * solved).view(gradient.shape)
 
 
-def mean_eigenvalue(matrix: Tensor) -> float:
+def mean_eigenvalue(matrix):
     return matrix.double().diagonal().mean().item()
 
 
-# ------------------------------------------------------------------------------------------ what is measured, of what
-
-
-def selected(model: nn.Module, parameters: Any, widest: int = 4096) -> list[str]:
+def selected(model, parameters, widest=4096):
     other = classifier()
     optimizer = FisherNaturalGradient(other.parameters(), other, [None])
     optimizer.model = model
@@ -124,7 +110,7 @@ def selected(model: nn.Module, parameters: Any, widest: int = 4096) -> list[str]
     return [name for name, _ in optimizer._layers(group).values()]
 
 
-def test_selected_are_the_weights_that_belong_to_one_linear_layer_alone() -> None:
+def test_selected_are_the_weights_that_belong_to_one_linear_layer_alone():
     model = small_gpt(tie_weights=True)
     found = selected(model, model.parameters())
     assert len(found) == 8
@@ -139,7 +125,7 @@ def test_selected_are_the_weights_that_belong_to_one_linear_layer_alone() -> Non
 
 
 @pytest.mark.parametrize("storage", ["plain", "master", "grid", "fp8"])
-def test_factors_are_those_of_quantised_inputs_and_of_output_gradients(storage: Any) -> None:
+def test_factors_are_those_of_quantised_inputs_and_of_output_gradients(storage):
     model = small_gpt(bias=True)
     if storage != "plain":
         model = fm.quantize_model(model, fm.LayerSpec("E4M3", activation="E5M2"), storage=storage)
@@ -154,14 +140,14 @@ def test_factors_are_those_of_quantised_inputs_and_of_output_gradients(storage: 
 
 
 @EVERY
-def test_every_call_of_a_layer_counts(representation: str) -> None:
+def test_every_call_of_a_layer_counts(representation):
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 4)
-            self.calls: list[tuple[Tensor, Tensor]] = []
+            self.calls = []
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.calls = []
             for _ in range(2):
                 before, x = x, self.inner(x)
@@ -183,7 +169,7 @@ def test_every_call_of_a_layer_counts(representation: str) -> None:
         torch.testing.assert_close(metric["fisher_outputs"], y.T @ y / 20)
 
 
-def test_outputs_that_an_activation_overwrites_do_no_harm() -> None:
+def test_outputs_that_an_activation_overwrites_do_no_harm():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
     other = nn.Sequential(model[0], nn.ReLU(), model[2])
     ours, theirs = (measured("diagonal", m, layers_of(m), [normal(9, 6)]) for m in (model, other))
@@ -191,7 +177,7 @@ def test_outputs_that_an_activation_overwrites_do_no_harm() -> None:
         assert torch.equal(a["fisher_diagonal"], b["fisher_diagonal"])
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_leaves_no_trace():
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     model[2].eval()
     model[0].weight.grad = torch.ones(5, 6)
@@ -211,10 +197,10 @@ def test_measuring_leaves_no_trace() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_batches_follow_the_key_and_not_the_global_generator() -> None:
+def test_batches_follow_the_key_and_not_the_global_generator():
     data = torch.utils.data.TensorDataset(torch.arange(40.0)[:, None])
 
-    def order(step: int) -> list[float]:
+    def order(step):
         loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
         return torch.cat([b[0] for b in first_batches(loader, 3, seed=5, step=step)]).flatten().tolist()
 
@@ -225,7 +211,7 @@ def test_batches_follow_the_key_and_not_the_global_generator() -> None:
     assert first_batches([1, 2, 3], 2, seed=0, step=0) == [1, 2]
 
 
-def test_labels_are_drawn_from_the_softmax_in_proportion() -> None:
+def test_labels_are_drawn_from_the_softmax_in_proportion():
     n, scores = 200_000, torch.tensor([1.0, -1.0, -torch.inf, 2.0, 0.0, -torch.inf])
     labels = sample_labels(scores.expand(n, -1), seed=3, step=1, stream=2)
     counts = torch.bincount(labels, minlength=6).double()
@@ -234,7 +220,7 @@ def test_labels_are_drawn_from_the_softmax_in_proportion() -> None:
     assert (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() < 16.3  # chi-square, 3 df, 0.1%
 
 
-def test_labels_depend_on_their_key_alone() -> None:
+def test_labels_depend_on_their_key_alone():
     scores = normal(500, 11)
     first = sample_labels(scores, seed=3, step=1, stream=2)
     torch.manual_seed(1)
@@ -243,13 +229,13 @@ def test_labels_depend_on_their_key_alone() -> None:
         assert not torch.equal(sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first)
 
 
-def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch):
     zeros = lambda n, **_: torch.zeros(n, dtype=torch.int32)  # noqa: E731
     monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry.random_bits", zeros)
     assert sample_labels(torch.tensor([[-torch.inf, -torch.inf, 1.0]]), seed=0, step=0, stream=0).tolist() == [2]
 
 
-def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch):
     scores = normal(300, 5000) * 3
     whole = sample_labels(scores, seed=3, step=1, stream=2)
     monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry._CHUNK", 7 * 5000)
@@ -258,17 +244,14 @@ def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("scores", [torch.zeros(5), torch.zeros(5, 1), torch.zeros(5, 3, dtype=torch.long), "text"])
-def test_a_model_without_logits_is_refused(scores: Any) -> None:
+def test_a_model_without_logits_is_refused(scores):
     model = classifier()
     with pytest.raises(ValueError, match=r"logits \(\.\.\., V\)"):
         measured("kfac", model, layers_of(model), [normal(3, 6)], logits=lambda *_: scores)
     assert not any(module._forward_hooks for module in model.modules())
 
 
-# ------------------------------------------------------------------------------------------------ representations
-
-
-def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one() -> None:
+def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one():
     model, batches = classifier(), [normal(9, 6, seed=1), normal(14, 6, seed=2)]
     layers = layers_of(model)
     found = measured("diagonal", model, layers, batches, samples=2)
@@ -285,7 +268,7 @@ def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one() -> None:
 
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("representation", ["kfac", "ekfac"])
-def test_kronecker_steps_solve_the_dense_system(representation: str, product: bool) -> None:
+def test_kronecker_steps_solve_the_dense_system(representation, product):
     """``T`` is the outer product nearest to the stretch; where the stretch is one, nothing is approximated."""
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model, product=product))
@@ -310,7 +293,7 @@ def test_kronecker_steps_solve_the_dense_system(representation: str, product: bo
         assert (gradient * ours).sum() > 0
 
 
-def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
+def test_rank_one_is_the_least_squares_fit_of_the_logarithm():
     stretch = stretches_of(classifier())[0]
     c, r = rank_one(stretch)
     design = torch.cat([torch.eye(5).repeat_interleave(6, 0), torch.eye(6).repeat(5, 1)], 1)
@@ -319,12 +302,12 @@ def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
 
 
 @EVERY
-def test_earlier_measurements_count_with_their_decay(representation: str) -> None:
+def test_earlier_measurements_count_with_their_decay(representation):
     model = classifier()
     layers = layers_of(model)
     names = {"diagonal": ("fisher_diagonal",)}.get(representation, ("fisher_inputs", "fisher_outputs"))
 
-    def found(batch: Tensor, earlier: list[Any]) -> list[Any]:
+    def found(batch, earlier):
         again = [x._replace(earlier=e) for x, e in zip(layers, earlier, strict=True)]
         return measured(representation, model, again, [batch], decay=0.75)
 
@@ -337,7 +320,7 @@ def test_earlier_measurements_count_with_their_decay(representation: str) -> Non
 
 @EVERY
 @each("value", [0.0, float("nan"), float("inf"), 1e30])
-def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representation: str, value: float) -> None:
+def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representation, value):
     model = classifier()
     layers = layers_of(model)[:1]
     batch = torch.full((8, 6), value)
@@ -345,7 +328,7 @@ def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representa
         measured(representation, model, layers, [batch], damping=1.0)
 
 
-def test_a_layer_that_the_batches_do_not_reach_is_refused() -> None:
+def test_a_layer_that_the_batches_do_not_reach_is_refused():
     model = classifier()
     model.add_module("spare", nn.Linear(4, 4))
     layers = layers_of(model)
@@ -353,7 +336,7 @@ def test_a_layer_that_the_batches_do_not_reach_is_refused() -> None:
         measured("kfac", model, layers, [normal(5, 6)], logits=lambda m, b: m[:3](b))
 
 
-def test_definiteness_has_a_margin() -> None:
+def test_definiteness_has_a_margin():
     check_definite("it", torch.eye(3), 0.0, 1.0)
     check_definite("it", torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-6, 2 / 3)
     for matrix, added in ((torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-8), (torch.tensor([[1.0, 2], [2, 1]]), 0.9)):

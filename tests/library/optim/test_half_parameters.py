@@ -2,14 +2,13 @@
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from optimizer_cases import free_weight, muon_groups, normal, step_from, take_steps
 from paths import PATHS, by
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -18,12 +17,12 @@ from fp8manifold.optim._writeback import to_half
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 both = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-OPTIONS: dict[str, dict[str, Any]] = {"StiffnessAdamW": {}, "StiffnessLion": {}, "Madam": {}}
+OPTIONS = {"StiffnessAdamW": {}, "StiffnessLion": {}, "Madam": {}}
 OPTIONS |= {"StiffnessSGD": {"momentum": 0.9}, "StiffnessMuon": {"adjust_lr_fn": "match_rms_adamw"}}
 OPTIONS |= {"RiemannianAdam": {}, "RiemannianSGD": {}}
 
 
-def slow(x: float, dtype: torch.dtype, draw: int) -> float:
+def slow(x, dtype, draw):
     if not math.isfinite(x):
         return x
     patterns = torch.arange(0x7FFF, dtype=torch.int16).view(dtype).double()
@@ -38,7 +37,7 @@ def slow(x: float, dtype: torch.dtype, draw: int) -> float:
 
 
 @both
-def test_rounding_is_that_of_the_definition(dtype: torch.dtype) -> None:
+def test_rounding_is_that_of_the_definition(dtype):
     """Over all binades, at and beside values and powers of two, in subnormals, at and beyond the end."""
     largest = torch.finfo(dtype).max
     x = torch.cat(
@@ -60,15 +59,15 @@ def test_rounding_is_that_of_the_definition(dtype: torch.dtype) -> None:
         assert torch.equal(found.isinf(), x.isinf())
 
 
-def made(name: str, weights: Tensor, path: str = "native", **options: Any) -> tuple[list[nn.Parameter], Any]:
+def made(name, weights, path="native", **options):
     parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
-    given: Any = muon_groups(parameters) if name == "StiffnessMuon" else parameters
+    given = muon_groups(parameters) if name == "StiffnessMuon" else parameters
     return parameters, by(path, getattr(optim, name)(given, **{**OPTIONS[name], **options}))
 
 
 @both
 @pytest.mark.parametrize("name", OPTIONS)
-def test_what_is_asked_for_arrives(name: str, dtype: torch.dtype) -> None:
+def test_what_is_asked_for_arrives(name, dtype):
     steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
     lr = {"StiffnessSGD": 1e-6, "StiffnessMuon": 1e-3}.get(name, 1e-5)
     sums, lost = [], []
@@ -89,7 +88,7 @@ def test_what_is_asked_for_arrives(name: str, dtype: torch.dtype) -> None:
         assert lost == [[0.0]]
 
 
-def test_one_step_by_the_definition() -> None:
+def test_one_step_by_the_definition():
     """SGD in float32 scalars, then the draws of seed, step, stream and position."""
     p = nn.Parameter(normal(3, 40).bfloat16())
     start, gradient = p.detach().float(), normal(3, 40, seed=1).bfloat16()
@@ -102,8 +101,8 @@ def test_one_step_by_the_definition() -> None:
 
 
 @both
-def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+def test_native_steps_have_the_bits_of_eager_ones(dtype, monkeypatch):
+    taken = []
     run_native = _backends.run_native
     monkeypatch.setattr(_backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots)))
     for writeback in ("stochastic", "nearest"):
@@ -111,26 +110,26 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatc
         for path in PATHS:
             weights = normal(300, 257).to(dtype)
             parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
-            options: Any = {"lr": 1e-3, "writeback": writeback}
+            options = {"lr": 1e-3, "writeback": writeback}
             take_steps([by(path, optim.StiffnessAdamW(parameters, **options))], [parameters], range(3))
             found.append([p.detach().view(torch.int16) for p in parameters])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert taken == [3] * 6
 
 
-def test_few_gradients_are_in_float32_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
     """As many as the bound allows, a larger one alone, and the bits of all at once."""
     found, run = [], _native_step.NativeStep.run
     for bound in (2**20, 64):
-        sizes: list[int] = []
+        sizes = []
 
-        def counted(step: Any, slots: Any, sizes: list[int] = sizes) -> Any:
+        def counted(step, slots, sizes=sizes):
             sizes.append(len(slots))
             return run(step, slots)
 
         monkeypatch.setattr(_native_step, "_COPIED", bound)
         monkeypatch.setattr(_native_step.NativeStep, "run", counted)
-        weights: list[Any] = [nn.Parameter(normal(size, seed=size).bfloat16()) for size in (100, 16, 16, 8)]
+        weights = [nn.Parameter(normal(size, seed=size).bfloat16()) for size in (100, 16, 16, 8)]
         weights.append(nn.Parameter(normal(40, seed=5)))  # of float32, nothing of which is copied
         optimizer = optim.StiffnessAdamW(weights, 0.1, seed=1)
         for p in weights:
@@ -143,7 +142,7 @@ def test_few_gradients_are_in_float32_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @both
-def test_the_wrapper_rounds_what_it_scales(dtype: torch.dtype) -> None:
+def test_the_wrapper_rounds_what_it_scales(dtype):
     """A step of one spacing scaled by a quarter arrives in a quarter of the weights; ``nearest`` loses it."""
     eps = torch.finfo(dtype).eps
     for writeback, scale, share in (

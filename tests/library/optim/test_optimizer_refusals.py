@@ -1,9 +1,7 @@
 """Refusals of the optimizers, a line each."""
 
 import math
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import geoopt
 import pytest
@@ -28,7 +26,6 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
-# ------------------------------------------------------------------------------------------------------ refusals
 KINDS = {kind.__name__: kind for kind in CLASSES}
 #: options that all of them refuse, that those with `betas` do, and that those with `momentum` do
 EVERY = {
@@ -207,20 +204,20 @@ OTHERS = {
 }
 
 
-def trained(kind: Any, weight: Any, **options: Any) -> Any:
+def trained(kind, weight, **options):
     optimizer = kind([weight], **{"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}, **options)
     put_gradients([weight], 0)
     optimizer.step()
     return optimizer
 
 
-def sparse(kind: Any) -> Any:
+def sparse(kind):
     optimizer = kind([plain := nn.Parameter(torch.ones(3, 2))])
     plain.grad = torch.ones(3, 2).to_sparse()
     return optimizer
 
 
-def calls() -> Iterable[tuple[str, str]]:
+def calls():
     """Every call with what is said of it: options to the constructor and in a group."""
     for kind, options in ALL_OF.items():
         for given, said in options.items():
@@ -237,13 +234,13 @@ def calls() -> Iterable[tuple[str, str]]:
 REFUSED = dict(calls())
 #: the calls that import nngeometry
 OF_FISHER = [call for call in REFUSED if "fisher" in call.lower()]
-SUBJECTS: dict[str, Callable[[], Any]] = {
+SUBJECTS = {
     **{f"own_{name}": partial(trained, kind, stored_weight()) for name, kind in KINDS.items()},
     "weight": grid_weight,
     "sphere": lambda: geoopt.ManifoldParameter(geoopt.Sphere().projx(normal(4)), manifold=geoopt.Sphere()),
     "tags": tagger,
 }
-MORE: dict[str, Any] = {
+MORE = {
     "sparse": sparse,
     "on": on,
     "tagger": tagger,
@@ -260,30 +257,27 @@ MORE: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
 @each("call", [call for call in REFUSED if call not in OF_FISHER])
-def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
+def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
     assert_refused(call)
 
 
 @pytest.mark.extra("nngeometry")
 @each("call", OF_FISHER)
-def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call: str) -> None:
+def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
     assert_refused(call)
 
 
-def assert_refused(call: str) -> None:
+def assert_refused(call):
     said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
     assert "load_state_dict" not in call or len(said) < 300
 
 
 @every_class
-def test_what_is_off_may_be_said(kind: Any) -> None:
+def test_what_is_off_may_be_said(kind):
     flags = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
     optimizer = kind([grid_weight()], **flags)
     optimizer.add_param_group({"params": [fine := grid_weight()], **flags})
     assert optimizer.param_groups[1]["params"] == [fine]
-
-
-# ------------------------------------------------------------------------------------------- options that went astray
 
 
 @every_class
@@ -304,7 +298,7 @@ def test_what_is_off_may_be_said(kind: Any) -> None:
     ],
     ids=str,
 )
-def test_options_set_between_steps_are_checked(kind: Any, change: dict[str, Any], error: Any, message: str) -> None:
+def test_options_set_between_steps_are_checked(kind, change, error, message):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
     more |= {"float_lr": 0.01} if kind in RIEMANNIAN else {}
@@ -324,12 +318,9 @@ def test_options_set_between_steps_are_checked(kind: Any, change: dict[str, Any]
     assert optimizer.state[weight]["step"] == 2
 
 
-# ------------------------------------------------------------------------------------------------------ foreign states
-
-
 #: What a state was saved with and what it is loaded for, and the words that say so.
 BLOCK, SQUARE, TENSOR = ({"shape": (4, 64), "granularity": kind} for kind in ("block", "square", "tensor"))
-ANOTHER: dict[str, tuple[Any, Any, str]] = {
+ANOTHER = {
     "shape": (lambda: stored_weight(shape=(4, 64)), lambda: stored_weight(shape=(64, 4)), r"\(4, 64\).*\(64, 4\)"),
     "format": (lambda: stored_weight("E4M3"), lambda: stored_weight("E5M2"), "E4M3.*E5M2"),
     "layout": (lambda: stored_weight("E4M3"), lambda: stored_weight("E4M3FNUZ"), "E4M3, .*E4M3FNUZ, "),
@@ -343,7 +334,7 @@ ANOTHER: dict[str, tuple[Any, Any, str]] = {
 
 @every_class
 @each(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
-def test_a_state_made_for_another_parameter_is_refused(kind: Any, saved: Any, ours: Any, message: str) -> None:
+def test_a_state_made_for_another_parameter_is_refused(kind, saved, ours, message):
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
     optimizer = trained(kind, ours(), moments="8bit", writeback="residual8")
     before, kept = snapshot(optimizer), frozen(state)

@@ -4,9 +4,6 @@ import copy
 import gc
 import math
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +20,13 @@ from fp8manifold.random_bits import Stream, draw_range
 
 
 @pytest.fixture
-def stepping() -> tuple[nn.Module, Any, Any]:
-    begun: tuple[nn.Module, Any, Any] = made("muon")
-    return begun
+def stepping():
+    return made("muon")
 
 
 @each("storage", ["fp8", "grid", "master", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_numbers_are_those_of_an_ordinary_step(name: str, storage: str | None) -> None:
+def test_the_numbers_are_those_of_an_ordinary_step(name, storage):
     ends = []
     for model, optimizer in (ordinary(name, storage), made(name, storage)[:2]):
         train(model, optimizer, 4)
@@ -38,7 +34,7 @@ def test_the_numbers_are_those_of_an_ordinary_step(name: str, storage: str | Non
     assert ends[0] == ends[1]
 
 
-def test_tied_weights_and_recomputation_are_the_same() -> None:
+def test_tied_weights_and_recomputation_are_the_same():
     ends = []
     for in_backward in (False, True):
         torch.manual_seed(0)
@@ -58,7 +54,7 @@ def test_tied_weights_and_recomputation_are_the_same() -> None:
     assert ends[0] == ends[1]
 
 
-def test_a_state_saved_under_either_goes_on_under_the_other(stepping: tuple[nn.Module, Any, Any]) -> None:
+def test_a_state_saved_under_either_goes_on_under_the_other(stepping):
     model, optimizer, handle = stepping
     train(model, optimizer, 2)
     handle.remove()
@@ -75,11 +71,11 @@ def test_a_state_saved_under_either_goes_on_under_the_other(stepping: tuple[nn.M
     assert everything(plain, other) == everything(model, optimizer)
 
 
-def test_no_gradient_outlives_its_step(stepping: tuple[nn.Module, Any, Any]) -> None:
+def test_no_gradient_outlives_its_step(stepping):
     model, optimizer, _ = stepping
-    alive: list[int] = []
+    alive = []
 
-    def count(_: Tensor) -> None:
+    def count(_):
         kept = [p.grad for p in model.parameters() if p.grad is not None]
         alive.append(sum(type(g) is Tensor for g in kept))
 
@@ -92,7 +88,7 @@ def test_no_gradient_outlives_its_step(stepping: tuple[nn.Module, Any, Any]) -> 
 SPENT = "this gradient has been used and freed"
 ZEROS = r"^zero_grad\(set_to_none=False\) .*call zero_grad\(set_to_none=True\)"
 #: what needs gradients that are gone, of a model and its optimizer, and what is said
-GONE: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+GONE = {
     "another pass": (lambda m, _: loss(m).backward(), SPENT),
     "clipping": (lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), SPENT),
     "clipping one by one": (lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False), SPENT),
@@ -108,14 +104,14 @@ GONE: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
 }
 
 
-def scaled(model: nn.Module, optimizer: Any) -> None:
+def scaled(model, optimizer):
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
 
 
 @each("use", GONE)
-def test_what_needs_gradients_that_are_gone_is_refused(use: str) -> None:
+def test_what_needs_gradients_that_are_gone_is_refused(use):
     model, optimizer, _ = made()
     train(model, optimizer, 1)
     assert repr(model[1].weight.grad) == "SpentGradient(shape=(16, 16), dtype=torch.float32)"
@@ -126,7 +122,7 @@ def test_what_needs_gradients_that_are_gone_is_refused(use: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_that_is_loaded_is_stepped_on(name: str) -> None:
+def test_a_state_that_is_loaded_is_stepped_on(name):
     """Loading gives an optimizer other groups; saved before, loaded after ``step_in_backward`` or before it."""
     whole, uninterrupted = ordinary(name)
     train(whole, uninterrupted, 5)
@@ -144,7 +140,7 @@ def test_a_state_that_is_loaded_is_stepped_on(name: str) -> None:
     assert everything(model, optimizer) == everything(whole, uninterrupted)
 
 
-def test_options_of_a_loaded_state_and_a_schedule_are_those_of_the_step(stepping: tuple[nn.Module, Any, Any]) -> None:
+def test_options_of_a_loaded_state_and_a_schedule_are_those_of_the_step(stepping):
     model, optimizer, _ = stepping
     optimizer.load_state_dict(optimizer.state_dict())
     for group in optimizer.param_groups:
@@ -155,7 +151,7 @@ def test_options_of_a_loaded_state_and_a_schedule_are_those_of_the_step(stepping
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
 
 
-def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, Any, Any]) -> None:
+def test_groups_come_and_go_after_a_state_is_loaded(stepping):
     model, optimizer, _ = stepping
     train(model, optimizer, 1)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -168,7 +164,7 @@ def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, A
     group = optimizer.param_groups.pop()
     late.grad = None
     late.sum().backward()
-    assert torch.equal(late.grad, torch.ones(3))  # type: ignore[arg-type]  # somebody else's
+    assert torch.equal(late.grad, torch.ones(3))  # somebody else's
     late.grad = None
     optimizer.add_param_group(group)
     optimizer.param_groups.insert(0, optimizer.param_groups.pop())
@@ -178,7 +174,7 @@ def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, A
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -> None:
+def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to():
     model = network("fp8")
     optimizer = optim.StiffnessMuon.for_model(model, 1e-2, on_nonfinite="raise")
     optim.step_in_backward(optimizer)
@@ -189,7 +185,7 @@ def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -
 
 @each("ends_steps", [False, True])
 @each("name", ["1.weight", "5.bias"])
-def test_a_parameter_that_was_frozen_is_not_forgotten(name: str, ends_steps: bool) -> None:
+def test_a_parameter_that_was_frozen_is_not_forgotten(name, ends_steps):
     """The parameter trains once it is unfrozen, in a loop without ``step()`` too."""
     model = network("fp8")
     optimizer = OPTIMIZERS["adamw"](model)
@@ -208,7 +204,7 @@ def test_a_parameter_that_was_frozen_is_not_forgotten(name: str, ends_steps: boo
     assert int(optimizer.state[late]["step"]) == 2
 
 
-def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, Any, Any]) -> None:
+def test_a_parameter_that_was_moved_is_not_forgotten(stepping):
     """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they had."""
     model, optimizer, handle = stepping
     model.to("cpu")
@@ -222,7 +218,7 @@ def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, 
     assert int(optimizer.state[model[1].weight]["step"]) == 1
 
 
-def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwarn: pytest.WarningsRecorder) -> None:
+def test_schedulers_see_their_steps(stepping, recwarn):
     model, optimizer, _ = stepping
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10)
     train(model, optimizer, 1)
@@ -230,14 +226,12 @@ def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwar
     assert not recwarn.list
 
 
-def test_what_it_cannot_be_over_is_refused(
-    stepping: tuple[nn.Module, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_cannot_be_over_is_refused(stepping, monkeypatch):
     model, optimizer, handle = stepping
     with pytest.raises(RuntimeError, match="steps in backward already"):
         optim.step_in_backward(optimizer)
     with pytest.raises(TypeError, match="not AdamW"):
-        optim.step_in_backward(torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+        optim.step_in_backward(torch.optim.AdamW(model.parameters()))
     with pytest.raises(TypeError, match="not FisherNaturalGradient"):
         optim.step_in_backward(optim.FisherNaturalGradient(model.parameters(), model, list))
     handle.remove()
@@ -254,11 +248,8 @@ def test_what_it_cannot_be_over_is_refused(
     assert everything(model, optimizer) == before
 
 
-# ----------------------------------------------------------------------------------------------- whose steps they are
-
-
 @pytest.mark.parametrize("keeps_handle", [False, True])
-def test_steps_end_with_their_optimizer(keeps_handle: bool) -> None:
+def test_steps_end_with_their_optimizer(keeps_handle):
     """A deleted optimizer used to go on stepping, and the next over its parameters never did."""
     gc.disable()
     try:
@@ -280,7 +271,7 @@ def test_steps_end_with_their_optimizer(keeps_handle: bool) -> None:
         train(model, second, 2)
         assert {int(state["step"]) for state in second.state.values()} == {2}
         assert len(second.state) == len(list(model.parameters()))
-        assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[arg-type]
+        assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())
         if handle is not None:
             with pytest.raises(RuntimeError, match="has been deleted"):
                 _ = handle.optimizer
@@ -288,7 +279,7 @@ def test_steps_end_with_their_optimizer(keeps_handle: bool) -> None:
         gc.enable()
 
 
-def test_an_optimizer_that_nobody_has_kept_is_told_of_in_the_first_pass() -> None:
+def test_an_optimizer_that_nobody_has_kept_is_told_of_in_the_first_pass():
     model = network("fp8")
     handle = optim.step_in_backward(OPTIMIZERS["muon"](model))
     with pytest.raises(RuntimeError, match="has been deleted: keep it in a variable"):
@@ -298,7 +289,7 @@ def test_an_optimizer_that_nobody_has_kept_is_told_of_in_the_first_pass() -> Non
     loss(model).backward()
 
 
-def test_a_parameter_that_steps_with_another_is_refused() -> None:
+def test_a_parameter_that_steps_with_another_is_refused():
     model = network("fp8")
     first = OPTIMIZERS["muon"](model)
     handle = optim.step_in_backward(first)
@@ -328,7 +319,7 @@ def test_a_parameter_that_steps_with_another_is_refused() -> None:
     assert int(first.state[model[3].weight]["step"]) == 3
 
 
-def test_an_optimizer_in_a_cycle_of_garbage_is_nobody() -> None:
+def test_an_optimizer_in_a_cycle_of_garbage_is_nobody():
     model = network("fp8")
     first = OPTIMIZERS["muon"](model)
     first.itself = first
@@ -340,10 +331,10 @@ def test_an_optimizer_in_a_cycle_of_garbage_is_nobody() -> None:
     assert len(second.state) == len(list(model.parameters()))
 
 
-def test_a_gradient_that_another_hook_has_freed_is_told_of() -> None:
+def test_a_gradient_that_another_hook_has_freed_is_told_of():
     model = network("fp8")
 
-    def free(parameter: Tensor) -> None:
+    def free(parameter):
         parameter.grad = None
 
     model[3].weight.register_post_accumulate_grad_hook(free)
@@ -353,15 +344,14 @@ def test_a_gradient_that_another_hook_has_freed_is_told_of() -> None:
         loss(model).backward()
 
 
-# --------------------------------------------------------------------------- sums of several passes
 BATCHES = [torch.arange(10), torch.arange(5, 10), torch.arange(3)]
 
 
-def part_of_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def part_of_loss(model, tokens):
     return model(tokens).square().mean() / len(BATCHES)
 
 
-def pass_all(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+def pass_all(model, optimizer, steps=1):
     for _ in range(steps):
         optimizer.zero_grad()
         for tokens in BATCHES:
@@ -369,9 +359,9 @@ def pass_all(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
         optimizer.step()
 
 
-def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:
+def rounded_sums(model, optimizer):
     """The readable definition: each gradient added to the sum before, which is rounded with draws of its own."""
-    sums: dict[Tensor, Tensor] = {}
+    sums = {}
     streams = {p: state["stream"] for p, state in optimizer.state.items()}
     for count, tokens in enumerate(BATCHES):
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -386,7 +376,7 @@ def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:
 @each("clips", [False, True])
 @each("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | None, clips: bool) -> None:
+def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
     (plain, whole), (model, optimizer) = ordinary(name, storage), ordinary(name, storage)
     train(plain, whole, 1)
     train(model, optimizer, 1)
@@ -411,7 +401,7 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | No
     assert everything(model, optimizer) == everything(plain, whole)
 
 
-def test_draws_before_the_first_step_are_those_of_the_stream_to_come() -> None:
+def test_draws_before_the_first_step_are_those_of_the_stream_to_come():
     model, optimizer, _ = made(accumulate="bfloat16")
     part_of_loss(model, BATCHES[0]).backward()
     words = {p: p.grad.words for p in model.parameters() if isinstance(p.grad, GradientSum)}
@@ -421,7 +411,7 @@ def test_draws_before_the_first_step_are_those_of_the_stream_to_come() -> None:
     assert len(set(words.values())) == len(words) == len(twins(model.parameters()))
 
 
-def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it() -> None:
+def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it():
     (model, *ours), (other, *its) = (made(accumulate="bfloat16") for _ in "ab")
     optimizers = [ours[0], its[0]]
     part_of_loss(model, BATCHES[1]).backward()
@@ -436,7 +426,7 @@ def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it() -> None:
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_sum_that_is_not_finite_leaves_out_all_steps() -> None:
+def test_a_sum_that_is_not_finite_leaves_out_all_steps():
     model, optimizer, _ = made("muon", accumulate="bfloat16")
     before = everything(model, optimizer)
     hook = model[3].weight.register_hook(lambda g: g * math.nan)
@@ -452,7 +442,7 @@ def test_a_sum_that_is_not_finite_leaves_out_all_steps() -> None:
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
 
 
-def test_what_a_sum_cannot_do_is_refused() -> None:
+def test_what_a_sum_cannot_do_is_refused():
     model, optimizer, _ = made(accumulate="bfloat16")
     part_of_loss(model, BATCHES[0]).backward()
     gradient = model[1].weight.grad
@@ -470,7 +460,7 @@ def test_what_a_sum_cannot_do_is_refused() -> None:
         part_of_loss(model, BATCHES[0]).backward()
 
 
-def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
+def test_accelerate_and_its_resume_step_in_backward(tmp_path):
     """``prepare`` and ``load_state`` load the state that the optimizer has, or another."""
     import accelerate
 
@@ -483,7 +473,7 @@ def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
     optim.step_in_backward(own)
     model, optimizer = accelerator.prepare(model, own)
 
-    def go(steps: int) -> None:
+    def go(steps):
         for _ in range(steps):
             optimizer.zero_grad()
             accelerator.backward(loss(model))

@@ -1,7 +1,6 @@
 """StiffnessMuon against torch's Muon, against a step written out, and as the rest of the family behaves."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,8 @@ from optimizer_cases import (
     value_of,
 )
 from paths import PATHS, by
-from rank_pool import Pool
 from test_ranks_fsdp import stepped
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon
@@ -37,7 +35,7 @@ torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 @torch_muon
 @each("nesterov", [True, False])
 @each("adjust", [None, "original", "match_rms_adamw"])
-def test_float_parameters_take_torchs_steps(nesterov: bool, adjust: str | None) -> None:
+def test_float_parameters_take_torchs_steps(nesterov, adjust):
     """100 steps with decay: equal to 1e-6; without it the first averages are equal bit for bit."""
     theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
     options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
@@ -59,7 +57,7 @@ SCHEDULERS = pytest.mark.parametrize(
 
 @SCHEDULERS
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make: Any, in_backward: bool) -> None:
+def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make, in_backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     optimizer = StiffnessMuon.for_model(model, 1e-2)
     if in_backward:
@@ -67,7 +65,7 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make: Any, i
     make(optimizer)
     before = [p.detach().clone() for p in model.parameters()]
 
-    def step() -> None:
+    def step():
         model(torch.ones(1, 4)).square().sum().backward()
         optimizer.step()
 
@@ -77,7 +75,7 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make: Any, i
 
 
 @SCHEDULERS
-def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
+def test_a_scheduler_cycles_rates_and_what_is_read(make):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     adams = [{"params": list(model.parameters()), "direction": "adam"}]
     sgd = fm.optim.StiffnessSGD(nn.Linear(4, 4).parameters(), 0.1, momentum=0.5)
@@ -103,7 +101,7 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e3, 7e4, 1e6, 1e12])
 @pytest.mark.parametrize("shape", [(64, 48), (3, 16, 96)])
-def test_the_size_of_a_matrix_is_not_in_its_factor(shape: tuple[int, ...], size: float, dtype: torch.dtype) -> None:
+def test_the_size_of_a_matrix_is_not_in_its_factor(shape, size, dtype):
     x = normal(*shape)
     exact = orthogonal_factor(x.double(), COEFFICIENTS, 5, 1e-12, torch.float64)
     found = orthogonal_factor(x * size, COEFFICIENTS, 5, 1e-12, dtype)
@@ -112,7 +110,7 @@ def test_the_size_of_a_matrix_is_not_in_its_factor(shape: tuple[int, ...], size:
     assert float(error) < {torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
 
 
-def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None:
+def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix():
     experts, kernel = normal(3, 8, 12, std=0.05), normal(6, 3, 2, 2, std=0.05)
     batch, flat = nn.Parameter(experts.clone()), nn.Parameter(kernel.clone())
     alone = [nn.Parameter(e.clone()) for e in experts]
@@ -131,7 +129,7 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None
 
 
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
-def test_a_step_in_the_chart_is_the_one_written_out(k: float) -> None:
+def test_a_step_in_the_chart_is_the_one_written_out(k):
     """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in float64 beside it."""
     weight, gradient = grid_weight("E4M3", (8, 12), 2.0**-5, std=0.1), normal(8, 12, seed=3)
     w, stiffness = value_of(weight).double(), fm.ulp(value_of(weight) * 2**5, "E4M3").double() / 2**5
@@ -147,10 +145,10 @@ def test_a_step_in_the_chart_is_the_one_written_out(k: float) -> None:
 
 
 @pytest.mark.parametrize("stiffness", [0.0, 0.5])
-def test_the_momentum_is_given_what_rounding_took(stiffness: float) -> None:
+def test_the_momentum_is_given_what_rounding_took(stiffness):
     """Beside the momentum of another write-back: less by a positive multiple of (asked - stored), made up for next."""
     momenta, stored, start = {}, {}, grid_weight("E4M3", (16, 16), 2.0**-5, std=0.1)
-    options: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.0, "nesterov": False, "ns_dtype": torch.float32}
+    options = {"lr": 2e-3, "weight_decay": 0.0, "nesterov": False, "ns_dtype": torch.float32}
     for writeback in ("nearest", "momentum"):
         weight = copy.deepcopy(start)
         weight.grad = normal(16, 16, seed=9)
@@ -169,25 +167,24 @@ def test_the_momentum_is_given_what_rounding_took(stiffness: float) -> None:
     assert (given * taken)[taken.abs() > taken.abs().median()].gt(0).float().mean() > 0.9
 
 
-def test_adams_groups_are_stiffness_adamw() -> None:
-    def weights() -> list[Any]:
+def test_adams_groups_are_stiffness_adamw():
+    def weights():
         return [stored_weight(shape=(5, 33)), nn.Parameter(normal(7)), stored_weight(shape=(9,))]
 
     ours, theirs = weights(), weights()
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
+    options = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
     one = StiffnessMuon(ours, direction="adam", **options)
     other = StiffnessAdamW(theirs, betas=(0.9, 0.95), **options)
     take_steps((one, other), (ours, theirs), range(5))
     assert same_bits(ours, theirs)
 
 
-# ------------------------------------------------------ products, whose dtype the processor decides
 KINDS = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "column": (33, 1), "row": (1, 33)}
 KINDS |= {"batch": (3, 24, 8), "convolution": (24, 2, 2, 2)}
 STORAGES = ("codes", "grid", "float32", "bfloat16")
 
 
-def weight_of(storage: str, shape: tuple[int, ...]) -> Any:
+def weight_of(storage, shape):
     if storage == "codes":
         return stored_weight(shape=shape, granularity="tensor")
     if storage == "grid":
@@ -195,7 +192,7 @@ def weight_of(storage: str, shape: tuple[int, ...]) -> Any:
     return nn.Parameter(normal(*shape, std=0.1).to(getattr(torch, storage)))
 
 
-def muon(weight: Tensor, shape: str, **options: Any) -> StiffnessMuon:
+def muon(weight, shape, **options):
     group = {"params": [weight], "matrix_shape": "batch" if shape == "batch" else "flatten"}
     return StiffnessMuon([group], **{"lr": 0.02, "seed": 3, **options})
 
@@ -204,9 +201,7 @@ def muon(weight: Tensor, shape: str, **options: Any) -> StiffnessMuon:
 @each(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
 @each("storage", STORAGES)
 @each("shape", KINDS)
-def test_native_steps_have_the_bits_of_eager_ones(
-    products: str, shape: str, storage: str, writeback: str, moments: str
-) -> None:
+def test_native_steps_have_the_bits_of_eager_ones(products, shape, storage, writeback, moments):
     found = []
     for path in PATHS:
         weight = weight_of(storage, KINDS[shape])
@@ -221,7 +216,7 @@ def test_native_steps_have_the_bits_of_eager_ones(
 
 @each("storage", STORAGES)
 @each("shape", KINDS)
-def test_a_step_goes_along_the_factor(products: str, shape: str, storage: str) -> None:
+def test_a_step_goes_along_the_factor(products, shape, storage):
     """Whatever a factor's memory looks like: what is asked for, beside float64."""
     weight, gradient = weight_of(storage, KINDS[shape]), normal(*KINDS[shape], seed=9)
     matrices = gradient.double() if shape == "batch" else gradient.double().flatten(1)
@@ -236,5 +231,5 @@ def test_a_step_goes_along_the_factor(products: str, shape: str, storage: str) -
 
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("moments", ["8bit", "bfloat16"])
-def test_rows_are_stepped_as_the_whole(pair: Pool, moments: str, dtype: torch.dtype) -> None:
+def test_rows_are_stepped_as_the_whole(pair, moments, dtype):
     pair.run(stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype)

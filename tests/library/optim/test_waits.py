@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,11 @@ from fp8manifold.optim import _backends
 class Reads(TorchDispatchMode):
     """Counts operators by name; those over codes apart."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         coded = any(x.dtype is torch.uint8 for x in inputs)
@@ -38,20 +37,20 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_card(monkeypatch):
     """Every number is one that the host would wait for."""
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(grid, "is_read_at_once", lambda x: False)
 
 
-def stochastic_layer() -> Any:
+def stochastic_layer():
     gradient = {"activation": "E5M2"}
     spec = fm.LayerSpec("E4M3", "E4M3", policy="static", rounding="stochastic", gradient=gradient)
     return fm.quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1, storage="master")
 
 
-def losses(model: nn.Module, scale: float, steps: int) -> list[float]:
+def losses(model, scale, steps):
     made = []
     for step in range(steps):
         y = model(normal(4, 32, seed=step) * scale)
@@ -61,7 +60,7 @@ def losses(model: nn.Module, scale: float, steps: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
-def test_a_layer_with_stochastic_operands_and_a_frozen_scale_reads_nothing(on_a_card: None) -> None:
+def test_a_layer_with_stochastic_operands_and_a_frozen_scale_reads_nothing(on_a_card):
     model = stochastic_layer()
     losses(model, 1.0, 2)
     x = normal(4, 32) * 0.1
@@ -71,7 +70,7 @@ def test_a_layer_with_stochastic_operands_and_a_frozen_scale_reads_nothing(on_a_
     assert not reads.counts["is_nonzero"]
 
 
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "none": lambda model, saved: None,
     "by hand": lambda model, saved: model[0].draws.fill_(7),
     "loaded": lambda model, saved: model.load_state_dict(saved),
@@ -81,7 +80,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
 @pytest.mark.parametrize("change", CHANGES)
-def test_its_numbers_are_those_of_a_layer_that_reads(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_numbers_are_those_of_a_layer_that_reads(change, monkeypatch):
     model, other = stochastic_layer(), stochastic_layer()
     other.load_state_dict(model.state_dict())
     saved = {name: x.clone() for name, x in model.state_dict().items()}
@@ -96,7 +95,7 @@ def test_its_numbers_are_those_of_a_layer_that_reads(change: str, monkeypatch: p
     assert int(model[0].draws) == int(other[0].draws)
 
 
-def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_card: None) -> None:
+def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_card):
     scale = _scalers.Scale("E4M3", policy="static")
     scale(torch.tensor([448.0]))
     scale(torch.tensor([4480.0]))
@@ -104,7 +103,7 @@ def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_ca
         scale(torch.tensor([1.0]))
 
 
-def test_steps_on_the_grid_read_no_scale(on_a_card: None) -> None:
+def test_steps_on_the_grid_read_no_scale(on_a_card):
     layer = fm.quantize_model(nn.Linear(32, 8), "E4M3", storage="grid")
     optimizer = optim.StiffnessAdamW(layer.parameters(), 1e-3)
     for p in layer.parameters():
@@ -115,7 +114,7 @@ def test_steps_on_the_grid_read_no_scale(on_a_card: None) -> None:
     assert not reads.counts["frexp"]
 
 
-def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch):
     """Formats below 8 bits are checked when they are stored."""
     monkeypatch.setattr(grid, "decoded", lambda *_, **__: None)
     monkeypatch.setattr(storage, "decoded", lambda *_, **__: None)
@@ -130,19 +129,17 @@ def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pyt
 @pytest.mark.parametrize("native", [True, False])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
-def test_codes_are_made_and_read_without_a_wait(
-    name: str, dtype: torch.dtype, native: bool, on_a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, monkeypatch):
     x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
     fmt, ways = as_format(name), ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"})
     ways = ways if fmt.nan_code is not None else ways[:2]
     with monkeypatch.context() as patch:
         patch.setattr(grid, "is_read_at_once", lambda x: True)
-        expected = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
+        expected = [fm.encode(x, name, **how) for how in ways]
     with Reads() as reads, monkeypatch.context() as patch:
         for step in () if native else ("encoded", "decoded", "rounded"):
             patch.setattr(grid, step, lambda *_: None)
-        codes = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
+        codes = [fm.encode(x, name, **how) for how in ways]
         values = [fm.decode(each, name) for each in codes]
         empty = fm.encode(x[:0], name)
     assert not reads.counts["_local_scalar_dense"], reads.counts
@@ -152,7 +149,7 @@ def test_codes_are_made_and_read_without_a_wait(
     assert not empty.numel()
 
 
-def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card: None) -> None:
+def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card):
     """On a CPU, which stands for it here, at once."""
     with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
         fm.encode(torch.tensor([1.0, torch.nan, torch.inf]), "E2M1")
@@ -162,7 +159,7 @@ def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card: None) -> No
         fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
 
 
-def test_what_steps_are_told_is_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_steps_are_told_is_uploaded_once(monkeypatch):
     uploads = []
     original = _backends.uploaded
     monkeypatch.setattr(_backends, "uploaded", lambda rows, device: uploads.append(rows.shape) or rows)
@@ -174,7 +171,7 @@ def test_what_steps_are_told_is_uploaded_once(monkeypatch: pytest.MonkeyPatch) -
     assert original(torch.ones(uploads[0]), torch.device("meta")).shape == uploads[0]
 
 
-def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card: None) -> None:
+def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
     weights = [fm.FP8Parameter(normal(4, 8), "E4M3", seed=i) for i in range(3)]
     lr = torch.tensor(1e-3)
     optimizer = optim.StiffnessAdamW(weights, lr)
@@ -191,7 +188,7 @@ def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card: N
     assert [count - unread for count in read] == [0, 1]
 
 
-def _reads_of_a_number(weights: list[Any]) -> int:
+def _reads_of_a_number(weights):
     """The reads of a step on the CPU, with a learning rate that is a number."""
     optimizer = optim.StiffnessAdamW(weights, 1e-3)
     optimizer.step()
@@ -201,7 +198,7 @@ def _reads_of_a_number(weights: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> None:
+def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
     spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)
     model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")
     x = normal(4, 32)
@@ -213,7 +210,7 @@ def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> Non
     assert copied == []
 
 
-PRODUCTS: dict[str, Any] = {
+PRODUCTS = {
     "linear": lambda x, w: F.linear(x, w),
     "product": lambda x, w: x @ w.t(),
     "twice": lambda x, w: F.linear(x, w) + x @ w.t(),
@@ -224,12 +221,12 @@ COPIES = ("_to_copy", "clone", "copy_", "add_")
 
 
 @pytest.fixture
-def inner(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def inner(monkeypatch):
     """Counts what operators over tensors of codes do to their parts."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     original = dispatch._run
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments):
         with Reads() as reads:
             result = original(*arguments)
         counts.update(reads.counts)
@@ -241,7 +238,7 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_whatever_autocast_casts_shares_the_codes(kind: str, granularity: Any, inner: Counter[str]) -> None:
+def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
     """Without a layer of this library's; values and gradients are those of a weight in floats."""
     w = fm.FP8Parameter(normal(16, 32), "E4M3", granularity=granularity, seed=1)
     plain, x = nn.Parameter(w.dequantize()), normal(4, 32)
@@ -262,11 +259,11 @@ def test_whatever_autocast_casts_shares_the_codes(kind: str, granularity: Any, i
     assert torch.equal(w.grad, plain.grad)
 
 
-def changed(w: Any) -> None:
+def changed(w):
     optim.StiffnessAdamW([w], 0.1).step()
 
 
-CHANGED: dict[str, Any] = {
+CHANGED = {
     "step": changed,
     "write": lambda w: w.data.add_(1.0),
     "adopted": lambda w: w.data.copy_(fm.FP8Tensor(normal(16, 32, seed=2), "E4M3")),
@@ -275,7 +272,7 @@ CHANGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
+def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
     """Its codes have other values by now; a clone has its own."""
     w, x = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1), normal(4, 32).requires_grad_()
     w.grad = torch.ones(w.shape)
@@ -301,7 +298,7 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
     "write",
     [lambda c: c.add_(1.0), lambda c: c.detach().zero_(), lambda c: c.copy_(c.clone()), lambda c: c.set_scale_(1)],
 )
-def test_a_cast_is_not_written_to(write: Any) -> None:
+def test_a_cast_is_not_written_to(write):
     w = fm.FP8Tensor(normal(16, 32), "E4M3", seed=1)
     codes = w.codes.clone()
     with torch.autocast("cpu", torch.bfloat16):
@@ -311,18 +308,18 @@ def test_a_cast_is_not_written_to(write: Any) -> None:
     assert torch.equal(w.codes, codes)
 
 
-def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own() -> None:
+def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own():
     module = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), "E4M3", storage="fp8")
     other = copy.deepcopy(module)
     with torch.autocast("cpu", torch.bfloat16):
         module.to(torch.bfloat16)
-    weight: Any = module[0].weight
+    weight = module[0].weight
     weight.data.add_(1.0)
     assert weight.dtype is torch.bfloat16
     assert not torch.equal(weight.codes, other[0].weight.codes)
 
 
-def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatch):
     weight, asked = fm.FP8Parameter(normal(4, 8), "E4M3"), []
     x, bias = torch.ones(2, 8), torch.ones(4)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: asked.append(device) or True)

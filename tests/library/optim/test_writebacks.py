@@ -1,11 +1,8 @@
 """Write-backs: at the ends of the range, in states of earlier releases, and errors that the momentum makes up for."""
 
-from typing import Any
-
 import pytest
 import torch
 from optimizer_cases import normal, step_from
-from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -14,13 +11,13 @@ from fp8manifold.optim import WRITEBACKS, StiffnessAdamW, StiffnessSGD
 double = torch.float64
 
 
-def move(kind: str, p: Any, options: dict[str, Any], gradient: Tensor) -> Any:
+def move(kind, p, options, gradient):
     optimizer = getattr(optim, kind)([p], **options)
     step_from(optimizer, p, gradient)
     return optimizer
 
 
-def test_what_is_out_of_range_saturates_and_comes_back() -> None:
+def test_what_is_out_of_range_saturates_and_comes_back():
     for writeback in WRITEBACKS:
         p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
         options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
@@ -34,7 +31,7 @@ def test_what_is_out_of_range_saturates_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-def test_a_residual_of_several_weights_a_byte_is_refused(bits: int) -> None:
+def test_a_residual_of_several_weights_a_byte_is_refused(bits):
     """As earlier releases kept them, in a state that is loaded and in one that somebody has put there."""
     p = fm.FP8Parameter(torch.ones(3, 5), "E4M3")
     optimizer = move("StiffnessAdamW", p, {"writeback": "residual8"}, torch.ones(3, 5))
@@ -52,11 +49,11 @@ def test_a_residual_of_several_weights_a_byte_is_refused(bits: int) -> None:
         StiffnessAdamW([p], writeback=f"residual{bits}")
 
 
-FIXED: dict[str, dict[str, Any]] = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
+FIXED = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
 
 
 @pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)
-def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options: dict[str, Any]) -> None:
+def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options):
     """Over 200 steps with given gradients: codes of E4M3 against float64, to the rounding of float32."""
     lr, beta = 0.01, 0.9
     w = normal(40, 25, seed=1)
