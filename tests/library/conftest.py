@@ -5,7 +5,6 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,8 +17,6 @@ sys.path[:0] = map(str, (HERE, *filter(Path.is_dir, HERE.iterdir())))  # tests i
 
 COMPARED = Counter()
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-CompareBits = Callable[..., None]
 
 
 def bits(x):

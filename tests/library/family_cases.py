@@ -11,8 +11,6 @@ from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
-Combination = tuple[str, str, str]
-
 NAMES = tuple(
     name for name, kind in vars(fm.optim).items() if isinstance(kind, type) and issubclass(kind, ManifoldOptimizer)
 )

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessLion, StiffnessSGD
 
-Optimizer = torch.optim.Optimizer
-
 ROWS = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
 
 

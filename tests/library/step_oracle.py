@@ -71,6 +71,9 @@ class Slow:
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
+        self.rounds, self.riemannian = self.storage in ("codes", "grid"), self.kind.startswith("Riemannian")
+        kinds = {"StiffnessLion": "lion", "Madam": "madam", "StiffnessSGD": "sgd", "RiemannianSGD": "sgd"}
+        self.direction = "adam" if self.storage == "plain" and self.kind == "Madam" else kinds.get(self.kind, "adam")
         self.rule = fm.optim.WRITEBACKS[self.options["writeback"]]
         self.extra = self.rule.residual_bits if self.rounds else 0
         self.residual = self.residual or [0] * n
@@ -78,22 +81,6 @@ class Slow:
         self.averages = {name: [zero] * n for name in self.names}
         self.block = self.block or n // (self.shape[0] if len(self.shape) > 1 else 1)
         self.bounds = {name: [f32(0)] * (n // self.block) for name in self.names}
-
-    # ----------------------------------------------------------------------------------------- what there is
-    @property
-    def rounds(self):
-        return self.storage in ("codes", "grid")
-
-    @property
-    def direction(self):
-        if self.storage == "plain" and self.kind == "Madam":
-            return "adam"
-        kinds = {"StiffnessLion": "lion", "Madam": "madam", "StiffnessSGD": "sgd", "RiemannianSGD": "sgd"}
-        return kinds.get(self.kind, "adam")
-
-    @property
-    def riemannian(self):
-        return self.kind.startswith("Riemannian")
 
     @property
     def names(self):
@@ -103,7 +90,6 @@ class Slow:
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "madam": ("exp_avg_sq",)}[self.direction]
 
-    # ----------------------------------------------------------------------------------------------- loading
     def weight(self, i):
         scale = f32(self.scales[i])
         stored = self.stored[i]
@@ -140,7 +126,6 @@ class Slow:
         exponent = exponent_of(float(bound)) if bound >= f32(2.0**-126) else -127
         return exponent // 2 - 6 if squared else max(exponent - 6, -126)
 
-    # ------------------------------------------------------------------------------------------------ a step
     def step(self, gradient):
         options, n = self.options, len(self.stored)
         if self.storage != "plain" and self.steps % options["refresh_every"] == 0:
@@ -165,7 +150,8 @@ class Slow:
             if self.rule.injects and self.rounds:
                 self._inject(weight, descent, target, after)
             self._keep(i, descent, noise[i])
-        if self._rescale(fitted) and (self.one_scale or options["stiffness"] != 0.0):
+        changed, self.scales = fitted != self.scales, fitted
+        if changed and (self.one_scale or options["stiffness"] != 0.0):
             self._refresh()
         if self._widen() and self.one_scale:
             self._refresh()
@@ -173,10 +159,6 @@ class Slow:
     def _refresh(self):
         self.reference = self._mean_stiffness()
         self._change_unit()
-
-    def _rescale(self, new):
-        changed, self.scales = new != self.scales, new
-        return changed
 
     def _under_each_scale(self, values):
         """The largest magnitude, in value, of each entry of the scale; NaN counts as 0."""
@@ -311,7 +293,6 @@ class Slow:
                 before = f32(self.bounds[name][b] * self.n("beta" + n))
                 self.bounds[name][b] = f32(before + f32(abs(self.n("gain" + n)) * largest))
 
-    # ---------------------------------------------------------------------------------------------- directions
     def _descend(self, g, old):
         blend = lambda a, n: f32(f32(a * self.n("beta" + n)) + f32(g * self.n("gain" + n)))  # noqa: E731
         if self.direction == "lion":
@@ -335,7 +316,6 @@ class Slow:
         denominator = f32(root(under) + self.n("eps"))
         return Descent(f32(new["exp_avg"] / denominator), new, denominator, root(second))
 
-    # --------------------------------------------------------------------------------------- stiffness and move
     def _factor(self, weight):
         k, stiffness, o = self.numbers["k"], f32(weight.ulp * weight.scale), self.options
         if k == 0 and not callable(o["stiffness"]):
@@ -371,7 +351,6 @@ class Slow:
         outward = f32(f32(math.copysign(1.0, x)) * step)
         return f32(x * exp2(f32(outward * f32(-math.log2(math.e)))))
 
-    # -------------------------------------------------------------------------------------------------- storing
     def _store(self, i, weight, target, draw):
         """Round once, and say what is stored, in units of the scale."""
         if self.storage == "plain":

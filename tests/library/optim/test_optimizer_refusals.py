@@ -6,7 +6,7 @@ from functools import partial
 import geoopt
 import pytest
 import torch
-from fisher_cases import optimizer_of, tagger
+from test_fisher import optimizer_of, tagger
 from laws import each
 from optimizer_cases import (
     CLASSES,

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -61,8 +60,6 @@ def everything(optimizer):
     return found
 
 
-#: optimizer, parameters, options
-Case = tuple[str, Any, dict[str, Any]]
 ADAMW, LION, MADAM = "StiffnessAdamW", "StiffnessLion", "Madam"
 DECAY = {"weight_decay": 0.1, "seed": 7}
 INJECTED = {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16", "stiffness": 0.5}
