@@ -1,9 +1,11 @@
 """The steps that every optimizer of the registry takes: its options, its noise, its state, and what leaves it alone."""
 
 import copy
+import gc
 import itertools
 import math
 import weakref
+from types import FunctionType, MethodType, ModuleType
 
 import pytest
 import torch
@@ -315,27 +317,16 @@ def test_the_state_is_what_moments_and_write_back_say(name, writeback, moments):
         assert len(repr({k: v for k, v in state.items() if not isinstance(v, Tensor)})) < 400, kind
 
 
-def tensors_in(x, seen):
-    if id(x) in seen or isinstance(x, type | nn.Module) or (callable(x) and not hasattr(x, "__dict__")):
-        return []
+def memory(x, seen):
+    """The sizes of what an object holds, by address, but not through types, modules and functions."""
+    if id(x) in seen or isinstance(x, type | nn.Module | ModuleType | FunctionType | MethodType):
+        return {}
     seen[id(x)] = x
-    if isinstance(x, Tensor):
-        return [x]
-    inner = []
-    if isinstance(x, dict):
-        inner = [*x.keys(), *x.values()]
-    elif isinstance(x, list | tuple | set | frozenset):
-        inner = list(x)
-    elif type(x).__module__.startswith("fp8manifold"):
-        inner = list(getattr(x, "__dict__", {}).values())
-    return [t for y in inner for t in tensors_in(y, seen)]
-
-
-def memory(tensors):
-    plain = []
-    for t in tensors:
-        plain += [t.codes, t.scale, t.counter] if isinstance(t, fm.FP8Tensor) else [t.detach().as_subclass(Tensor)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.numel()}
+    if isinstance(x, Tensor) and not isinstance(x, fm.FP8Tensor):
+        storage = x.detach().as_subclass(Tensor).untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    inner = [x.codes, x.scale, x.counter] if isinstance(x, fm.FP8Tensor) else gc.get_referents(x)
+    return {address: size for y in inner for address, size in memory(y, seen).items()}
 
 
 @combined
@@ -347,8 +338,7 @@ def test_nothing_else_is_held(name, writeback, moments):
     gradients = [weakref.ref(p.grad) for p in parameters]
     optimizer.zero_grad()
     assert [gradient() for gradient in gradients] == [None, None]
-    held = memory(tensors_in(optimizer.__dict__, {}))
-    known = memory([*parameters, *tensors_in(dict(optimizer.state), {})])
+    held, known = memory(optimizer, {}), memory([parameters, dict(optimizer.state)], {})
     extra = sum(size for address, size in held.items() if address not in known)
     layer = parameters[0].shape[0] ** 2 + parameters[0].shape[1] ** 2
     assert extra <= 16 * 24 + 256 + (16 * layer if name == "FisherNaturalGradient" else 0)
