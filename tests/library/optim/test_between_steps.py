@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from collections import defaultdict
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._numerics.records import JOB
 from fp8manifold._triton import launch
-from fp8manifold._triton.kinds import WIDENED
 from fp8manifold.optim import _steady
 from fp8manifold.optim._steady import Table
 
@@ -34,16 +31,11 @@ KINDS = {
 
 
 def made(kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options):
-    """An optimizer, with a table or without.
-
-    Of two weights of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups.
-    """
-    stored_as = {"granularity": granularity, "headroom": 1.0}
-    stored = [
-        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **stored_as), factors)
-        for i, fmt in enumerate(("E4M3", "E5M2"))
-    ]
-    parameters = [*stored, nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
+    """Of two weights of one byte, one of which soon reaches its end, a vector and a matrix, in two groups."""
+    parameters = [nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
+    for i, fmt in ((1, "E5M2"), (0, "E4M3")):
+        p = fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0)
+        parameters.insert(0, with_factors(p, factors))
     cls, given = KINDS[kind]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": given["lr"] / 2}]
     optimizer = by(path, cls(groups, **{"refresh_every": 1000, **given, **options}))
@@ -157,17 +149,14 @@ EDITS = {
     "a moment written": f"{A}.copy_({A} * 2)",
     "a moment replaced": "name = average_of(s[2]); s[2][name] = torch.zeros_like(s[2][name])",
     "data of a moment": f"{A}.data = ({A}.double() * 2).to({A}.dtype)",
-    "data of a step count": "s[0]['step'].data = s[0]['step'].data * 0.5",
     "strides of a moment": "x = s[3][average_of(s[3])]; x.data = x.t().contiguous().t()",
     "a moment in another order": f"{A}.data = {A}.data.t().contiguous().view(4, 64)",
     "rounding of a weight": "p[0].rounding = 'nearest'",
     "draws of a weight": "p[0].draws = 'dither'",
     "states cleared": "o.state.clear()",
-    "another state": "o.state = defaultdict(dict)",
     "a plain state": "o.state = {}",
     "states popped": "o.state.pop(p[0]); o.state.pop(p[3])",
     "states replaced": "o.state[p[2]] = {k: 2 * x if 'exp' in k else copy.copy(x) for k, x in s[2].items()}",
-    "another reference": "o.state[p[0]] = {**s[0], 'reference': 0.25}",
     # what is missing is made anew, S_ref and random bits included
     "only a count": "for i in (0, 2): o.state[p[i]] = {'step': torch.tensor(3.0)}",
     "away and back": "for d in s: d.update({k: away_and_back(x) for k, x in d.items() if getattr(x, 'ndim', 0)})",
@@ -176,7 +165,6 @@ EDITS = {
     "codes replaced": "p[0].codes = p[0].codes ^ 1",
     "data of codes and scales": "p[0].codes.data = p[0].codes.clone().fill_(33); p[1].scale.data = p[1].scale * 2",
     "zeros written": "p[0].codes[1].zero_()",
-    "weights written by an operator": "p[0].detach().mul_(0.5)",
     "an ordinary weight written": "p[3].detach().mul_(0.5)",
     "data of an ordinary weight": "p[2].data = p[2].data.clone() + 1",
     "a scale doubled": "p[0].kept_scale.mul_(2)",
@@ -193,13 +181,11 @@ EDITS = {
     "a parameter in another group": "groups[1]['params'].insert(0, groups[0]['params'].pop())",
     "a group more": ADDED,
     "a group less": "del groups[1]; o.state.pop(p[3])",
-    "groups in another order": "groups.reverse()",
     "a group replaced": "groups[0] = dict(groups[0], lr=1e-4)",
     "a state loaded": "o.load_state_dict(copy.deepcopy(o.state_dict()))",
     "a step by another optimizer": "optim.StiffnessAdamW(p[:1], 1e-2).step()",
     "no gradient": "p[1].grad = None",
     "a gradient with strides": "p[3].grad = p[3].grad.t().contiguous().t()",
-    "every other gradient": "p[0].grad = p[0].grad.repeat_interleave(2, dim=1)[:, ::2]",
     "a gradient of another dtype": "p[3].grad_dtype = None; p[3].grad = p[3].grad.bfloat16()",
     "a gradient that is a negative view": "p[3].grad = torch._neg_view(p[3].grad)",
     "a gradient of another class": "p[3].grad = p[3].grad.as_subclass(Labelled)",
@@ -213,7 +199,6 @@ OF_ADAMW = {
     "moments under other names": "old = dict(s[0]); s[0].clear(); other = {'exp_avg': 'exp_avg_sq', 'exp_avg_sq': "
     "'exp_avg'}; s[0].update({other.get(name, name): x for name, x in old.items()})",
     "another class": "o.__class__ = Renamed",
-    "the option eps": "groups[0]['eps'] = 1e-3",
     "the option betas": "groups[0]['betas'] = (0.8, 0.9)",
     "the option stiffness": "groups[0]['stiffness'] = 1.0",
 }
@@ -242,13 +227,7 @@ FORGED = {
 
 def happens(edit, optimizer):
     parameters = everyone(optimizer)
-    named = {
-        "copy": copy,
-        "defaultdict": defaultdict,
-        "p": parameters,
-        "o": optimizer,
-        "groups": optimizer.param_groups,
-    }
+    named = {"copy": copy, "p": parameters, "o": optimizer, "groups": optimizer.param_groups}
     exec(edit, {**globals(), **named, "s": [optimizer.state[p] for p in parameters]})
 
 
@@ -284,19 +263,14 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served
     optimizer = stepped(made(path=path), 4)
     put(optimizer, 4)
     happens(FORGED[edit][0], optimizer)
-    before = [frozen(p.detach()) for p in everyone(optimizer)], [int(s["step"]) for s in optimizer.state.values()]
+    before = frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)])
     with pytest.raises(ValueError, match=FORGED[edit][1]):
         optimizer.step()
-    assert (
-        [frozen(p.detach()) for p in everyone(optimizer)],
-        [int(s["step"]) for s in optimizer.state.values()],
-    ) == before
+    assert frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == before
 
 
 @pytest.mark.parametrize("path", PATHS)
-@each(
-    "options", [{"stabilize_every": 3}, {"reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t)}, {"refresh_every": 5}]
-)
+@each("options", [{"stabilize_every": 3, "reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t), "refresh_every": 5}])
 def test_what_is_due_is_done(options, path):
     ours, forgetful = made(path=path, **options), made(path="eager", keeps=False, **options)
     for t in range(12):
@@ -360,56 +334,11 @@ def test_a_parameter_taken_out_is_let_go(i, path):
     assert table is None or not table.serves(optimizer)
 
 
-@pytest.fixture
-def uploads(monkeypatch):
-    class Idle:
-        def __getitem__(self, grid):
-            return lambda *_, **__: None
-
-    seen = []
-    own = launch._uploaded
+def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
     as_on_a_card(monkeypatch)
-    monkeypatch.setattr(launch, "_kernels", lambda: (Idle(),) * 3)
+    idle = type("Idle", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})
+    monkeypatch.setattr(launch, "_kernels", lambda: (idle(),) * 3)
     monkeypatch.setattr(launch, "options", dict)
-    monkeypatch.setattr(launch, "_uploaded", lambda table, device: seen.append(table.copy()) or own(table, device))
-    return seen
-
-
-@each("granularity", ["channel", "block"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd-8bit"])
-def test_what_a_card_is_given_is_what_is_planned(kind, granularity, uploads, served):
-    """Records to the bit, but for addresses: those are of each optimizer's own tensors."""
-    served.clear()
-    ours, planned = made(kind, granularity), made(kind, granularity, keeps=False)
-    for t in range(7):
-        tables = []
-        for optimizer in (ours, planned):
-            uploads.clear()
-            put(optimizer, t)
-            optimizer.param_groups[0]["lr"] *= 0.9
-            optimizer.step()
-            tables.append(list(uploads))
-            said = optimizer._unheard[0][0].x if optimizer._unheard else None
-            if said is None:
-                continue
-            (jobs, widened), states = uploads, [optimizer.state[p] for p in everyone(optimizer)]
-            for p, state, job in zip(everyone(optimizer), states, jobs.view(JOB).ravel(), strict=True):
-                parts = [p.codes, p.grad, p.kept_scale] if isinstance(p, fm.FP8Tensor) else [p, p.grad]
-                parts += [x for name, x in state.items() if name.startswith(("exp_", "mom", "avg_", "sq_", "resid"))]
-                assert {int(place) for place in job["pointers"][:-1]} - {0} == {x.data_ptr() for x in parts}
-                assert int(job["pointers"][-1]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
-            for p, record in zip(everyone(optimizer), widened.view(WIDENED).ravel(), strict=False):
-                assert int(record["pointers"][0]) == p.codes.data_ptr()
-                assert int(record["pointers"][3]) == p.grad.data_ptr()
-                assert int(record["pointers"][5]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
-        for dtype, first, second in zip((JOB, WIDENED), *tables, strict=False):
-            for name in set(dtype.names or ()) - {"pointers"}:
-                assert first.view(dtype)[name].tobytes() == second.view(dtype)[name].tobytes()
-    assert sum(served) >= 3
-    assert [int(state["step"]) for state in ours.state.values()] == [7] * 4
-
-
-def test_a_gradient_that_is_aligned_otherwise_is_planned(uploads, served):
     optimizer = made()
     for t in range(5):
         put(optimizer, t)

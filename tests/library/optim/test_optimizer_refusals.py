@@ -1,12 +1,13 @@
 """Refusals of the optimizers, a line each."""
 
+import builtins
 import math
+import re
 from functools import partial
 
 import geoopt
 import pytest
 import torch
-from test_fisher import optimizer_of, tagger
 from laws import each
 from optimizer_cases import (
     CLASSES,
@@ -20,7 +21,8 @@ from optimizer_cases import (
     snapshot,
     stored_weight,
 )
-from refused import check_refused, named
+from refused import NAMES, check_refused, named
+from test_fisher import optimizer_of, tagger
 from torch import nn
 
 import fp8manifold as fm
@@ -99,7 +101,6 @@ CALLS = {
     "K([{'params': [weight]}, {'params': [weight]}])": "ValueError: more than one parameter group",
     "K([weight, weight])": "ValueError: twice",
     "K(ones(2))": "TypeError: Tensor",
-    "K([1.0])": "TypeError: float",
     "K(3)": "TypeError: int",
     "own.add_param_group({'params': {weight}})": "TypeError: set",
     "own.add_param_group([weight])": "TypeError: list",
@@ -121,12 +122,8 @@ CALLS = {
     "own.load_state_dict(other(K).state_dict())": "ValueError: not of K",
     "own.load_state_dict(K([weight, on(FP8Manifold('E4M3'), ones(3))]).state_dict())": "ValueError: size",
     "own.load_state_dict(changed(own, lr=-1.0))": "ValueError: lr=-1.0",
-    "own.load_state_dict(own.state_dict() | {'param_groups': own.state_dict()['param_groups'] * 2})": "ValueError: "
-    "size",
     "own.load_state_dict({})": "ValueError: param_groups",
     "own.load_state_dict(None)": "TypeError: state_dict must be a dict & NoneType",
-    "own.load_state_dict([1])": "TypeError: state_dict must be a dict & list",
-    "own.load_state_dict('state')": "TypeError: state_dict must be a dict & str",
 }
 #: not of these six
 MUON = {
@@ -258,18 +255,14 @@ MORE = {
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
 @each("call", [call for call in REFUSED if call not in OF_FISHER])
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
-    assert_refused(call)
+    said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+    assert "load_state_dict" not in call or len(said) < 300
 
 
 @pytest.mark.extra("nngeometry")
 @each("call", OF_FISHER)
 def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
-    assert_refused(call)
-
-
-def assert_refused(call):
-    said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
-    assert "load_state_dict" not in call or len(said) < 300
+    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
 
 
 @every_class
@@ -280,25 +273,19 @@ def test_what_is_off_may_be_said(kind):
     assert optimizer.param_groups[1]["params"] == [fine]
 
 
+#: options that no constructor takes, and values that the state does not have
+ASTRAY = {given: said for given, said in EVERY.items() if "supported" not in said and not re.search(r"1\.5|2\]", given)}
+ASTRAY |= {
+    "lr=tensor(nan)": "ValueError: lr=",
+    "moments='8bit'": "ValueError: moments='8bit'",
+    "moments='bfloat16'": "ValueError: moments='bfloat16'",
+    "writeback='residual4'": "ValueError: writeback='residual4' & residual8",
+}
+
+
 @every_class
-@each(
-    ("change", "error", "message"),
-    [
-        *(({"lr": lr}, ValueError, "lr=") for lr in (math.nan, math.inf, -0.1, torch.tensor(math.nan))),
-        ({"weight_decay": math.nan}, ValueError, "weight_decay=nan"),
-        ({"writeback": "residual"}, ValueError, "writeback='residual'"),
-        ({"writeback": "residual4"}, ValueError, "writeback='residual4'.*residual8"),
-        ({"moments": "8bit"}, ValueError, "moments='8bit'"),
-        ({"moments": "bfloat16"}, ValueError, "moments='bfloat16'"),
-        ({"seed": -1}, ValueError, "seed=-1"),
-        ({"clip": math.nan}, ValueError, "clip=nan"),
-        ({"maximize": "no"}, TypeError, "maximize='no'"),
-        ({"refresh_every": 0}, ValueError, "refresh_every=0"),
-        ({"on_nonfinite": "maybe"}, ValueError, "on_nonfinite='maybe'"),
-    ],
-    ids=str,
-)
-def test_options_set_between_steps_are_checked(kind, change, error, message):
+@each("given", ASTRAY)
+def test_options_set_between_steps_are_checked(kind, given):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
     more |= {"float_lr": 0.01} if kind in RIEMANNIAN else {}
@@ -306,12 +293,14 @@ def test_options_set_between_steps_are_checked(kind, change, error, message):
     put_gradients([plain, weight], 0)
     optimizer.step()
     group = optimizer.param_groups[1]
-    kept = {name: group[name] for name in change}
-    group.update(change)
+    kept = dict(group)
+    group.update(eval(f"dict({given})", NAMES))
     put_gradients([plain, weight], 1)
     before = snapshot(optimizer)
-    with pytest.raises(error, match=message):
+    error, words = ASTRAY[given].split(": ", 1)
+    with pytest.raises(getattr(builtins, error)) as raised:
         optimizer.step()
+    assert all(word in str(raised.value) for word in words.split(" & "))
     assert snapshot(optimizer) == before
     group.update(kept)
     optimizer.step()

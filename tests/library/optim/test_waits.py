@@ -8,17 +8,15 @@ import torch
 import torch.nn.functional as F
 from laws import each
 from optimizer_cases import normal
-from paths import by
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
 from fp8manifold import grid, optim
 from fp8manifold._base import reading
-from fp8manifold._encoded import dispatch, storage
+from fp8manifold._encoded import dispatch
 from fp8manifold.formats import as_format
-from fp8manifold.nn import _products, _scalers
-from fp8manifold.optim import _backends
+from fp8manifold.nn import _scalers
 
 
 class Reads(TorchDispatchMode):
@@ -103,29 +101,6 @@ def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_ca
         scale(torch.tensor([1.0]))
 
 
-def test_steps_on_the_grid_read_no_scale(on_a_card):
-    layer = fm.quantize_model(nn.Linear(32, 8), "E4M3", storage="grid")
-    optimizer = optim.StiffnessAdamW(layer.parameters(), 1e-3)
-    for p in layer.parameters():
-        p.grad = torch.ones(p.shape)
-    optimizer.step()
-    with Reads() as reads:
-        optimizer.step()
-    assert not reads.counts["frexp"]
-
-
-def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch):
-    """Formats below 8 bits are checked when they are stored."""
-    monkeypatch.setattr(grid, "decoded", lambda *_, **__: None)
-    monkeypatch.setattr(storage, "decoded", lambda *_, **__: None)
-    w = fm.FP8Tensor(normal(4, 8), "E2M1")
-    expected = fm.decode(w.codes, "E2M1") * w.scale
-    with Reads() as reads:
-        values = w.dequantize()
-    assert not reads.counts["_local_scalar_dense"]
-    assert torch.equal(values, expected)
-
-
 @pytest.mark.parametrize("native", [True, False])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
@@ -151,63 +126,11 @@ def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, 
 
 def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card):
     """On a CPU, which stands for it here, at once."""
-    with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
-        fm.encode(torch.tensor([1.0, torch.nan, torch.inf]), "E2M1")
-    with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN"):
-        fm.encode(torch.tensor([1.0, torch.nan], dtype=torch.bfloat16), "E2M1")
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
+            fm.encode(torch.tensor([1.0, torch.nan, torch.inf], dtype=dtype), "E2M1")
     with pytest.raises(RuntimeError, match="a code is out of range for E2M1: 0 to 15"):
         fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
-
-
-def test_what_steps_are_told_is_uploaded_once(monkeypatch):
-    uploads = []
-    original = _backends.uploaded
-    monkeypatch.setattr(_backends, "uploaded", lambda rows, device: uploads.append(rows.shape) or rows)
-    weights = [fm.FP8Parameter(normal(4, 8 + i), "E4M3", seed=i) for i in range(3)]
-    for p in weights:
-        p.grad = torch.ones(p.shape)
-    by("eager", optim.StiffnessAdamW(weights, 1e-3)).step()
-    assert [shape[0] for shape in uploads] == [3]
-    assert original(torch.ones(uploads[0]), torch.device("meta")).shape == uploads[0]
-
-
-def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
-    weights = [fm.FP8Parameter(normal(4, 8), "E4M3", seed=i) for i in range(3)]
-    lr = torch.tensor(1e-3)
-    optimizer = optim.StiffnessAdamW(weights, lr)
-    for p in weights:
-        p.grad = torch.ones(p.shape)
-    optimizer.step()
-    read = []
-    for change in (lambda: None, lambda: lr.fill_(2e-3)):
-        change()
-        with Reads() as reads:
-            optimizer.step()
-        read.append(reads.counts["_local_scalar_dense"])
-    unread = _reads_of_a_number(weights)
-    assert [count - unread for count in read] == [0, 1]
-
-
-def _reads_of_a_number(weights):
-    """The reads of a step on the CPU, with a learning rate that is a number."""
-    optimizer = optim.StiffnessAdamW(weights, 1e-3)
-    optimizer.step()
-    with Reads() as reads:
-        optimizer.step()
-    return reads.counts["_local_scalar_dense"]
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
-    spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)
-    model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")
-    x = normal(4, 32)
-    with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    y.float().sum().backward()
-    free = ("detach", "alias", "empty_like")
-    copied = [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free]
-    assert copied == []
 
 
 PRODUCTS = {
@@ -254,17 +177,11 @@ def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
     expected.float().sum().backward()
     assert y.dtype == expected.dtype
     assert torch.equal(y, expected)
-    assert w.grad is not None
-    assert plain.grad is not None
     assert torch.equal(w.grad, plain.grad)
 
 
-def changed(w):
-    optim.StiffnessAdamW([w], 0.1).step()
-
-
 CHANGED = {
-    "step": changed,
+    "step": lambda w: optim.StiffnessAdamW([w], 0.1).step(),
     "write": lambda w: w.data.add_(1.0),
     "adopted": lambda w: w.data.copy_(fm.FP8Tensor(normal(16, 32, seed=2), "E4M3")),
     "scale": lambda w: w.set_scale_(w.scale * 2),
@@ -282,13 +199,9 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
         before = own.dequantize()
         assert torch.equal(kept.dequantize(), before)
         CHANGED[change](w)
-        for cast in (kept, view, kept.detach):
+        for use in (kept.dequantize, view.dequantize, kept.detach, lambda: F.linear(x, w), y.float().sum().backward):
             with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-                cast.dequantize() if isinstance(cast, torch.Tensor) else cast()
-        with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-            F.linear(x, w)  # autocast keeps its casts
-    with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-        y.float().sum().backward()
+                use()  # autocast keeps its casts
     assert torch.equal(own.dequantize(), before)
     with torch.autocast("cpu", torch.bfloat16):
         F.linear(x, w).float().sum().backward()
@@ -313,16 +226,6 @@ def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own():
     other = copy.deepcopy(module)
     with torch.autocast("cpu", torch.bfloat16):
         module.to(torch.bfloat16)
-    weight = module[0].weight
-    weight.data.add_(1.0)
-    assert weight.dtype is torch.bfloat16
-    assert not torch.equal(weight.codes, other[0].weight.codes)
-
-
-def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatch):
-    weight, asked = fm.FP8Parameter(normal(4, 8), "E4M3"), []
-    x, bias = torch.ones(2, 8), torch.ones(4)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: asked.append(device) or True)
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: asked.append(device) or torch.bfloat16)
-    assert _products._dtype_of_codes(x, weight, bias) is torch.bfloat16
-    assert asked == ["cpu", "cpu"]
+    module[0].weight.data.add_(1.0)
+    assert module[0].weight.dtype is torch.bfloat16
+    assert not torch.equal(module[0].weight.codes, other[0].weight.codes)
