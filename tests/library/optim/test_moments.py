@@ -58,20 +58,6 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0():
             assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
 
 
-def test_the_words_halves_are_uniform_and_uncorrelated():
-    """Each average has one half of a 32-bit word: also the eight bits that no weight's draw looks at."""
-    n = 1 << 20
-    for words in ((0, 1, 0, 1), (2**63, 77, 12, 1)):
-        word = word_range(0, n, words, "cpu").numpy().view(np.uint32)
-        ones = np.array([np.mean(word >> bit & 1) for bit in range(32)])
-        assert abs(2 * ones - 1).max() < 5 / np.sqrt(n)
-        low, high = (word & 0xFFFF).astype(float), (word >> 16).astype(float)
-        assert abs(np.corrcoef(low, high)[0, 1]) < 5 / np.sqrt(n)
-        assert abs(np.corrcoef(low[1:], low[:-1])[0, 1]) < 5 / np.sqrt(n)
-        of_weights = word_range(0, n, words[:3], "cpu").numpy().view(np.uint32).astype(float)
-        assert abs(np.corrcoef(of_weights, word.astype(float))[0, 1]) < 5 / np.sqrt(n)
-
-
 E2M5 = Codes(MOMENTUM_FORMAT)
 MU = 0.95
 
@@ -138,39 +124,15 @@ def test_codes_and_largest_are_those_of_the_definition(rows, columns, block, pat
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
 
 
-def stepped():
+@each(
+    ("kind", "average", "bound"),
+    [("StiffnessMuon", "momentum_buffer", "avg_largest"), ("StiffnessAdamW", "exp_avg_sq", "sq_bound")],
+)
+def test_an_average_without_the_bound_of_its_blocks_is_refused(kind, average, bound):
     weight = stored_weight(shape=(4, 64))
-    optimizer = StiffnessMuon([weight], 0.01, moments="8bit")
-    step_from(optimizer, weight, normal(4, 64, seed=1))
-    return weight, optimizer
-
-
-def former(entry):
-    """As it was when the momentum was E4M3 under a bound of the gradients."""
-    entry["avg_bound"] = entry.pop("avg_largest")
-
-
-@pytest.mark.parametrize("change", [former, lambda entry: entry.pop("avg_largest")], ids=["former", "lost"])
-def test_a_momentum_of_another_format_is_refused(change):
-    _, optimizer = stepped()
-    saved = copy.deepcopy(optimizer.state_dict())
-    change(saved["state"][0])
-    weight, fresh = stepped()
-    with pytest.raises(ValueError, match="momentum_buffer in 8 bits without avg_largest"):
-        fresh.load_state_dict(saved)
-    change(fresh.state[weight])
-    before = weight.codes.clone()
-    weight.grad = normal(4, 64, seed=2)
-    with pytest.raises(ValueError, match="saved in another format"):
-        fresh.step()
-    assert torch.equal(weight.codes, before)
-
-
-def test_a_second_moment_without_its_bound_is_refused():
-    weight = stored_weight(shape=(4, 64))
-    optimizer = fm.optim.StiffnessAdamW([weight], 0.01, moments="8bit")
+    optimizer = getattr(fm.optim, kind)([weight], 0.01, moments="8bit")
     step_from(optimizer, weight, normal(4, 64, seed=1))
     saved = copy.deepcopy(optimizer.state_dict())
-    del saved["state"][0]["sq_bound"]
-    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):
+    del saved["state"][0][bound]
+    with pytest.raises(ValueError, match=f"{average} in 8 bits without {bound}"):
         optimizer.load_state_dict(saved)
