@@ -6,21 +6,11 @@ import re
 from functools import partial
 
 import geoopt
+import optimizer_cases as cases
 import pytest
 import torch
 from laws import each
-from optimizer_cases import (
-    CLASSES,
-    RIEMANNIAN,
-    every_class,
-    frozen,
-    grid_weight,
-    normal,
-    on,
-    put_gradients,
-    snapshot,
-    stored_weight,
-)
+from optimizer_cases import frozen, grid_weight, normal, put_gradients, snapshot, stored_weight
 from refused import NAMES, check_refused, named
 from test_fisher import optimizer_of, tagger
 from torch import nn
@@ -28,7 +18,7 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
-KINDS = {kind.__name__: kind for kind in CLASSES}
+KINDS = {kind.__name__: kind for kind in cases.CLASSES}
 #: options that all of them refuse, that those with `betas` do, and that those with `momentum` do
 EVERY = {
     **named("ValueError", "lr=-0.1; lr=nan; lr=inf; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5"),
@@ -239,7 +229,7 @@ SUBJECTS = {
 }
 MORE = {
     "sparse": sparse,
-    "on": on,
+    "on": cases.on,
     "tagger": tagger,
     "fisher": optimizer_of,
     "optim": torch.optim,
@@ -265,7 +255,7 @@ def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)
 
 
-@every_class
+@cases.every_class
 def test_what_is_off_may_be_said(kind):
     flags = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
     optimizer = kind([grid_weight()], **flags)
@@ -283,12 +273,12 @@ ASTRAY |= {
 }
 
 
-@every_class
+@cases.every_class
 @each("given", ASTRAY)
 def test_options_set_between_steps_are_checked(kind, given):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
-    more |= {"float_lr": 0.01} if kind in RIEMANNIAN else {}
+    more |= {"float_lr": 0.01} if kind in cases.RIEMANNIAN else {}
     optimizer = kind([{"params": [plain]}, {"params": [weight]}], writeback="residual8", **more)
     put_gradients([plain, weight], 0)
     optimizer.step()
@@ -321,7 +311,7 @@ ANOTHER = {
 }
 
 
-@every_class
+@cases.every_class
 @each(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
 def test_a_state_made_for_another_parameter_is_refused(kind, saved, ours, message):
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch._dynamo
 from laws import each
 from optimizer_cases import free_weight, grid_weight, normal, snapshot, with_factors
 from paths import PATHS, by
@@ -13,7 +12,7 @@ from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _step, anneal
+from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import View
 
@@ -125,76 +124,38 @@ def test_gradients_of_any_strides(moments):
             assert everything(eager) == everything(ours), (how, t)
 
 
-ANNEALED = {"stiffness": anneal(1.0, 0.0, 5), "draws": "dither"}
-CUT = {
-    "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
-    "adamw residual8, 8 bits": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", "moments": "8bit"}),
-    "adamw residual8, annealed": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", **ANNEALED}),
-    "sgd injected": ("StiffnessSGD", {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"}),
-    "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
-    "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
-    "riemannian adam, 8 bits": ("RiemannianAdam", {"lr": 1.7, "moments": "8bit"}),
-    "riemannian sgd injected": ("RiemannianSGD", {"lr": 90.0, "momentum": 0.9, "writeback": "momentum"}),
-}
-
-
-def third_step(kind, p, options):
-    optimizer = getattr(optim, kind)([p], seed=2**40 + 1, **options)
-    for t in range(3):
-        p.grad = normal(*p.shape, seed=t)
-        if t < 2:
-            optimizer.step()
-    slots = [optimizer._slot(optimizer.param_groups[0], p)]
-    optimizer._check_schedules(slots)
-    return optimizer._begin(slots)[0]
-
-
-def copied(slot):
-    return {name: array.clone() for name, array in slot.arrays.items()}
-
-
-def stepped(slot, arrays, dims, offset):
-    """Take the step of a part, whose first element has a position in the whole."""
-    rows = (dims[0], *slot.view.row_dims[1:]) if slot.view.row_dims else ()
-    tensors = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
-    run_all([slot.replaced(view=View(dims, rows), tensors=tensors, kept_scale=arrays["scale"], offset=offset)])
-
-
-def parts_of(array, start, end, rows):
-    return array[start:end] if array.dim() and array.shape[0] == rows else array
-
-
-def same_in_parts(slot, cuts, offset=0):
-    whole, cut = copied(slot), copied(slot)
-    rows, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
-    stepped(slot, whole, slot.view.dims, offset)
-    for start, end in itertools.pairwise([0, *cuts, rows]):
-        arrays = {name: parts_of(array, start, end, rows) for name, array in cut.items()}
-        stepped(slot, arrays, (end - start, *slot.view.dims[1:]), offset + start * inner)
-    for name, array in whole.items():
-        assert torch.equal(array, cut[name]), name
-    assert not torch.equal(whole["weight"], slot.arrays["weight"])
-    return whole
-
-
 @pytest.mark.usefixtures("each_path")
 def test_positions_beyond_32_bits():
-    """A part that starts below 2^32 and ends above it, and one far out: none draws what the first one does."""
-    kind, options = CUT["adamw residual8, 8 bits"]
-    slot = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
-    found = [same_in_parts(slot, [2, 4], offset)["residual"] for offset in (0, 2**32 - 100, 2**40)]
+    """Parts have the bits of the whole where one begins below 2^32 and ends above it, and draws of their own."""
+    p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
+    optimizer = optim.StiffnessAdamW([p], 0.02, seed=2**40 + 1, writeback="residual8", moments="8bit")
+    for t in range(2):
+        take(optimizer, t)
+    slots = [optimizer._slot(optimizer.param_groups[0], p)]
+    optimizer._check_schedules(slots)
+    slot = optimizer._begin(slots)[0]
+
+    def step(arrays, start, end, offset):
+        """A part, whose first element has a position in the whole."""
+        arrays = {name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in arrays.items()}
+        tensors = {name: x for name, x in arrays.items() if name not in ("scale", "lowest", "highest")}
+        view = View((end - start, 31), (end - start, *slot.view.row_dims[1:]))
+        run_all([slot.replaced(view=view, tensors=tensors, kept_scale=arrays["scale"], offset=offset + 31 * start)])
+
+    found = []
+    for offset in (0, 2**32 - 100, 2**40):
+        whole, cut = ({name: x.clone() for name, x in slot.arrays.items()} for _ in "ab")
+        step(whole, 0, 9, offset)
+        for start, end in ((0, 2), (2, 4), (4, 9)):
+            step(cut, start, end, offset)
+        assert not [name for name, x in whole.items() if not torch.equal(x, cut[name])]
+        found.append(whole["residual"])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
 
 
-@pytest.mark.usefixtures("each_path")
-def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch):
+@pytest.mark.parametrize("block", [1, 70])
+@each("case", ["adamw residual8, 8 bits", "sgd, 8 bits", "lion, 8 bits", "madam", "riemannian adam, 8 bits"])
+def test_the_blocks_in_which_eager_code_runs_are_not_seen(case, block, monkeypatch):
     """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
-    for kind, options in CUT.values():
-        results = []
-        for block in (1, 70, 1 << 20):
-            monkeypatch.setattr(_step, "block_on", lambda _, size=block: size)
-            p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
-            slot = third_step(kind, p, options)
-            results.append(copied(slot) | {"after": same_in_parts(slot, [4])["weight"]})
-        for other in results[1:]:
-            assert all(torch.equal(results[0][name], array) for name, array in other.items())
+    monkeypatch.setattr(_step, "block_on", lambda _: block)
+    same_steps(*CASES[case], factors=False, steps=2)

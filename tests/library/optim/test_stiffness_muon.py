@@ -2,24 +2,12 @@
 
 import copy
 
+import optimizer_cases as cases
 import pytest
 import torch
 from family_cases import VALID
 from laws import each
-from optimizer_cases import (
-    bits_of,
-    frozen,
-    grid_weight,
-    normal,
-    on_grid,
-    put_gradients,
-    record,
-    same_bits,
-    step_from,
-    stored_weight,
-    take_steps,
-    value_of,
-)
+from optimizer_cases import grid_weight, normal, put_gradients, step_from, stored_weight
 from paths import PATHS, by
 from test_ranks_fsdp import stepped
 from torch import nn
@@ -40,7 +28,7 @@ def test_float_parameters_take_torchs_steps(nesterov, adjust):
     theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
     options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
     muon, own = torch.optim.Muon(theirs, **options), StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16)
-    take_steps((muon, own), (theirs, ours), range(100))
+    cases.take_steps((muon, own), (theirs, ours), range(100))
     for a, b in zip(theirs, ours, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
         assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
@@ -100,16 +88,16 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix():
 def test_a_step_in_the_chart_is_the_one_written_out(k):
     """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in float64 beside it."""
     weight, gradient = grid_weight("E4M3", (8, 12), 2.0**-5, std=0.1), normal(8, 12, seed=3)
-    w, stiffness = value_of(weight).double(), fm.ulp(value_of(weight) * 2**5, "E4M3").double() / 2**5
+    w, stiffness = cases.value_of(weight).double(), fm.ulp(cases.value_of(weight) * 2**5, "E4M3").double() / 2**5
     factor = (stiffness / stiffness.mean()).clamp(2.0**-8, 2.0**4) ** k
     optimizer = StiffnessMuon([weight], lr=0.01, weight_decay=0.5, stiffness=k, ns_dtype=torch.float32)
-    views = record(optimizer)
+    views = cases.record(optimizer)
     step_from(optimizer, weight, gradient)
     u = gradient.double() * (0.05 + 0.95 * 0.05)
     direction = factor * orthogonal_factor(factor * u, COEFFICIENTS, 5, 1e-7, torch.float64)
     expected = w * (1 - 0.01 * 0.5) - adjusted_rate(0.01, None, 8, 12) * direction
     assert torch.allclose(views[0].target.double(), expected, rtol=1e-4, atol=1e-6)
-    assert on_grid(weight)
+    assert cases.on_grid(weight)
 
 
 @pytest.mark.parametrize("stiffness", [0.0, 0.5])
@@ -122,8 +110,8 @@ def test_the_momentum_is_given_what_rounding_took(stiffness):
         weight.grad = normal(16, 16, seed=9)
         optimizer = StiffnessMuon([weight], stiffness=stiffness, writeback=writeback, **options)
         optimizer.step()
-        momenta[writeback], stored[writeback] = optimizer.state[weight]["momentum_buffer"], value_of(weight)
-    exact = nn.Parameter(value_of(start).clone())
+        momenta[writeback], stored[writeback] = optimizer.state[weight]["momentum_buffer"], cases.value_of(weight)
+    exact = nn.Parameter(cases.value_of(start).clone())
     exact.grad = normal(16, 16, seed=9)
     StiffnessMuon([exact], **options).step()
     taken = exact.detach() - stored["momentum"]
@@ -143,8 +131,8 @@ def test_adams_groups_are_stiffness_adamw():
     options = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
     one = StiffnessMuon(ours, direction="adam", **options)
     other = StiffnessAdamW(theirs, betas=(0.9, 0.95), **options)
-    take_steps((one, other), (ours, theirs), range(5))
-    assert same_bits(ours, theirs)
+    cases.take_steps((one, other), (ours, theirs), range(5))
+    assert cases.same_bits(ours, theirs)
 
 
 KINDS = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "column": (33, 1), "row": (1, 33)}
@@ -177,8 +165,8 @@ def test_native_steps_have_the_bits_of_eager_ones(products, shape, storage, writ
         for step in range(3):
             put_gradients([weight], step)
             optimizer.step()
-        found.append((bits_of(weight), frozen(optimizer.state_dict()["state"])))
-    assert found[0][0] != bits_of(weight_of(storage, KINDS[shape]))
+        found.append((cases.bits_of(weight), cases.frozen(optimizer.state_dict()["state"])))
+    assert found[0][0] != cases.bits_of(weight_of(storage, KINDS[shape]))
     assert found[0] == found[1]
 
 

@@ -1,23 +1,10 @@
 """StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the stiffness field."""
 
+import optimizer_cases as cases
 import pytest
 import torch
 from laws import each
-from optimizer_cases import (
-    ROWS,
-    free_weight,
-    frozen,
-    grid_weight,
-    normal,
-    on,
-    on_grid,
-    put_gradients,
-    same_bits,
-    same_parameters,
-    step_from,
-    through_disk,
-    values,
-)
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, put_gradients, same_bits, step_from, values
 from torch import nn
 
 import fp8manifold as fm
@@ -56,7 +43,7 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
         put_gradients([weight], t)
         before, gradient = values([weight])[0], weight.grad.clone()
         optimizer.step()
-        assert on_grid(weight)
+        assert cases.on_grid(weight)
         if t == 0:  # afterwards S_ref is that of the first step
             update = (before - 0.02 * gradient) - before
             target = before + update * ratio(before, ROWS, 1.0)
@@ -64,14 +51,16 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
             draws = {"seed": 9, "step": 0, "stream": stream} if writeback == "stochastic" else {}
             expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
             assert (weight.detach() == expected).double().mean() > 0.98  # the factor may differ in its last bit
-            assert (weight.detach() - expected).abs().max() <= fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
+            assert (weight.detach() - expected).abs().max() <= fm.ulp(
+                before / ROWS, "E4M3"
+            ).max() * ROWS.max()
 
 
 def test_by_default_the_manifold_says_how_to_round():
     """A tenth of an ULP: nearest stays, stochastic moves a tenth of the weights."""
     shares = []
     for rounding in ("nearest", "stochastic"):
-        weight = on(fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5))
+        weight = cases.on(fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5))
         optimizer = StiffnessWrapper(SGD([weight], lr=0.0125))
         step_from(optimizer, weight, torch.ones(10_000))
         shares.append((weight != 1.5).double().mean().item())
@@ -195,10 +184,10 @@ def test_resume_is_exact_mid_schedule(inner):
     for t in range(7):
         put_gradients(weights, t)
         optimizer.step()
-    others = same_parameters(weights)
+    others = cases.same_parameters(weights)
     resumed = make(others)
-    resumed.load_state_dict(through_disk(optimizer.state_dict()))
-    assert frozen(resumed.state_dict()) == frozen(optimizer.state_dict())
+    resumed.load_state_dict(cases.through_disk(optimizer.state_dict()))
+    assert cases.frozen(resumed.state_dict()) == cases.frozen(optimizer.state_dict())
     for t in range(7, 14):
         put_gradients(weights, t)
         put_gradients(others, t)
