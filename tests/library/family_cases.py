@@ -39,10 +39,6 @@ OPTIONS = {
 }
 
 
-def ids(combinations):
-    return ["-".join(c) for c in combinations]
-
-
 class Parallel(nn.Module):
     """Linear layers side by side on the leading columns of one input; without global random numbers."""
 

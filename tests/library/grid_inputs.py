@@ -6,12 +6,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import fp8manifold as fm
 from fp8manifold import reference
-
-Float64 = NDArray[np.float64]
 
 #: Any ExMy in every layout, beside the named ones. IEEE or FN specials on two bits leave nothing but zero.
 LAYOUT_SUFFIXES = ("", "IEEE", "FN", "FNUZ", "FINITE")

@@ -85,12 +85,6 @@ def take_steps(optimizers, parameters, steps, size=1.0):
             optimizer.step()
 
 
-def pull_to(parameters, targets):
-    """The gradient of ``|w - target|^2 / 2``."""
-    for p, target in zip(parameters, targets, strict=True):
-        p.grad = value_of(p) - target
-
-
 def value_of(p):
     return p.dequantize() if isinstance(p, fm.FP8Tensor) else p.detach().as_subclass(Tensor)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from laws import each
 from manifold_cases import ruler
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, on_grid, pull_to, step_from, values
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, on_grid, step_from, values
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -60,7 +60,7 @@ def follow(name, scale, ours, theirs, steps=200):
     optimizer, reference = ours([weight]), theirs([codes])
     worst, crossings = 0.0, 0
     for _ in range(steps):
-        pull_to([weight], [targets])
+        weight.grad = values([weight])[0] - targets
         w = chart.value(codes)
         codes.grad = chart.stiffness(w) * (w - targets)
         sign = weight.detach().sign()
@@ -186,22 +186,13 @@ FOREIGN = {
 }
 
 
-def pairs(name):
-    manifold, shape = FOREIGN[name]
-    x = normal(*shape, seed=1, dtype=double, std=0.3)
-    if manifold is None:
-        return [nn.Parameter(x.clone()) for _ in range(2)], normal(*shape, seed=2, dtype=double)
-    x = manifold.projx(x)
-    points = [geoopt.ManifoldParameter(x.clone(), manifold=copy.deepcopy(manifold)) for _ in range(2)]
-    return points, normal(*shape, seed=2, dtype=double)
-
-
-def assert_follows_geoopt(name, ours, theirs):
-    (mine, peer), target = pairs(name)
+def assert_follows_geoopt(manifold, shape, ours, theirs, **options):
+    x, target = normal(*shape, seed=1, dtype=double, std=0.3), normal(*shape, seed=2, dtype=double)
+    mine, peer = (nn.Parameter(x.clone()) if manifold is None else on(copy.deepcopy(manifold), x) for _ in "ab")
     begin = values([mine])[0]
-    optimizer, reference = ours([mine]), theirs([peer])
+    optimizer, reference = ours([mine], 0.02, **options), theirs([peer], 0.02, **options)
     for t in range(100):
-        noise = normal(*mine.shape, seed=50 + t, dtype=double, std=0.1)
+        noise = normal(*shape, seed=50 + t, dtype=double, std=0.1)
         for p in (mine, peer):
             p.grad = p.detach().as_subclass(Tensor) - target + noise
         optimizer.step()
@@ -222,7 +213,7 @@ RULES = [
 @pytest.mark.parametrize("name", FOREIGN)
 def test_steps_elsewhere_are_geoopts(name, rule):
     ours, theirs = (getattr(house, rule[0]) for house in (fm.optim, geoopt.optim))
-    assert_follows_geoopt(name, lambda p: ours(p, 0.02, **rule[1]), lambda p: theirs(p, 0.02, **rule[1]))
+    assert_follows_geoopt(*FOREIGN[name], ours, theirs, **rule[1])
 
 
 class Projecting(type(geoopt.Stiefel())):  # the class of the canonical one
@@ -238,14 +229,9 @@ STABLE = {**FOREIGN, "stiefel": (Projecting(), (5, 3)), "euclidean stiefel": (ge
 
 @each("every", [1, 3])
 @pytest.mark.parametrize("name", STABLE)
-def test_stabilising_elsewhere_is_geoopts(name, every, monkeypatch):
-    monkeypatch.setitem(FOREIGN, name, STABLE[name])
-    for ours, theirs in ((RiemannianAdam, geoopt.optim.RiemannianAdam), (RiemannianSGD, geoopt.optim.RiemannianSGD)):
-        assert_follows_geoopt(
-            name,
-            lambda p, kind=ours: kind(p, 0.02, stabilize=every),
-            lambda p, kind=theirs: kind(p, 0.02, stabilize=every),
-        )
+def test_stabilising_elsewhere_is_geoopts(name, every):
+    for kind in (RiemannianAdam, RiemannianSGD):
+        assert_follows_geoopt(*STABLE[name], kind, getattr(geoopt.optim, kind.__name__), stabilize=every)
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)

@@ -18,12 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announ
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def quantised():
     return fm.huggingface.attach(fm.quantize_model(llama(), "E4M3", "fp8", tied="leave"))
 

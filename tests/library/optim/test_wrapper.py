@@ -51,9 +51,7 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
             draws = {"seed": 9, "step": 0, "stream": stream} if writeback == "stochastic" else {}
             expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
             assert (weight.detach() == expected).double().mean() > 0.98  # the factor may differ in its last bit
-            assert (weight.detach() - expected).abs().max() <= fm.ulp(
-                before / ROWS, "E4M3"
-            ).max() * ROWS.max()
+            assert (weight.detach() - expected).abs().max() <= fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
 
 
 def test_by_default_the_manifold_says_how_to_round():
