@@ -9,6 +9,7 @@ NAMES = {getattr(torch, f"float8_{kind}"): f"F8_{kind.upper()}" for kind in ("e5
 NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.float4_e2m1fn_x2: "F4"}
 NAMES |= {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
 NAMES |= {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Tensors = dict[str, torch.Tensor]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 

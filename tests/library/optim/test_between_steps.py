@@ -31,7 +31,7 @@ KINDS = {
 
 
 def made(kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options):
-    """Of two weights of one byte, one of which soon reaches its end, a vector and a matrix, in two groups."""
+    """Two groups: of two weights of one byte, one of which soon reaches its end, and a vector; and of a matrix."""
     parameters = [nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
     for i, fmt in ((1, "E5M2"), (0, "E4M3")):
         p = fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0)
