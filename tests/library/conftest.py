@@ -5,10 +5,8 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,29 +15,27 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = map(str, (HERE, *filter(Path.is_dir, HERE.iterdir())))  # tests import from tests of other folders
 
-COMPARED: Counter[str] = Counter()
+COMPARED = Counter()
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-CompareBits = Callable[..., None]
 
-
-def bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x):
     canonical = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
     return canonical.view(INTEGER_OF_SIZE[x.element_size()])
 
 
-def first_mismatches(ours: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, limit: int = 5) -> str:
+def first_mismatches(ours, expected, x, limit=5):
     where = (bits(ours) != bits(expected)).nonzero().flatten()
     cases = [f"{x[i].item()!r} -> {ours[i].item()!r}, not {expected[i].item()!r}" for i in where[:limit]]
     return f"{len(where)} of {len(ours)} differ: " + "; ".join(cases)
 
 
 @pytest.fixture
-def compare_bits(request: pytest.FixtureRequest) -> CompareBits:
+def compare_bits(request):
     """Assert that a result has the bits of what is expected (float64, exact in the result's dtype)."""
     group = f"{request.path.name}::{request.function.__name__}"
 
-    def compare(ours: torch.Tensor, expected: np.ndarray, x: torch.Tensor, context: str = "") -> None:
+    def compare(ours, expected, x, context=""):
         assert ours.dtype == x.dtype
         assert ours.shape == x.shape
         assert len(expected) == len(ours) > 0
@@ -52,7 +48,7 @@ def compare_bits(request: pytest.FixtureRequest) -> CompareBits:
 
 
 @pytest.fixture
-def cpp_compiler() -> Iterator[None]:
+def cpp_compiler():
     """torch.compile on the CPU needs a C++ compiler."""
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler, and there is none here")
@@ -62,7 +58,7 @@ def cpp_compiler() -> Iterator[None]:
         yield  # and its caches look through every loaded module, deprecated names of other packages included
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     if COMPARED:
         terminalreporter.section("values compared bit for bit")
         for group, count in sorted(COMPARED.items()):
@@ -70,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{sum(COMPARED.values()):>12,}  in all")
 
 
-def ranks(size: int, folder: Path) -> Iterator[Any]:
+def ranks(size, folder):
     from rank_pool import Pool  # only where there are such cases: it makes torch.distributed ready
 
     made = Pool(size, folder)
@@ -79,25 +75,25 @@ def ranks(size: int, folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def pool(tmp_path_factory):
     """Three processes of one group, for the cases of a module."""
     yield from ranks(3, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def pair(tmp_path_factory):
     yield from ranks(2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
+def pools(tmp_path_factory):
     with ExitStack() as stack:
         one_each = {size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
         yield {size: stack.enter_context(each) for size, each in one_each.items()}
 
 
 @pytest.fixture(params=["native", "eager"])
-def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def each_path(request, monkeypatch):
     """Steps by each of the paths of ``paths.PATHS``."""
     if request.param == "eager":
         for module in ("_backends", "_steady"):

@@ -1,12 +1,9 @@
 """The family as its registry has it: every combination, every optimizer by name, and one parameter of every kind."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import geoopt
 import torch
 from optimizer_cases import ROWS, free_weight, grid_weight, muon_groups, normal, on, stored_weight
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim._directions import DIRECTIONS
@@ -14,26 +11,24 @@ from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
-Combination = tuple[str, str, str]
-
 NAMES = tuple(
     name for name, kind in vars(fm.optim).items() if isinstance(kind, type) and issubclass(kind, ManifoldOptimizer)
 )
 
 
-def is_valid(optimizer: str, writeback: str, moments: str) -> bool:
+def is_valid(optimizer, writeback, moments):
     """True for combinations that exist: errors go into averages, and not into those of 8 bits."""
     takes = DIRECTIONS[getattr(fm.optim, optimizer).direction].takes_no_error is None
     return not WRITEBACKS[writeback].injects or (takes and moments != "8bit")
 
 
-COMBINATIONS: list[Combination] = [(n, w, m) for n in NAMES for w in WRITEBACKS for m in MOMENTS]
+COMBINATIONS = [(n, w, m) for n in NAMES for w in WRITEBACKS for m in MOMENTS]
 VALID = [c for c in COMBINATIONS if is_valid(*c)]
 INVALID = [c for c in COMBINATIONS if not is_valid(*c)]
 RIEMANNIAN_NAMES = ("RiemannianAdam", "RiemannianSGD")
 
 #: Options with which weights of size 0.1 move by a fraction of an ULP a step.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     **{name: {"lr": 0.01} for name in ("StiffnessAdamW", "StiffnessLion")},
     "RiemannianAdam": {"lr": 0.6, "float_lr": 0.01},
     "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
@@ -44,14 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def ids(combinations: Iterable[Combination]) -> list[str]:
-    return ["-".join(c) for c in combinations]
-
-
 class Parallel(nn.Module):
     """Linear layers side by side on the leading columns of one input; without global random numbers."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights):
         super().__init__()
         self.layers = nn.ModuleList()
         for weight in weights:
@@ -59,15 +50,15 @@ class Parallel(nn.Module):
             layer.weight = weight
             self.layers.append(layer)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([layer(x[:, : layer.in_features]) for layer in self.layers], -1)
 
 
-def is_layer(p: Tensor) -> bool:
+def is_layer(p):
     return p.dim() == 2 and p.dtype == torch.float32 and p.numel() > 0 and p.requires_grad
 
 
-def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
+def make(name, parameters, **options):
     """The optimizer called ``name``; the natural gradient is taken of a network of the list's matrices."""
     kind, options = getattr(fm.optim, name), {**OPTIONS[name], **options}
     parameters = list(parameters)
@@ -81,7 +72,7 @@ def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
     return kind(parameters, model, [normal(16, 320, seed=77)], **options)
 
 
-def zoo() -> dict[str, nn.Parameter]:
+def zoo():
     scattered = fm.FP8Manifold("E4M3", 2.0**-5)
     return {
         "fp8 tensor": stored_weight("E4M3", (3, 7), seed=1, granularity="tensor", keep_remainder=True),
@@ -109,5 +100,5 @@ def zoo() -> dict[str, nn.Parameter]:
     }
 
 
-def moves(p: Tensor) -> bool:
+def moves(p):
     return p.requires_grad and p.numel() > 0

@@ -6,13 +6,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import fp8manifold as fm
 from fp8manifold import reference
-from fp8manifold.reference import Fields
-
-Float64 = NDArray[np.float64]
 
 #: Any ExMy in every layout, beside the named ones. IEEE or FN specials on two bits leave nothing but zero.
 LAYOUT_SUFFIXES = ("", "IEEE", "FN", "FNUZ", "FINITE")
@@ -25,7 +21,7 @@ ODD_NAMES = [
 ] + [f"P3109_{k}P{p}{suffix}" for k, p in ((3, 1), (5, 2), (6, 3), (7, 6)) for suffix in ("", "F")]
 
 
-def distinct(formats: list[fm.FloatFormat]) -> dict[str, fm.FloatFormat]:
+def distinct(formats):
     return {fmt.name: fmt for fmt in dict.fromkeys(formats)}
 
 
@@ -53,20 +49,20 @@ EDGES = [
 ]
 
 
-def finite_values(fmt: Fields) -> list[float]:
+def finite_values(fmt):
     """In code order: 0 up to max, then -0 (where there is one) down to -max."""
     values = [reference.decode(code, fmt) for code in range(2 * reference.sign_bit(fmt))]
     return [value for value in values if math.isfinite(value)]
 
 
-def midpoints_and_codes(fmt: Fields) -> Float64:
+def midpoints_and_codes(fmt):
     """Every magnitude, every midpoint, and four steps past the top as if the codes went on."""
     codes = [float(reference.magnitude(m, fmt)) for m in range(reference.max_code(fmt) + 5)]
     middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
     return np.array(sorted(codes + middles))
 
 
-def both_neighbours(x: Float64, dtype: type[np.floating]) -> Float64:
+def both_neighbours(x, dtype):
     """x and the next values of dtype on both sides, as float64."""
     inexact = x.astype(dtype)
     around = [inexact, np.nextafter(inexact, dtype(np.inf)), np.nextafter(inexact, dtype(-np.inf))]
@@ -74,34 +70,34 @@ def both_neighbours(x: Float64, dtype: type[np.floating]) -> Float64:
 
 
 @cache
-def critical(fmt: Fields) -> Float64:
+def critical(fmt):
     """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all are float32 values."""
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), np.float32(EDGES)])
     return np.concatenate([positive, -positive, [np.nan]])
 
 
 @cache
-def critical64(fmt: Fields) -> Float64:
+def critical64(fmt):
     only64 = [5e-324, 2.0**-1022, 2.0**-150, 1e300, float(np.finfo(np.float64).max), 1.0625 + 2.0**-40]
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float64), only64])
     return np.concatenate([critical(fmt), positive, -positive])
 
 
 @cache
-def every_16_bit(dtype: torch.dtype) -> torch.Tensor:
+def every_16_bit(dtype):
     patterns = np.arange(-(2**15), 2**15, dtype=np.int32).astype(np.int16)
     return torch.from_numpy(patterns).view(dtype)
 
 
 @cache
-def random_float32(count: int = 1_000_000, seed: int = 20261121) -> torch.Tensor:
+def random_float32(count=1_000_000, seed=20261121):
     """Random float32 bit patterns, ordered so that table look-ups are fast."""
     patterns = np.random.default_rng(seed).integers(0, 2**32, size=count, dtype=np.uint32)
     return torch.from_numpy(np.sort(patterns).view(np.int32)).view(torch.float32)
 
 
 @cache
-def random_float64(top: float, count: int = 100_000, seed: int = 8) -> torch.Tensor:
+def random_float64(top, count=100_000, seed=8):
     """float64 bit patterns over the whole of float64, and values with 53 random bits near the format."""
     generator = np.random.default_rng(seed)
     patterns = generator.integers(0, 2**64, size=count // 2, dtype=np.uint64).view(np.float64)
@@ -110,14 +106,14 @@ def random_float64(top: float, count: int = 100_000, seed: int = 8) -> torch.Ten
 
 
 @cache
-def random_in_range(top: float, count: int = 100_000, seed: int = 7) -> torch.Tensor:
+def random_in_range(top, count=100_000, seed=7):
     """float32 values log-uniform over the 40 binades that end a little above top, both signs."""
     generator = np.random.default_rng(seed)
     size = np.exp2(generator.uniform(-40, 1, count)) * top
     return torch.from_numpy((size * generator.choice([-1.0, 1.0], count)).astype(np.float32))
 
 
-def float16_holds(fmt: Fields) -> bool:
+def float16_holds(fmt):
     values = np.array(finite_values(fmt))
     with np.errstate(over="ignore"):
         return np.array_equal(values.astype(np.float16), values)

@@ -1,40 +1,36 @@
 """Shared by tests of models of transformers: small ones of the same draws, and folders that are read whole."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 import transformers
-from torch import Tensor
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 48}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 48}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-def seeded(kind: str, config: Any) -> Any:
+def seeded(kind, config):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return getattr(transformers, f"{kind}{'HeadModel' if 'GPT2' in kind else 'ForCausalLM'}")(config)
 
 
-def llama(tied: bool = True, **options: Any) -> Any:
+def llama(tied=True, **options):
     return seeded("Llama", transformers.LlamaConfig(**{**SIZES, **options}, tie_word_embeddings=tied))
 
 
-def gpt2(tied: bool = True, **options: Any) -> Any:
+def gpt2(tied=True, **options):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
     sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "resid_pdrop", "embd_pdrop"), 0)
     return seeded("GPT2LM", transformers.GPT2Config(**{**sizes, **options}, attn_pdrop=0.0, tie_word_embeddings=tied))
 
 
-def read(folder: Path, **options: Any) -> Any:
+def read(folder, **options):
     model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(said.values()), said
     return model
 
 
-def logits(model: Any) -> Tensor:
+def logits(model):
     with torch.no_grad():
-        return model.eval()(torch.arange(12).view(2, 6)).logits  # type: ignore[no-any-return]
+        return model.eval()(torch.arange(12).view(2, 6)).logits

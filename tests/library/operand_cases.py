@@ -1,13 +1,11 @@
 """Operands of products in 8 bits against their definition: run by ``test_triton_interpreted.py``, and on a card."""
 
 import math
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from optimizer_cases import normal
-from torch import Tensor
 from triton_twins import CARD, COUNTS, different
 
 import fp8manifold as fm
@@ -21,7 +19,7 @@ ROWS = {"E4M3": (rows_on_gpu, round_rows), "int8": (int8_rows_on_gpu, int8_rows)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def same(ours, expected):
     COUNTS["launches"] += 1
     COUNTS["elements"] += expected[0].numel()
     for one, other in zip(ours, expected, strict=True):
@@ -30,7 +28,7 @@ def same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         assert not different(*(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (one, other)))
 
 
-def matrix(width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+def matrix(width, dtype, seed=1):
     x = normal(23, width, seed=seed) * torch.exp2(normal(23, 1, seed=seed + 1).mul(6).round())
     ends = (448.0, 449.0, -480.0, 464.0, 127.0, -127.5, 2.0**15, 1e-38, 1e-41, 6e-8, 0.0, -0.0)
     for row, end in enumerate(ends):
@@ -45,7 +43,7 @@ def matrix(width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 37, 256, 1000, 2048])
 @pytest.mark.parametrize("folds", ["no", "one", "each"])
-def test_rows_and_columns(folds: str, width: int, dtype: torch.dtype) -> None:
+def test_rows_and_columns(folds, width, dtype):
     x = matrix(width, dtype)
     fold = {"no": None, "one": torch.tensor([[0.125]]), "each": torch.exp2(normal(1, width, seed=3).mul(4).round())}[
         folds
@@ -59,28 +57,24 @@ def test_rows_and_columns(folds: str, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16384, 16385, 20000])
-def test_long_rows(width: int, dtype: torch.dtype) -> None:
+def test_long_rows(width, dtype):
     x, fold = matrix(width, dtype)[::6], torch.exp2(normal(1, width, seed=3).mul(4).round())
     x[1, 3] = 30000.0  # before the last turn
     for ours, expected in ROWS.values():
         same(ours(x.to(CARD), fold.to(CARD)), expected(x, fold))
 
 
-def test_any_distance_between_rows_and_between_columns() -> None:
+def test_any_distance_between_rows_and_between_columns():
     x, fold = matrix(96, torch.bfloat16), torch.exp2(normal(1, 40, seed=3).round())
     there, by = x.to(CARD), fold.to(CARD)
-    cuts: tuple[Callable[[Tensor], Tensor], ...] = (
-        lambda x: x[:, 3:43],
-        lambda x: x[::2, 16:56],
-        lambda x: x[:, 1:81:2],
-    )
+    cuts = (lambda x: x[:, 3:43], lambda x: x[::2, 16:56], lambda x: x[:, 1:81:2])
     for cut in cuts:
         same(rows_on_gpu(cut(there), by), round_rows(cut(x), fold))
         same(columns_on_gpu(cut(there).t(), by.t()), round_columns(cut(x).t(), fold.t()))
         same(columns_on_gpu(cut(there), None), round_columns(cut(x), None))
 
 
-def test_every_number_of_bfloat16_and_every_boundary_of_codes() -> None:
+def test_every_number_of_bfloat16_and_every_boundary_of_codes():
     """Under a scale of 1, one way or the other: a card converts by an instruction of its own."""
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = fm.decode(torch.arange(127, dtype=torch.uint8), "E4M3")
@@ -98,7 +92,7 @@ def test_every_number_of_bfloat16_and_every_boundary_of_codes() -> None:
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (1, 1), (70, 50), (300, 131)])
-def test_codes_by_columns_and_as_integers(shape: tuple[int, int]) -> None:
+def test_codes_by_columns_and_as_integers(shape):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     unit = as_format("E1M6").ulp_min
     integers = (fm.decode(codes, "E1M6") / unit).to(torch.int8)
@@ -111,7 +105,7 @@ def test_codes_by_columns_and_as_integers(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_of_nothing(shape: tuple[int, int]) -> None:
+def test_of_nothing(shape):
     x = torch.empty(shape, device=CARD)
     codes, scales = rows_on_gpu(x)
     assert codes.shape == shape
@@ -122,8 +116,8 @@ def test_of_nothing(shape: tuple[int, int]) -> None:
     assert copied_on_gpu(codes, integers=False, transposed=True).shape == shape
 
 
-def test_what_products_ask_for_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(x: Tensor, codes: Tensor) -> list[Tensor]:
+def test_what_products_ask_for_is_launched(monkeypatch):
+    def made(x, codes):
         rounded = [*round_rows(x), *round_columns(x), *int8_rows(x)]
         return [*rounded, transpose_bytes(codes), codes_to_int8(codes), codes_to_int8(codes, transposed=True)]
 

@@ -2,8 +2,6 @@
 
 import copy
 import io
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 import geoopt
 import pytest
@@ -11,57 +9,36 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import (
-    Madam,
-    RiemannianAdam,
-    RiemannianSGD,
-    StepView,
-    StiffnessAdamW,
-    StiffnessLion,
-    StiffnessSGD,
-)
-
-Optimizer = torch.optim.Optimizer
+from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessLion, StiffnessSGD
 
 ROWS = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float32, std=1.0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(std).to(dtype)
 
 
-def on(manifold: geoopt.Manifold, x: Tensor) -> geoopt.ManifoldParameter:
+def on(manifold, x):
     return geoopt.ManifoldParameter(manifold.projx(x), manifold=manifold)
 
 
-def grid_weight(
-    fmt: str = "E4M3",
-    shape: Sequence[int] = (3, 7),
-    scale: float | Tensor = 2.0**-5,
-    rounding: Any = "nearest",
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    std: float = 0.1,
-) -> geoopt.ManifoldParameter:
+def grid_weight(fmt="E4M3", shape=(3, 7), scale=2.0**-5, rounding="nearest", *, seed=0, dtype=torch.float32, std=0.1):
     return on(fm.FP8Manifold(fmt, scale, rounding, seed), normal(*shape, seed=seed, dtype=dtype, std=std))
 
 
-def free_weight(x: Tensor, fmt: str = "E4M3", scale: float | Tensor = 1.0) -> geoopt.ManifoldParameter:
+def free_weight(x, fmt="E4M3", scale=1.0):
     """A weight on the continuous manifold: its steps are not rounded."""
     return on(fm.StiffnessManifold(fmt, scale), x)
 
 
-def stored_weight(
-    fmt: str = "E4M3", shape: Sequence[int] = (3, 7), *, seed: int = 0, factors: bool = False, **options: Any
-) -> fm.FP8Parameter:
+def stored_weight(fmt="E4M3", shape=(3, 7), *, seed=0, factors=False, **options):
     """A weight of one byte, with room above its largest value, under scales that are powers of two, or others."""
     w = normal(*shape, seed=seed, std=0.1)
     return with_factors(fm.FP8Parameter(w, fmt, **{"headroom": 64.0, "seed": seed, **options}), factors)
 
 
-def with_factors(x: Any, factors: bool = True) -> Any:
+def with_factors(x, factors=True):
     """A tensor or model whose scales are multiplied, all but the first by no power of two; its codes stay."""
     for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
         if isinstance(p, fm.FP8Tensor) and p.scale.numel():
@@ -72,8 +49,8 @@ def with_factors(x: Any, factors: bool = True) -> Any:
     return x
 
 
-def same_parameters(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-    copies: list[nn.Parameter] = []
+def same_parameters(parameters):
+    copies = []
     for p in parameters:
         if isinstance(p, fm.FP8Parameter):
             copies.append(copy.deepcopy(p))
@@ -86,22 +63,20 @@ def same_parameters(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
     return copies
 
 
-def put_gradients(parameters: Iterable[Tensor], step: int, size: float = 1.0) -> None:
+def put_gradients(parameters, step, size=1.0):
     """Gradients that depend on the step and on nothing else."""
     for i, p in enumerate(parameters):
         if p.requires_grad:
             p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.device, p.dtype)
 
 
-def step_from(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:
+def step_from(optimizer, parameter, gradient):
     """A step in which one parameter has this gradient, and the others what they had."""
     parameter.grad = gradient
     optimizer.step()
 
 
-def take_steps(
-    optimizers: Iterable[Any], parameters: Iterable[Iterable[Tensor]], steps: range, size: float = 1.0
-) -> None:
+def take_steps(optimizers, parameters, steps, size=1.0):
     """Steps of each optimizer over its own parameters, with the gradients of :func:`put_gradients`."""
     for optimizer, own in zip(optimizers, parameters, strict=True):
         own = list(own)
@@ -110,37 +85,31 @@ def take_steps(
             optimizer.step()
 
 
-def pull_to(parameters: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    """The gradient of ``|w - target|^2 / 2``."""
-    for p, target in zip(parameters, targets, strict=True):
-        p.grad = value_of(p) - target
-
-
-def value_of(p: Tensor) -> Tensor:
+def value_of(p):
     return p.dequantize() if isinstance(p, fm.FP8Tensor) else p.detach().as_subclass(Tensor)
 
 
-def values(parameters: Iterable[Tensor]) -> list[Tensor]:
+def values(parameters):
     return [value_of(p).clone() for p in parameters]
 
 
-def bits_of(x: Tensor) -> bytes:
+def bits_of(x):
     if isinstance(x, fm.FP8Tensor):
         return b"".join(bits_of(part) for part in (x.codes, x.scale, x.counter))
     return x.detach().as_subclass(Tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+def same_bits(a, b):
     return [bits_of(x) for x in a] == [bits_of(y) for y in b]
 
 
-def snapshot(optimizer: Optimizer) -> dict[str, Any]:
+def snapshot(optimizer):
     """Everything a step may change: parameters and state, as bytes."""
     saved = optimizer.state_dict()
     return {"parameters": [bits_of(p) for g in optimizer.param_groups for p in g["params"]], "state": frozen(saved)}
 
 
-def frozen(x: Any) -> Any:
+def frozen(x):
     """A nested structure with tensors as their bytes, so that == means bit for bit."""
     if isinstance(x, Tensor):
         return (str(x.dtype), tuple(x.shape), bits_of(x))
@@ -149,7 +118,7 @@ def frozen(x: Any) -> Any:
     return [frozen(value) for value in x] if isinstance(x, list | tuple) else x
 
 
-def through_disk(state: Any) -> Any:
+def through_disk(state):
     """Saved and loaded as a checkpoint is, without unpickling objects."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -157,19 +126,19 @@ def through_disk(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def record(optimizer: Any) -> list[StepView]:
-    views: list[StepView] = []
+def record(optimizer):
+    views = []
     optimizer.observer = views.append
     return views
 
 
-def on_grid(p: Tensor) -> bool:
-    manifold = p.manifold  # type: ignore[attr-defined]
+def on_grid(p):
+    manifold = p.manifold
     x = value_of(p)
     return bool((manifold.projx(x.float()).to(x.dtype) == x).all())
 
 
-def muon_groups(parameters: Any, **adam: Any) -> list[dict[str, Any]]:
+def muon_groups(parameters, **adam):
     """Groups (or a list) with matrices apart from the rest, which are for Adam."""
     parameters = list(parameters)
     groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
@@ -189,9 +158,9 @@ CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
 every_class = pytest.mark.parametrize("kind", CLASSES)
 
 
-def everyone(optimizer: Any) -> list[Any]:
+def everyone(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
+def close(x, y, tolerance=1e-6):
     return bool((x - y).norm() <= tolerance * y.norm())

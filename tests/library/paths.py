@@ -1,7 +1,6 @@
 """The paths of a step that a CPU has: native code, where it was built, and plain PyTorch."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -11,21 +10,21 @@ from fp8manifold.optim import _backends, _steady
 PATHS = ("native", "eager")
 
 
-def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_card(monkeypatch):
     """Steps go the way that they go on a GPU."""
     monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
     monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
-def by(path: str, optimizer: Any) -> Any:
+def by(path, optimizer):
     """An optimizer whose steps go by one of the paths; a copy of it goes by native code again."""
     if path == "eager":
         optimizer._run = partial(_run_eager, optimizer._run)
     return optimizer
 
 
-def _run_eager(run: Any, slots: Any) -> Any:
+def _run_eager(run, slots):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_backends, "is_native", lambda slot: False)
         return run(slots)

@@ -1,62 +1,59 @@
 """Tensors of published files with random codes and scales, their headers, and what is read of them."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from fp8manifold import FP8Tensor
-from fp8manifold._published import Header, StoredWeight, read_parts, stored_weights, written_parts
+from fp8manifold._published import Header, read_parts, stored_weights, written_parts
 
 NAMES = {getattr(torch, f"float8_{kind}"): f"F8_{kind.upper()}" for kind in ("e5m2", "e4m3fnuz", "e5m2fnuz")}
 NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.float4_e2m1fn_x2: "F4"}
 NAMES |= {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
 NAMES |= {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-Tensors = dict[str, Tensor]
+Tensors = dict[str, torch.Tensor]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
-def headers_of(tensors: Tensors) -> dict[str, Header]:
-    def shape(x: Tensor) -> tuple[int, ...]:
+def headers_of(tensors):
+    def shape(x):
         return (*x.shape[:-1], 2 * x.shape[-1]) if x.dtype == torch.float4_e2m1fn_x2 else tuple(x.shape)
 
     return {name: Header(NAMES[x.dtype], shape(x), "model.safetensors") for name, x in tensors.items()}
 
 
-def only(tensors: Tensors, config: Any = None) -> StoredWeight:
+def only(tensors, config=None):
     (stored,) = stored_weights(headers_of(tensors), config).values()
     return stored
 
 
-def weight_of(stored: StoredWeight, tensors: Tensors, dtype: torch.dtype = torch.float32) -> FP8Tensor:
+def weight_of(stored, tensors, dtype=torch.float32):
     codes, scale = read_parts(stored, tensors.__getitem__)
     return FP8Tensor.from_codes(codes, scale, stored.format, block_size=stored.block_size, dtype=dtype)
 
 
-def as_bytes(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
+def as_bytes(x):
     return x.dtype, tuple(x.shape), x.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-def assert_written_as_read(stored: StoredWeight, tensors: Tensors) -> None:
+def assert_written_as_read(stored, tensors):
     made = written_parts(stored, weight_of(stored, tensors))
     assert set(made) == {stored.codes, stored.scale}
     assert {name: as_bytes(x) for name, x in made.items()} == {name: as_bytes(tensors[name]) for name in made}
 
 
-def codes(shape: tuple[int, ...], dtype: torch.dtype = E4M3) -> Tensor:
+def codes(shape, dtype=E4M3):
     drawn = torch.randint(0, 256, shape, dtype=torch.uint8)
     if dtype == torch.float8_e5m2:  # no Inf, which no writer has
         drawn[(drawn & 127) == 124] = 0
     return drawn.view(dtype)
 
 
-def scales(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def scales(shape, dtype):
     if dtype in (torch.uint8, E8M0):
         return torch.randint(90, 128, shape, dtype=torch.uint8).view(dtype)
     return (torch.rand(shape) + 0.01).to(dtype)
 
 
-def scale_at(stored: StoredWeight, scale: Tensor) -> Tensor:
+def scale_at(stored, scale):
     """The float32 scale of every weight, one at a time."""
     if scale.dtype in (torch.uint8, E8M0):
         scale = torch.tensor([2.0 ** (b - 127) for b in scale.view(torch.uint8).flatten().tolist()]).view(scale.shape)
@@ -78,7 +75,7 @@ def scale_at(stored: StoredWeight, scale: Tensor) -> Tensor:
 
 
 #: shape of the weight, and what its scales may look like beside it
-SHAPES: dict[str, tuple[tuple[int, ...], list[tuple[int, ...]]]] = {
+SHAPES = {
     "tensor": ((5, 7), [(), (1,), (1, 1)]),
     "channel": ((5, 7), [(5, 1), (5,)]),
     "channel of three": ((3, 5, 7), [(3, 1, 1), (3,)]),

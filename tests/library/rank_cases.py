@@ -1,26 +1,14 @@
 """Cases for several processes: a small model, its batches, and steps to compare."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from optimizer_cases import bits_of, normal, with_factors
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 
 
-def model(
-    granularity: Any = "channel",
-    *,
-    storage: Any = "fp8",
-    rows: int = 22,
-    seed: int = 0,
-    products: Any = "decoded",
-    factors: bool = False,
-    **options: Any,
-) -> Any:
+def model(granularity="channel", *, storage="fp8", rows=22, seed=0, products="decoded", factors=False, **options):
     """Three linear layers with norms; 2 and 3 divide the rows of none of them where ``rows`` is 22 or 7 alone."""
     net = nn.Sequential(
         nn.Linear(64, rows), nn.LayerNorm(rows), nn.Linear(rows, 64), nn.Tanh(), nn.Linear(64, 5, bias=False)
@@ -38,27 +26,27 @@ def model(
     return with_factors(fm.quantize_model(net, kinds, storage, seed=seed, **options), factors)
 
 
-def batch(step: int, rank: int = 0) -> Tensor:
+def batch(step, rank=0):
     return normal(6, 64, seed=1000 * step + rank)
 
 
-def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+def loss_of(net, x):
     out = net(x)
     return (out.float() - 0.5).square().mean()
 
 
-def synced(net: nn.Module) -> Any:
+def synced(net):
     fm.distributed.sync(net)
     return net
 
 
-def train_on(net: nn.Module, optimizer: Any, x: Tensor) -> None:
+def train_on(net, optimizer, x):
     optimizer.zero_grad()
     loss_of(net, x).backward()
     optimizer.step()
 
 
-def refusal(call: Callable[[], Any]) -> str:
+def refusal(call):
     try:
         call()
     except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
@@ -66,16 +54,16 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-def stored(net: nn.Module) -> dict[str, bytes]:
+def stored(net):
     """Everything of a model that a checkpoint would hold, by name, as bytes."""
     return {name: bits_of(x) for name, x in net.state_dict().items()}
 
 
-def seeds(net: nn.Module) -> list[int]:
+def seeds(net):
     return [p.seed for p in net.parameters() if isinstance(p, fm.FP8Tensor)]
 
 
-def combined(names: str) -> Any:
+def combined(names):
     """Mark a test of combinations that are written as optimizer-writeback-moments."""
     cases = names.split()
     return pytest.mark.parametrize("combination", [tuple(name.split("-")) for name in cases], ids=cases)

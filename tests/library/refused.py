@@ -2,8 +2,6 @@
 
 import builtins
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +22,12 @@ NAMES = {
 }
 
 
-def named(error: str, given: str, more: str = "") -> dict[str, str]:
+def named(error, given, more=""):
     """Options, apart by ``;``, each of which is refused with its own words, and more."""
     return {each: f"{error}: {each}{more}" for each in given.split("; ")}
 
 
-def held(x: Any) -> Any:
+def held(x):
     if isinstance(x, Tensor):
         return x.shape if x.is_meta else frozen(x)
     if isinstance(x, nn.Module):
@@ -41,7 +39,7 @@ def held(x: Any) -> Any:
     return frozen(x.state_dict() if hasattr(x, "state_dict") else x)
 
 
-def check_refused(call: str, expected: str, subjects: dict[str, Callable[[], Any]], **more: Any) -> str:
+def check_refused(call, expected, subjects, **more):
     """Make the call, which raises `ERROR: words & words` in one line; the subjects that it names are as before.
 
     Return what was said.

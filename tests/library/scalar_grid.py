@@ -13,16 +13,16 @@ f32 = np.float32
 F32 = np.float32
 
 
-def exponent_of(a: float) -> int:
+def exponent_of(a):
     return math.frexp(a)[1] - 1
 
 
-def root(x: F32) -> F32:
+def root(x):
     """Correctly rounded: the float64 root has more than twice the bits."""
     return f32(math.sqrt(float(x)))
 
 
-def exp2(x: F32) -> F32:
+def exp2(x):
     """2^x by the Taylor polynomial of degree 7 of the fraction, Horner's way."""
     whole = f32(np.rint(x))
     fraction = f32(x - whole)
@@ -32,7 +32,7 @@ def exp2(x: F32) -> F32:
     return f32(value * f32(2.0 ** min(max(int(whole), -126), 127)))
 
 
-def log2_of_mantissa(x: F32) -> F32:
+def log2_of_mantissa(x):
     """log2 f of 2^e f, by eight terms of the series of (f - 1) / (f + 1), Horner's way."""
     f = f32(math.ldexp(math.frexp(float(x))[0], 1))
     t = f32(f32(f - f32(1)) / f32(f + f32(1)))
@@ -59,27 +59,27 @@ class Codes:
     extra: int = 0
 
     @property
-    def finer(self) -> Finer:
+    def finer(self):
         return Finer(self.fmt.exponent_bits, self.fmt.mantissa_bits + self.extra, self.fmt.bias)
 
-    def step_at(self, count: int) -> float:
+    def step_at(self, count):
         """The spacing above a count."""
         return float(reference.ulp(reference.magnitude(abs(count), self.finer), self.finer))
 
-    def value(self, count: int) -> float:
+    def value(self, count):
         return math.copysign(reference.magnitude(abs(count), self.finer), count)
 
-    def round(self, x: float, draw: int | None) -> int:
+    def round(self, x, draw):
         """The magnitude of the count of the rounded value: nearest, or stochastic with a draw."""
         rounding = "nearest" if draw is None else "stochastic"
         code = reference.encode(math.copysign(min(abs(x), self.fmt.max), x), self.finer, rounding, bits=draw)
         return code & (reference.sign_bit(self.finer) - 1)
 
-    def signed(self, code: int) -> int:
+    def signed(self, code):
         magnitude = code & (self.fmt.sign_bit - 1)
         return -magnitude if code & self.fmt.sign_bit else magnitude
 
-    def code(self, count: int, negative: bool) -> int:
+    def code(self, count, negative):
         negative = negative and (count != 0 or self.fmt.has_negative_zero)
         return abs(count) | (self.fmt.sign_bit if negative else 0)
 
@@ -92,23 +92,23 @@ class Chart:
     lowest: int
     highest: int
 
-    def _exponent(self, x: F32) -> int:
+    def _exponent(self, x):
         found = exponent_of(abs(float(x))) if x else self.lowest
         return min(max(found, self.lowest), self.highest)
 
-    def stiffness(self, x: F32) -> F32:
+    def stiffness(self, x):
         return f32(math.ldexp(1.0, self._exponent(x) - self.mantissa_bits))
 
-    def forward(self, x: F32) -> F32:
+    def forward(self, x):
         below = (self._exponent(x) - self.lowest) << self.mantissa_bits
         return f32(math.copysign(f32(f32(below) + f32(abs(x) / self.stiffness(x))), x))
 
-    def inverse(self, c: F32) -> F32:
+    def inverse(self, c):
         index = min(max(math.floor(abs(float(c)) / 2**self.mantissa_bits) - 1, 0), self.highest - self.lowest)
         spacing = f32(math.ldexp(1.0, self.lowest + index - self.mantissa_bits))
         return f32(math.copysign(f32(f32(abs(c) - f32(index * 2**self.mantissa_bits)) * spacing), c))
 
-    def shift(self, x: F32, steps: F32) -> F32:
+    def shift(self, x, steps):
         """Whole steps are counted for themselves, so only the fraction is rounded (and beyond 2^24 the count)."""
         sign = f32(math.copysign(1.0, x))
         position = f32(abs(x) / self.stiffness(x))

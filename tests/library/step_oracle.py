@@ -6,7 +6,6 @@ which has tests of its own.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -27,7 +26,7 @@ class Weight:
     scale: F32
 
     @property
-    def inverse(self) -> F32:
+    def inverse(self):
         return f32(f32(1) / self.scale)
 
 
@@ -64,7 +63,7 @@ class Slow:
     reference: float = 0.0
     unit: float = 1.0  # of the gradient with respect to codes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         defaults = {"betas": (0.9, 0.95), "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
         defaults |= {"eps": 1e-8, "stiffness": 0.0, "damping": 2.0**-8, "clip": 16.0, "refresh_every": 100, "seed": 0}
         defaults |= {"writeback": "stochastic", "moments": "float32", "maximize": False, "amsgrad": False}
@@ -72,6 +71,9 @@ class Slow:
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
+        self.rounds, self.riemannian = self.storage in ("codes", "grid"), self.kind.startswith("Riemannian")
+        kinds = {"StiffnessLion": "lion", "Madam": "madam", "StiffnessSGD": "sgd", "RiemannianSGD": "sgd"}
+        self.direction = "adam" if self.storage == "plain" and self.kind == "Madam" else kinds.get(self.kind, "adam")
         self.rule = fm.optim.WRITEBACKS[self.options["writeback"]]
         self.extra = self.rule.residual_bits if self.rounds else 0
         self.residual = self.residual or [0] * n
@@ -80,32 +82,15 @@ class Slow:
         self.block = self.block or n // (self.shape[0] if len(self.shape) > 1 else 1)
         self.bounds = {name: [f32(0)] * (n // self.block) for name in self.names}
 
-    # ----------------------------------------------------------------------------------------- what there is
     @property
-    def rounds(self) -> bool:
-        return self.storage in ("codes", "grid")
-
-    @property
-    def direction(self) -> str:
-        if self.storage == "plain" and self.kind == "Madam":
-            return "adam"
-        kinds = {"StiffnessLion": "lion", "Madam": "madam", "StiffnessSGD": "sgd", "RiemannianSGD": "sgd"}
-        return kinds.get(self.kind, "adam")
-
-    @property
-    def riemannian(self) -> bool:
-        return self.kind.startswith("Riemannian")
-
-    @property
-    def names(self) -> tuple[str, ...]:
+    def names(self):
         if self.direction == "sgd":
             return ("momentum_buffer",) if self.options["momentum"] else ()
         if self.options["amsgrad"]:
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "madam": ("exp_avg_sq",)}[self.direction]
 
-    # ----------------------------------------------------------------------------------------------- loading
-    def weight(self, i: int) -> Weight:
+    def weight(self, i):
         scale = f32(self.scales[i])
         stored = self.stored[i]
         if self.storage == "plain":
@@ -124,7 +109,7 @@ class Slow:
             x = f32(-0.0)
         return Weight(x, f32(fine.step_at(count) * 2**self.extra), scale)
 
-    def average(self, name: str, i: int) -> F32:
+    def average(self, name, i):
         kept = self.averages[name][i]
         if self.options["moments"] != "8bit":
             return f32(kept)
@@ -136,13 +121,12 @@ class Slow:
         return f32(value * value) if squared else value
 
     @staticmethod
-    def _scale_exponent(bound: F32, squared: bool) -> int:
+    def _scale_exponent(bound, squared):
         """The power of two that takes a bound, or its square root, to 2^6 .. 2^7."""
         exponent = exponent_of(float(bound)) if bound >= f32(2.0**-126) else -127
         return exponent // 2 - 6 if squared else max(exponent - 6, -126)
 
-    # ------------------------------------------------------------------------------------------------ a step
-    def step(self, gradient: Sequence[float]) -> None:
+    def step(self, gradient):
         options, n = self.options, len(self.stored)
         if self.storage != "plain" and self.steps % options["refresh_every"] == 0:
             if self.steps and self.storage == "codes":
@@ -166,35 +150,32 @@ class Slow:
             if self.rule.injects and self.rounds:
                 self._inject(weight, descent, target, after)
             self._keep(i, descent, noise[i])
-        if self._rescale(fitted) and (self.one_scale or options["stiffness"] != 0.0):
+        changed, self.scales = fitted != self.scales, fitted
+        if changed and (self.one_scale or options["stiffness"] != 0.0):
             self._refresh()
         if self._widen() and self.one_scale:
             self._refresh()
 
-    def _refresh(self) -> None:
+    def _refresh(self):
         self.reference = self._mean_stiffness()
         self._change_unit()
 
-    def _rescale(self, new: list[float]) -> bool:
-        changed, self.scales = new != self.scales, new
-        return changed
-
-    def _under_each_scale(self, values: Sequence[float]) -> dict[int, float]:
+    def _under_each_scale(self, values):
         """The largest magnitude, in value, of each entry of the scale; NaN counts as 0."""
-        largest: dict[int, float] = {}
+        largest = {}
         for group, value, scale in zip(self.groups, values, self.scales, strict=True):
             here = 0.0 if math.isnan(value) else abs(float(value)) * scale
             largest[group] = max(largest.get(group, 0.0), here)
         return largest
 
-    def _fresh_scale(self, largest: float, headroom: float, scale: float) -> float:
+    def _fresh_scale(self, largest, headroom, scale):
         room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
         top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
         factor = math.frexp(scale)[0] * 2
         mantissa, exponent = math.frexp(f32(f32(largest) / f32(top * factor)))
         return 2.0 ** (exponent - (mantissa == 0.5)) * factor
 
-    def _fitted(self, targets: list[F32]) -> list[float]:
+    def _fitted(self, targets):
         """Scales whose weights all are 0 suit what is asked for; where steps are counted in spacings nothing does."""
         if self.storage != "codes" or self.riemannian or self.kind == "Madam":
             return self.scales
@@ -210,7 +191,7 @@ class Slow:
             new.append(scale)
         return new
 
-    def _narrow(self) -> None:
+    def _narrow(self):
         """Scales 16 times as large as fresh ones, by powers of two, come down to these; their weights stay the same."""
         held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
         for group, scale in zip(self.groups, self.scales, strict=True):
@@ -222,13 +203,13 @@ class Slow:
                 self._put(i, Codes(self.fmt, self.extra).round(x, 0), math.copysign(1.0, x) < 0, f32(1))
         self.scales = new
 
-    def _widen(self) -> bool:
+    def _widen(self):
         """Scales whose largest code is the last one double, and their weights rounded stochastically."""
         if self.storage != "codes" or self.fmt.max_code not in [c & (self.fmt.sign_bit - 1) for c in self.stored]:
             return False
         n, old, words = len(self.stored), self.scales, (self.options["seed"], self.steps, self.stream)
         draws = [w % 2**32 >> 8 for w in word_range(0, n, (*words, 2), "cpu").tolist()]
-        amax: dict[int, float] = {}
+        amax = {}
         for i, code in enumerate(self.stored):
             value = abs(self.fmt.decode_code(code))
             amax[self.groups[i]] = max(amax.get(self.groups[i], 0.0), 0.0 if math.isnan(value) else value * old[i])
@@ -241,14 +222,14 @@ class Slow:
         self.scales = new
         return True
 
-    def _mean_stiffness(self) -> float:
+    def _mean_stiffness(self):
         """The mean over the codes, without their residuals."""
         extra, self.extra = self.extra, 0
         weights = [self.weight(i) for i in range(len(self.stored))]
         self.extra = extra
         return float(sum(Fraction(float(f32(w.ulp * w.scale))) for w in weights) / len(weights))
 
-    def _change_unit(self) -> None:
+    def _change_unit(self):
         """A power of two above the chart's bound, or next to S_ref; averages and bounds follow exactly."""
         if self.kind != "RiemannianAdam":
             return
@@ -260,7 +241,7 @@ class Slow:
                 self.averages[name] = [f32(float(x) * ratio) for x in self.averages[name]]
             self.bounds[name] = [f32(float(x) * ratio) for x in self.bounds[name]]
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self):
         o, t = self.options, self.steps
         lr, beta1, beta2 = o["lr"], *o["betas"]
         keep = 1 - lr * o["weight_decay"]
@@ -282,11 +263,11 @@ class Slow:
         numbers["floor"] = o["escape"] * self.reference * 2.0**self.fmt.mantissa_bits
         return numbers
 
-    def n(self, name: str) -> F32:
+    def n(self, name):
         """A number of this step, rounded once from float64; eps is kept from 0."""
         return f32(max(self.numbers[name], 2.0**-126) if name == "eps" else self.numbers[name])
 
-    def _chart(self, scale: F32) -> Chart:
+    def _chart(self, scale):
         """The format's own between the powers of two that bound S / S_ref, taken outwards."""
         m, shift = self.fmt.mantissa_bits, exponent_of(float(scale))
         lowest, highest = self.fmt.emin, self.fmt.emax
@@ -296,12 +277,12 @@ class Slow:
             highest = min(highest, math.ceil(math.log2(self.options["clip"] * self.reference)) + m - shift)
         return Chart(m, lowest, max(highest, lowest))
 
-    def _gradient(self, g: F32, weight: Weight) -> F32:
+    def _gradient(self, g, weight):
         g = -g if self.options["maximize"] else g
         scale = f32(weight.scale * f32(1 / self.unit))
         return f32(g * f32(self._chart(weight.scale).stiffness(weight.x) * scale)) if self.riemannian else g
 
-    def _advance_bounds(self, gradients: list[F32]) -> None:
+    def _advance_bounds(self, gradients):
         if self.options["moments"] != "8bit":
             return
         for name in self.names:
@@ -312,9 +293,8 @@ class Slow:
                 before = f32(self.bounds[name][b] * self.n("beta" + n))
                 self.bounds[name][b] = f32(before + f32(abs(self.n("gain" + n)) * largest))
 
-    # ---------------------------------------------------------------------------------------------- directions
-    def _descend(self, g: F32, old: dict[str, F32]) -> Descent:
-        blend: Callable[[F32, str], F32] = lambda a, n: f32(f32(a * self.n("beta" + n)) + f32(g * self.n("gain" + n)))  # noqa: E731
+    def _descend(self, g, old):
+        blend = lambda a, n: f32(f32(a * self.n("beta" + n)) + f32(g * self.n("gain" + n)))  # noqa: E731
         if self.direction == "lion":
             mixed = blend(old["exp_avg"], "1")
             return Descent(f32(np.sign(mixed)), {"exp_avg": blend(old["exp_avg"], "2")})
@@ -336,8 +316,7 @@ class Slow:
         denominator = f32(root(under) + self.n("eps"))
         return Descent(f32(new["exp_avg"] / denominator), new, denominator, root(second))
 
-    # --------------------------------------------------------------------------------------- stiffness and move
-    def _factor(self, weight: Weight) -> F32 | None:
+    def _factor(self, weight):
         k, stiffness, o = self.numbers["k"], f32(weight.ulp * weight.scale), self.options
         if k == 0 and not callable(o["stiffness"]):
             return None
@@ -350,7 +329,7 @@ class Slow:
         ratio = min(max(f32(stiffness * f32(1 / self.reference)), f32(o["damping"])), f32(o["clip"]))
         return root(ratio) if k == 0.5 else f32(ratio * ratio) if k == 2 else ratio
 
-    def _move(self, weight: Weight, direction: F32) -> F32:
+    def _move(self, weight, direction):
         start = f32(weight.x * self.n("keep")) if self.options["weight_decay"] else weight.x
         rate, top = self.n("rate"), f32(self.fmt.max)
         if self.storage == "plain":
@@ -366,14 +345,13 @@ class Slow:
         return f32(start - f32(direction * f32(rate * weight.inverse)))
 
     @staticmethod
-    def _multiply(x: F32, step: F32, floor: F32) -> F32:
+    def _multiply(x, step, floor):
         if abs(x) < floor:
             return f32(x - f32(floor * step))
         outward = f32(f32(math.copysign(1.0, x)) * step)
         return f32(x * exp2(f32(outward * f32(-math.log2(math.e)))))
 
-    # -------------------------------------------------------------------------------------------------- storing
-    def _store(self, i: int, weight: Weight, target: F32, draw: int) -> F32:
+    def _store(self, i, weight, target, draw):
         """Round once, and say what is stored, in units of the scale."""
         if self.storage == "plain":
             self.stored[i] = target
@@ -386,7 +364,7 @@ class Slow:
         count = Codes(self.fmt, self.extra).round(float(target), given)
         return self._put(i, count, bool(np.signbit(target)), weight.scale)
 
-    def _put(self, i: int, count: int, negative: bool, scale: F32) -> F32:
+    def _put(self, i, count, negative, scale):
         """Store a count of steps of the finer grid, and its residual; the code of a NaN stays."""
         own = Codes(self.fmt)
         code = own.code(count, negative)
@@ -405,7 +383,7 @@ class Slow:
             self.stored[i] = code
         return value
 
-    def _inject(self, weight: Weight, descent: Descent, target: F32, after: F32) -> None:
+    def _inject(self, weight, descent, target, after):
         if self.riemannian:
             chart = self._chart(weight.scale)
             error = f32(chart.forward(target) - chart.forward(after))
@@ -418,7 +396,7 @@ class Slow:
         name = self.names[0]
         descent.averages[name] = f32(descent.averages[name] - f32(error * self.n("inject")))
 
-    def _keep(self, i: int, descent: Descent, noise: int) -> None:
+    def _keep(self, i, descent, noise):
         """As float32, or rounded stochastically with one half of a random word for each average."""
         moments = self.options["moments"]
         for (name, value), draw in zip(descent.averages.items(), (noise & 0xFFFF, noise >> 16, 0), strict=False):
@@ -430,12 +408,12 @@ class Slow:
                 value = self._root_code(i, descent.root, noise >> 8) if is_root else self._code(name, i, value, draw)
             self.averages[name][i] = value
 
-    def _code(self, name: str, i: int, value: F32, draw: int) -> int:
+    def _code(self, name, i, value, draw):
         e4m3 = Codes(fm.FloatFormat(4, 3))
         inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], False))
         return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8 | 0x80), bool(np.signbit(value)))
 
-    def _root_code(self, i: int, value: F32 | None, draw: int) -> int:
+    def _root_code(self, i, value, draw):
         """The neighbour above with the odds that make 1 over the root right in the mean, never 0 but for 0."""
         assert value is not None
         e4m3 = Codes(fm.FloatFormat(4, 3))

@@ -1,40 +1,39 @@
 """The model that is operated on."""
 
 import copy
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from optimizer_cases import normal
-from torch import Tensor, nn
+from torch import nn
 
 from fp8manifold import QuantizedLinear, quantize_model
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.relu(self.qkv(x)[..., :8]))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.proj(F.relu(self.qkv(x)[..., :8]))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(8), Attention()
         self.mlp = nn.ModuleDict({"fc": nn.Linear(8, 16), "out": nn.Linear(16, 8)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attn(self.norm(x))
-        return x + self.mlp["out"](F.relu(self.mlp["fc"](x)))  # type: ignore[no-any-return]
+        return x + self.mlp["out"](F.relu(self.mlp["fc"](x)))
 
 
 class Model(nn.Module):
     """Twelve blocks, so that blocks.1 and blocks.11 may be confused."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied=False):
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(12))
@@ -44,11 +43,11 @@ class Model(nn.Module):
         for i, p in enumerate(self.parameters()):
             p.data = normal(*p.shape, seed=i, std=0.3)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.lm_head(x)  # type: ignore[no-any-return]
+        return self.lm_head(x)
 
 
 TOKENS = torch.arange(10).view(2, 5)
@@ -57,7 +56,7 @@ LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "att
 ]
 
 
-def bits(model: nn.Module) -> dict[str, Any]:
+def bits(model):
     state = copy.deepcopy(model).state_dict()
     held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
     kinds = {name: (type(p).__name__, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -66,9 +65,9 @@ def bits(model: nn.Module) -> dict[str, Any]:
     return {"held": held, "kinds": kinds, "made": made}
 
 
-def stored(name: str = "E4M3", **options: Any) -> nn.Module:
+def stored(name="E4M3", **options):
     return quantize_model(Model(), name, "fp8", **options)
 
 
-def layers(model: nn.Module) -> list[QuantizedLinear]:
+def layers(model):
     return [m for m in model.modules() if isinstance(m, QuantizedLinear)]

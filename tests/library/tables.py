@@ -20,12 +20,12 @@ Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
 
-def mirrored(draws: Int64, x: Float64) -> Int64:
+def mirrored(draws, x):
     """The draws of negative numbers run from the other end: one draw moves both signs in one direction."""
     return np.where(np.signbit(x), reference.DRAWS - 1 - draws, draws)
 
 
-def with_signed_zeros(rounded: Float64, x: Float64, fmt: Fields) -> Float64:
+def with_signed_zeros(rounded, x, fmt):
     zero = np.copysign(0.0, x) if reference.sign_bit(fmt) not in reference.nan_codes(fmt) else np.zeros_like(x)
     return np.where(rounded == 0, zero, rounded)
 
@@ -38,37 +38,37 @@ class Steps:
     thresholds: Float64
     values: Float64
 
-    def __call__(self, x: Float64) -> Float64:
+    def __call__(self, x):
         rounded = self.values[np.searchsorted(self.thresholds, x, side="right")]
         return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
 
 
-def rank(x: float, fmt: Fields, rounding: str, overflow: str) -> float:
+def rank(x, fmt, rounding, overflow):
     """The rounded value, with a NaN from overflow counted as the infinity that it stands for."""
     rounded = reference.round_to_grid(x, fmt, rounding, overflow)
     return math.copysign(math.inf, x) if math.isnan(rounded) else rounded
 
 
-def candidates(low: float, high: float) -> list[float]:
+def candidates(low, high):
     """Every float64 at which a rounding from low to high can begin to give high."""
     middle = low + (high - low) / 2 if math.isfinite(high - low) else high
     points = (low, middle, high)
     return sorted({*points, *(float(np.nextafter(p, np.inf)) for p in points)})
 
 
-def threshold(low: float, high: float, fmt: Fields, rounding: str, overflow: str) -> float:
+def threshold(low, high, fmt, rounding, overflow):
     """The smallest float64 in (low, high] that is rounded to more than low's own value."""
     before = rank(low, fmt, rounding, overflow)
     return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > before)
 
 
 @cache
-def steps(fmt: Fields, rounding: str, overflow: str) -> Steps:
+def steps(fmt, rounding, overflow):
     top = reference.max_code(fmt)
     magnitudes = [float(reference.magnitude(m, fmt)) for m in range(top + 2)]
     ends = [*magnitudes, math.inf]
     points = [-p for p in reversed(ends[1:])] + ends
-    thresholds: list[float] = []
+    thresholds = []
     values = [reference.round_to_grid(-math.inf, fmt, rounding, overflow)]
     for low, high in itertools.pairwise(points):
         if rank(high, fmt, rounding, overflow) > rank(low, fmt, rounding, overflow):
@@ -85,7 +85,7 @@ class StochasticSteps:
     magnitudes: Float64
     results: Float64
 
-    def split(self, x: Float64) -> tuple[Int64, Float64, Float64]:
+    def split(self, x):
         """The code below |x|, how far |x| is beyond it, and the gap to the next (all exact in float64)."""
         last = len(self.magnitudes) - 1
         a = np.minimum(np.where(np.isnan(x), 0.0, np.abs(x)), self.magnitudes[last])
@@ -93,7 +93,7 @@ class StochasticSteps:
         below, above = self.magnitudes[code], self.magnitudes[np.minimum(code + 1, last)]
         return code, a - below, above - below
 
-    def __call__(self, x: Float64, draws: Int64) -> Float64:
+    def __call__(self, x, draws):
         code, excess, gap = self.split(x)
         away = mirrored(draws, x) * gap < excess * reference.DRAWS
         rounded = np.copysign(self.results[code + away], x)
@@ -101,7 +101,7 @@ class StochasticSteps:
 
 
 @cache
-def stochastic_steps(fmt: Fields, overflow: str) -> StochasticSteps:
+def stochastic_steps(fmt, overflow):
     top = reference.max_code(fmt)
     magnitudes = np.array([float(reference.magnitude(m, fmt)) for m in range(top + 2)])
     results = [reference.round_to_grid(m, fmt, "stochastic", overflow, bits=0) for m in magnitudes]

@@ -1,11 +1,9 @@
 """Cases of one-byte weights: formats, granularities, the definition to compare with, a small network."""
 
-from typing import Any
-
 import torch
 from laws import each
 from optimizer_cases import normal
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 
@@ -17,11 +15,11 @@ every_format = each("name", FORMATS)
 every_granularity = each("granularity", GRANULARITIES)
 
 
-def parameter(name: str = "E4M3", shape: tuple[int, ...] = (4, 64), seed: int = 0, **options: Any) -> fm.FP8Parameter:
+def parameter(name="E4M3", shape=(4, 64), seed=0, **options):
     return fm.FP8Parameter(normal(*shape, seed=seed, std=0.1), name, **{"seed": seed, **options})
 
 
-def decoded(p: fm.FP8Tensor) -> Tensor:
+def decoded(p):
     """The definition: the code's value times its scale, one for each element, in float64."""
     scale = p.scale.double()
     if p.block_size:
@@ -29,7 +27,7 @@ def decoded(p: fm.FP8Tensor) -> Tensor:
     return fm.decode(p.codes, p.format, torch.float64) * scale
 
 
-def same_store(a: fm.FP8Tensor, b: fm.FP8Tensor) -> bool:
+def same_store(a, b):
     parts = ((a.codes, b.codes), (a.scale, b.scale), (a.counter, b.counter))
     return a.format == b.format and a.block_size == b.block_size and all(torch.equal(x, y) for x, y in parts)
 
@@ -37,7 +35,7 @@ def same_store(a: fm.FP8Tensor, b: fm.FP8Tensor) -> bool:
 class Net(nn.Module):
     """Two layers of one-byte weights, one with a bias, and a float layer."""
 
-    def __init__(self, name: str = "E4M3", dtype: torch.dtype | None = None, **options: Any) -> None:
+    def __init__(self, name="E4M3", dtype=None, **options):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(32, 64), nn.Linear(64, 32, bias=False), nn.Linear(32, 1)
         for i, p in enumerate(self.parameters()):
@@ -47,28 +45,28 @@ class Net(nn.Module):
         for i, layer in enumerate((self.first, self.second)):
             layer.weight = fm.FP8Parameter(layer.weight, name, **{"seed": i, **options})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = torch.relu(self.first(x))
-        return self.head(torch.relu(self.second(x)))  # type: ignore[no-any-return]
+        return self.head(torch.relu(self.second(x)))
 
     @property
-    def stored(self) -> list[fm.FP8Parameter]:
-        return [self.first.weight, self.second.weight]  # type: ignore[list-item]
+    def stored(self):
+        return [self.first.weight, self.second.weight]
 
 
 INPUT = normal(256, 32, seed=99)
 TARGET = INPUT[:, :1] * INPUT[:, 1:2]
 
 
-def loss_of(net: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+def loss_of(net, dtype=torch.float32):
     return (net(INPUT.to(dtype)).float() - TARGET).square().mean()
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 40, *, dtype: Any = torch.float32) -> float:
-    def closure() -> float:
+def train(net, optimizer, steps=40, *, dtype=torch.float32):
+    def closure():
         optimizer.zero_grad()
         loss = loss_of(net, dtype)
         loss.backward()
         return loss.item()
 
-    return sum([float(optimizer.step(closure)) for _ in range(steps)][-5:]) / 5  # type: ignore[arg-type]
+    return sum([float(optimizer.step(closure)) for _ in range(steps)][-5:]) / 5

@@ -1,17 +1,26 @@
 """Tests of kernels alone: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot, with_factors
+from optimizer_cases import (
+    everyone,
+    free_weight,
+    frozen,
+    normal,
+    same_bits,
+    snapshot,
+    step_from,
+    take_steps,
+    with_factors,
+)
 from paths import as_on_a_card
 from scalar_grid import Codes
 from test_native import FORMATS, any_floats
@@ -35,7 +44,7 @@ SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7
 WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit"))
 
 
-def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
+def gradient(shape, kind, seed):
     x = normal(*shape, seed=seed)
     if kind == 1:
         return x * torch.exp2(normal(*shape, seed=seed + 1).mul(40).clamp(-140, 30).round())
@@ -44,12 +53,12 @@ def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
     return x * {0: 1.0, 3: 1e-42, 4: 1e-18}[kind]
 
 
-def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
+def weights(name, seed, draws):
     """Weights of every shape, over many binades, with both zeros, both ends and a NaN; half have scales of any kind."""
     fmt, made = as_format(name), []
     for i, (shape, granularity) in enumerate(SHAPES):
         w = normal(*shape, seed=seed) * torch.exp2(normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round())
-        p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)  # type: ignore[arg-type]
+        p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)
         special = [0, fmt.max_code, fmt.max_code | fmt.sign_bit, 1, 1 | fmt.sign_bit, *fmt.nan_codes[:1]]
         special += [fmt.sign_bit] if fmt.has_negative_zero else []
         p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
@@ -61,7 +70,7 @@ def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
 @pytest.mark.parametrize("way", range(len(WAYS)))
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("draws", ["independent", "dither"])
-def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
+def test_steps_of_every_shape(name, way, draws):
     """Long rows, rows that no block divides, scales of blocks; compared by the plugin."""
     parameters = weights(name, way, draws)
     options = {"writeback": WAYS[way][0], "moments": WAYS[way][1], "stiffness": (0.0, 1.0, 0.3)[way % 3]}
@@ -73,7 +82,7 @@ def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
 
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
-def test_momentum_of_matrices(moments: str) -> None:
+def test_momentum_of_matrices(moments):
     """Rows in blocks, rows that no block divides, zeros, subnormals and all binades; compared by the plugin."""
     shapes = ((16, 256), (5, 77), (3, 600), (2, 1301))
     parameters = [fm.FP8Parameter(normal(*shape, seed=1), "E2M5", seed=2) for shape in shapes]
@@ -86,22 +95,18 @@ def test_momentum_of_matrices(moments: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
-def test_ordinary_and_free_parameters_of_every_dtype(dtype: torch.dtype, writeback: str) -> None:
+def test_ordinary_and_free_parameters_of_every_dtype(dtype, writeback):
     """Halves are rounded once, at random unless asked otherwise; compared by the plugin."""
     parameters = [torch.nn.Parameter(normal(9, 5, seed=1).to(dtype)), torch.nn.Parameter(normal(seed=2).to(dtype))]
     parameters.append(free_weight(normal(6, seed=12, std=0.1).to(dtype), "E5M2", 2.0**-3))
-    optimizer = optim.StiffnessAdamW(parameters, lr=0.02, writeback=writeback, moments="8bit")
-    for step in range(3):
-        for i, p in enumerate(parameters):
-            p.grad = normal(*p.shape, seed=i + 10 * step).to(dtype)
-        optimizer.step()
+    take_steps([optim.StiffnessAdamW(parameters, lr=0.02, writeback=writeback, moments="8bit")], [parameters], range(3))
     assert all(p.isfinite().all() for p in parameters)
 
 
-def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_step_changes_nothing(monkeypatch):
     before, after = [], []
 
-    def run(slots: Any) -> None:
+    def run(slots):
         for slot in slots:
             other = twin(slot)
             said = run_triton([other], decides=True)
@@ -120,9 +125,8 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(different(after[0][name], tensor) for name, tensor in before[0].items())
 
 
-# ------------------------------------------------------------------------------------------------------ whole arrays
 @pytest.mark.parametrize("name", FORMATS)
-def test_arrays_against_native_code(name: str) -> None:
+def test_arrays_against_native_code(name):
     fmt, x = as_format(name), any_floats(3000, 3)
     key, offset = stream_of("dither", 2**63, 7, 2**40), 2**32 - 9000
     first, second, third = round_keys(key.words, 0)
@@ -132,117 +136,107 @@ def test_arrays_against_native_code(name: str) -> None:
     for given, key_or_not in ((keys, key), (None, None)):
         at = offset if key_or_not else 0
         expected = _arrays.encoded(x, fmt, key_or_not, at)
-        assert expected is not None
         ours = array_on_gpu("encode", there, fmt, torch.uint8, None, given)
-        assert ours is not None
         assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
                 where = None if s is None else s.to(CARD)
                 ours = array_on_gpu("round", there, fmt, torch.float32, where, given, rescale=rescale)
                 expected = _arrays.rounded(x, fmt, key_or_not, at, s, rescale=rescale)
-                assert ours is not None
-                assert expected is not None
                 assert not different(ours, expected)
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
     for floats in (x, x.bfloat16()):
         units = floats.float().view(30, 100) / scale.view(-1, 1)
         ours = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, scale_there)
         expected = _arrays.encoded(units, fmt)
-        assert ours is not None
-        assert expected is not None
         assert not different(ours, expected.view(-1))
     for s in (scale, scale[:1], scale * 1.3):
         for dtype in (torch.float32, torch.bfloat16):
             ours = array_on_gpu("decode", codes.to(CARD), fmt, dtype, s.to(CARD))
-            assert ours is not None
             assert not different(ours, dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1))
-        ours, expected = (
-            array_on_gpu("decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True),
-            _arrays.spacings(codes, fmt, s),
-        )
-        assert ours is not None
-        assert expected is not None
-        assert not different(ours, expected)
+        ours = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True)
+        assert not different(ours, _arrays.spacings(codes, fmt, s))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_against_their_definition(name: str) -> None:
+def test_codes_against_their_definition(name):
     fmt, own = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     values = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32)
-    assert values is not None
     expected = torch.tensor([fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64).float()
     assert not different(values, expected)
     finite = sorted({x for x in expected.tolist() if math.isfinite(x) and x >= 0})
-    pairs = pairwise(finite)
-    parts = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3))
-    between = [
-        float(np.float32(float(Fraction(a) + (Fraction(b) - Fraction(a)) * part))) for a, b in pairs for part in parts
-    ]
+    ends = [(Fraction(a), Fraction(b), part) for a, b in pairwise(finite) for part in (0.25, 0.5, Fraction(2, 3))]
+    between = [float(np.float32(float(a + (b - a) * Fraction(part)))) for a, b, part in ends]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
     codes = array_on_gpu("encode", x.to(CARD), fmt, torch.uint8)
-    assert codes is not None
     assert codes.int().tolist() == wanted.tolist()
 
 
-# ---------------------------------------------------------------------------------------------- the way on a GPU
 @pytest.fixture
-def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_card(monkeypatch):
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
     as_on_a_card(monkeypatch)
 
 
-def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
-    made = []
-    for device in (CARD, torch.device("cpu")):
-        how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
-        factors = how.pop("factors", False)
-        second = (3, 64) if how.get("granularity") == "block" else (3, 37)  # rows that share bytes of a residual
-        weights = [fm.FP8Parameter(normal(*shape, seed=s), seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
-        weights = [with_factors(p, factors) for p in weights]
-        weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
-        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
-        made.append(optim.StiffnessAdamW(weights, 1.0, **{"betas": (0.9, 0.95), "weight_decay": 0.0} | options))
-    return made[0], made[1]
+def on_both(parameters, kind=optim.StiffnessAdamW, lr=1e-9, **options):
+    """An optimizer of copies on the card, and one of copies on the CPU."""
+    devices = (CARD, torch.device("cpu"))
+    copies = [[torch.nn.Parameter(copy.deepcopy(p).detach().to(device)) for p in parameters] for device in devices]
+    return [kind(each, lr, **options) for each in copies]
 
 
-def put(optimizer: Any, step: int, bad: float | None = None) -> None:
-    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+def by_turns(monkeypatch, made):
+    """Each of both, while steps go the way of its device."""
+    for optimizer in made:
+        monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+        yield optimizer
+
+
+def assert_the_same(ours, native):
+    assert same_bits([p.cpu() for p in everyone(ours)], everyone(native))
+
+
+def pair(fmt="E4M3", factors=False, granularity="channel", **options):
+    second = (3, 64) if granularity == "block" else (3, 37)  # rows that share bytes of a residual
+    how = {"granularity": granularity, "headroom": 1.0}
+    weights = [fm.FP8Parameter(normal(*shape, seed=s), fmt, seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
+    weights = [*(with_factors(p, factors) for p in weights), torch.nn.Parameter(normal(7, seed=3))]
+    return on_both(weights, lr=1.0, **{"betas": (0.9, 0.95), "weight_decay": 0.0} | options)
+
+
+def put(optimizer, step, bad=None):
+    for i, p in enumerate(everyone(optimizer)):
         gradient = normal(*p.shape, seed=10 * step + i) - 3.0
         if bad is not None and i == 1:
             gradient.view(-1)[-1] = bad
         p.grad = gradient.to(p.device)
 
 
-WIDENED: dict[str, dict[str, Any]] = {
+#: what scales are of, by write-back
+WIDENED = {
     "stochastic": {"factors": True},
     "residual8": {"granularity": "block", "factors": True},
     "nearest": {"granularity": "tensor"},
     "momentum": {"fmt": "E4M3IEEE"},
 }
-"""What scales are of, by write-back."""
 
 
 @pytest.mark.parametrize("writeback", WIDENED)
-def test_steady_steps_widen_and_are_refused_as_native_ones(
-    writeback: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card, monkeypatch):
     """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit.
 
     Weights and scales after every step, before the host has heard of it.
     """
-    moments: Any = "bfloat16" if writeback == "momentum" else "8bit"
-    ours, native = pair(WIDENED[writeback], writeback=writeback, moments=moments)
-    parameters = [optimizer.param_groups[0]["params"] for optimizer in (ours, native)]
+    moments = "bfloat16" if writeback == "momentum" else "8bit"
+    ours, native = made = pair(**WIDENED[writeback], writeback=writeback, moments=moments)
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
-        for optimizer in (ours, native):
+        for optimizer in by_turns(monkeypatch, made):
             put(optimizer, step, bad)
-            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
         assert len(ours._unheard) == (step > 0)
-        assert all(same_bits([a.cpu()], [b]) for a, b in zip(*parameters, strict=True))
+        assert_the_same(ours, native)
     assert ours.widened_scales == native.widened_scales > 0
     assert ours.skipped_steps == native.skipped_steps == 3
     assert ours.skipped_in_row == 0
@@ -251,53 +245,39 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
 
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
-def test_weights_of_zeros_begin_as_on_the_cpu(
-    writeback: Any, granularity: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card, monkeypatch):
     """Steps wait for the card while some scale has weights of 0 alone, and no longer."""
-    made: list[Any] = []
-    for device in (CARD, torch.device("cpu")):
-        w = normal(6, 64, seed=1)
-        w[: 6 if granularity == "tensor" else 3] = 0.0
-        p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=1)
-        p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
-        options: Any = {"writeback": writeback, "moments": "8bit", "refresh_every": 4}
-        made.append(optim.StiffnessAdamW([p], 1e-3, **options))
-    (a,), (b,) = (optimizer.param_groups[0]["params"] for optimizer in made)
+    w = normal(6, 64, seed=1)
+    w[: 6 if granularity == "tensor" else 3] = 0.0
+    p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=1)
+    made = on_both([p], lr=1e-3, writeback=writeback, moments="8bit", refresh_every=4)
     unheard = []
     for step in range(8):
-        for optimizer, p in zip(made, (a, b), strict=True):
-            gradient = normal(6, 64, seed=step)
-            gradient[:3] *= step > 1
-            gradient[3:] *= granularity != "tensor" or step > 1
-            p.grad = gradient.to(p.device)
-            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
-            optimizer.step()
+        gradient = normal(6, 64, seed=step)
+        gradient[:3] *= step > 1
+        gradient[3:] *= granularity != "tensor" or step > 1
+        for optimizer in by_turns(monkeypatch, made):
+            (p,) = everyone(optimizer)
+            step_from(optimizer, p, gradient.to(p.device))
         unheard.append(len(made[0]._unheard))
-        assert same_bits([a.cpu()], [b])
-        assert torch.equal(a.scale.cpu(), b.scale)
+        assert_the_same(*made)
     assert unheard == [0, 0, 0, 1, 0, 1, 1, 1]
     assert made[0].fitted_scales == made[1].fitted_scales > 0
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
 
 
-def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
-    on_a_card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(on_a_card, monkeypatch, caplog):
     """NaN, rows longer than a program's, some at their end and some not or not moved, and the widest scale there is."""
     caplog.set_level("INFO", "fp8manifold")
-    made, said = [], []
-    for device in (CARD, torch.device("cpu")):
-        p = fm.FP8Parameter(normal(6, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
-        p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
-        p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
-        p.codes[5, 9], p.scale[5] = 0x7B, 1.5 * 2.0**111  # below the widest, and beyond it when doubled
-        p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
-        made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
+    said = []
+    p = fm.FP8Parameter(normal(6, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
+    p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
+    p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
+    p.codes[5, 9], p.scale[5] = 0x7B, 1.5 * 2.0**111  # below the widest, and beyond it when doubled
+    made = on_both([p], writeback="residual8", weight_decay=0.0)
     for step in range(2):
-        for optimizer in made:
-            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
-            (p,) = optimizer.param_groups[0]["params"]
+        for optimizer in by_turns(monkeypatch, made):
+            (p,) = everyone(optimizer)
             p.grad = torch.ones(p.shape, device=p.device)
             p.grad[4, 3] = 0.0
             if step:
@@ -305,10 +285,8 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
             optimizer.step()
             said.append([r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else [])
             caplog.clear()
-        a, b = (optimizer.param_groups[0]["params"][0] for optimizer in made)
-        assert same_bits([a.cpu()], [b])
-        assert torch.equal(a.scale.cpu(), b.scale)
-        assert [b.scale[2].item(), b.scale[4].item()] == [2.0**-9, 2.0**-10]
+        assert_the_same(*made)
+        assert p.scale[2::2].flatten().tolist() == [2.0**-9, 2.0**-10]
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
     assert said[2] == said[3] != []
 
@@ -320,47 +298,37 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         *[("E4M3FNUZ", "block", "stochastic"), ("E3M4", "tensor", "stochastic")],
     ],
 )
-def test_full_scales_of_matrices_double_in_one_launch(
-    fmt: str, granularity: Any, writeback: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writeback, monkeypatch):
     """Muon's steps, which wait for the card anyway: all its full rows at once, as the host doubles them one by one."""
-    made: list[Any] = []
-    largest = as_format(fmt).max_code
-    found: list[list[int]] = []
-    own = _triton_step.run_triton
+    largest, found, own = as_format(fmt).max_code, [], _triton_step.run_triton
 
-    def run(slots: Any) -> Any:
+    def run(slots):
         said = own(slots)
         found.extend(slot.doubled for slot in slots if slot.spec.storage == "codes")
         return said
 
     monkeypatch.setattr(_backends, "run_triton", run)
-    for device in (CARD, torch.device("cpu")):
-        shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
-        how = {"granularity": granularity, "keep_remainder": False}
-        weights = [fm.FP8Parameter(normal(*shape, seed=7), fmt, seed=7, **how) for shape in shapes]
-        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
-        options: Any = {"writeback": writeback, "moments": "8bit", "weight_decay": 0.0}
-        made.append(optim.StiffnessMuon(weights, 1e-9, **options))
+    shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
+    how = {"granularity": granularity, "keep_remainder": False, "seed": 7}
+    parameters = [fm.FP8Parameter(normal(*shape, seed=7), fmt, **how) for shape in shapes]
+    made = on_both(parameters, optim.StiffnessMuon, writeback=writeback, moments="8bit", weight_decay=0.0)
     for step in range(3):
         for optimizer in made:
             ours = optimizer is made[0]
             monkeypatch.setattr(_backends, "is_native", lambda slot, ours=ours: not ours)
             monkeypatch.setattr(_backends, "is_triton", lambda slot, ours=ours: ours)
-            for p in optimizer.param_groups[0]["params"]:
+            for p in everyone(optimizer):
                 p.grad = torch.ones(p.shape, device=p.device)
                 p.codes[step, 5 + step] = largest
                 p.codes[2, 3] = largest | as_format(fmt).sign_bit
             optimizer.step()
-        (a, b), (c, d) = (optimizer.param_groups[0]["params"] for optimizer in made)
-        assert same_bits([a.cpu(), b.cpu()], [c, d])
-        assert torch.equal(a.scale.cpu(), c.scale)
+        assert_the_same(*made)
     assert made[0].widened_scales == made[1].widened_scales > 0
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
     assert [bool(doubled) for doubled in found] == [granularity != "tensor"] * 6
 
 
-def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
+def test_a_refused_step_raises_where_it_is_asked_to(on_a_card):
     optimizer, _ = pair(on_nonfinite="raise")
     put(optimizer, 0)
     optimizer.step()
@@ -371,21 +339,20 @@ def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
     assert snapshot(optimizer) == before
 
 
-# ------------------------------------------------------------------------------------------ training steps as graphs
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values):
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 class Tape(TorchDispatchMode):
     """The launches of a function, in their order; nothing of it has happened when it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._noted: list[Callable[[], None]] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._noted = []
+        self._before = []
         self._kernels = mock.patch.object(launch, "_run", lambda *args: self._noted.append(lambda: _RUN(*args)))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = {id(x): x for x in _tensors((args, kwargs))}
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -399,7 +366,7 @@ class Tape(TorchDispatchMode):
             if id(x) not in given and (type(x) is not Tensor or x.untyped_storage().data_ptr() not in places)
         ]
 
-        def again() -> None:
+        def again():
             new = _tensors(func(*args, **kwargs))
             for i, x in made:
                 x.copy_(new[i])
@@ -407,11 +374,11 @@ class Tape(TorchDispatchMode):
         self._noted.append(again)
         return result
 
-    def begin(self) -> None:
+    def begin(self):
         self._kernels.start()
         self.__enter__()
 
-    def end(self) -> None:
+    def end(self):
         self.__exit__(None, None, None)
         self._kernels.stop()
         with torch.no_grad():
@@ -419,7 +386,7 @@ class Tape(TorchDispatchMode):
                 x.copy_(before)
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def replay(self):
         written = [x for x, _ in self._before]
         versions = [x._version for x in written]
         for again in self._noted:
@@ -433,29 +400,29 @@ _RUN = launch._run
 class Tapes(_graphed._Graphs):
     """Recordings of a card, on tapes."""
 
-    def __init__(self) -> None:
-        self._tapes: list[Tape] = []
+    def __init__(self):
+        self._tapes = []
 
-    def begin(self) -> None:
+    def begin(self):
         self._tapes.append(Tape())
         self._tapes[-1].begin()
 
-    def end(self) -> None:
+    def end(self):
         self._tapes[-1].end()
 
-    def replay(self, which: int) -> None:
+    def replay(self, which):
         self._tapes[which].replay()
 
 
 class Stream:
     """Stands for a stream where there is no card."""
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other):
         pass
 
 
 @pytest.fixture
-def graphs(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs(on_a_card, monkeypatch):
     """A card's graphs, or tapes in their place."""
     if CARD.type == "cpu":
         monkeypatch.setattr(_graphed, "_Graphs", Tapes)
@@ -464,11 +431,11 @@ def graphs(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
-def training_step(optimizer: Any, *, clears_last: bool = False) -> Any:
+def training_step(optimizer, *, clears_last=False):
     """A step that clears gradients, first or last, runs both passes, and leaves a result after the optimizer's."""
-    weights = optimizer.param_groups[0]["params"]
+    weights = everyone(optimizer)
 
-    def take(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def take(x, factor):
         if not clears_last:
             optimizer.zero_grad()
         loss = sum(((p * x[:, : p.shape[-1]].mean(0) * factor - 1) ** 2).sum() for p in weights)
@@ -482,17 +449,17 @@ def training_step(optimizer: Any, *, clears_last: bool = False) -> Any:
     return take
 
 
-def schedule(optimizer: Any, step: int) -> None:
+def schedule(optimizer, step):
     for group in optimizer.param_groups:
         group["lr"] = 0.3 / (1 + step % 5)
         group["weight_decay"] = 0.1 * (step >= 13)
 
 
 @pytest.mark.parametrize("options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}])
-def test_replays_have_the_bits_of_calls(options: dict[str, Any], graphs: None) -> None:
+def test_replays_have_the_bits_of_calls(options, graphs):
     """Under a schedule, a refresh, doubled scales, a refused step, another shape of inputs and another option."""
     plain, ours = (pair(refresh_every=6, **options)[0] for _ in range(2))
-    clears_last, weights = "draws" in options, plain.param_groups[0]["params"]
+    clears_last, weights = "draws" in options, everyone(plain)
     step = _graphed.GraphedStep(training_step(ours, clears_last=clears_last), ours)
     other = training_step(plain, clears_last=clears_last)
     for i in range(16):
@@ -500,7 +467,7 @@ def test_replays_have_the_bits_of_calls(options: dict[str, Any], graphs: None) -
         x[1, 3] = math.inf if i == 8 else 1.0
         found, expected = step(x, 1.5), other(x, 1.5)
         assert not any(map(different, found, expected))
-        for a, b in zip(weights, ours.param_groups[0]["params"], strict=True):
+        for a, b in zip(weights, everyone(ours), strict=True):
             kept = {name: x for name, x in plain.state[a].items() if isinstance(x, Tensor) and name != "grid"}
             assert not any(different(ours.state[b][name], x) for name, x in kept.items())
             assert a.grad is b.grad is None if clears_last else not different(b.grad, a.grad)
@@ -514,11 +481,11 @@ def test_replays_have_the_bits_of_calls(options: dict[str, Any], graphs: None) -
     assert (step.recorded, step.replayed) == (1, 12)
 
 
-def twice(optimizer: Any, take: Any) -> Any:
+def twice(optimizer, take):
     return lambda *inputs: (take(*inputs), optimizer.step())
 
 
-def scheduled(optimizer: Any, take: Any) -> Any:
+def scheduled(optimizer, take):
     return lambda *inputs: (take(*inputs), schedule(optimizer, 2))
 
 
@@ -530,7 +497,7 @@ def scheduled(optimizer: Any, take: Any) -> Any:
         (scheduled, "train_step changes options of the optimizer"),
     ],
 )
-def test_what_no_graph_can_do_again_is_refused(wrapped: Any, message: str, graphs: None) -> None:
+def test_what_no_graph_can_do_again_is_refused(wrapped, message, graphs):
     optimizer = pair()[0]
     take = training_step(optimizer)
     step = _graphed.GraphedStep(wrapped(optimizer, take), optimizer)
@@ -543,7 +510,7 @@ def test_what_no_graph_can_do_again_is_refused(wrapped: Any, message: str, graph
     take(normal(4, 64), 1.5)
 
 
-def test_weights_that_moved_are_recorded_again(graphs: None) -> None:
+def test_weights_that_moved_are_recorded_again(graphs):
     plain, ours = (pair()[0] for _ in range(2))
     step, other = _graphed.GraphedStep(training_step(ours), ours), training_step(plain)
     for i in range(8):
@@ -551,6 +518,6 @@ def test_weights_that_moved_are_recorded_again(graphs: None) -> None:
         assert not any(map(different, step(x, 1.5), other(x, 1.5)))
         if i == 5:
             for optimizer in (plain, ours):
-                weight = optimizer.param_groups[0]["params"][2]
+                weight = everyone(optimizer)[2]
                 weight.data = weight.data + 1.0
     assert step.recorded == 2

@@ -7,24 +7,20 @@ is then one of all three.
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from fp8manifold.optim import _backends, _optimizer, _steady, _triton_step
 from fp8manifold.optim._native_step import run_native
-from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._triton_step import run_triton
 
-COUNTS: Counter[str] = Counter()
+COUNTS = Counter()
 CARD = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
+def different(ours, expected):
     ours, expected = ours.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
     integer = _INTEGERS[ours.element_size()]
     other = ours.view(integer) != expected.view(integer)
@@ -33,13 +29,13 @@ def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
     return int(other.sum())
 
 
-def twin(slot: Slot) -> Slot:
+def twin(slot):
     tensors = {name: tensor.to(CARD, copy=True) for name, tensor in slot.tensors.items()}
     scale = None if slot.kept_scale is None else slot.kept_scale.to(CARD)
     return slot.replaced(tensors=tensors, kept_scale=scale, reached=[], doubled=[])
 
 
-def step_both(slots: Sequence[Slot]) -> None:
+def step_both(slots):
     """Native code on the slots, kernels on copies, and no difference."""
     twins = [twin(slot) for slot in slots]
     run_native(slots)
@@ -56,12 +52,12 @@ def step_both(slots: Sequence[Slot]) -> None:
         assert not wrong, f"{wrong} of {slot.view.numel} of a step of {slot.spec} over {slot.view}"
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     assert CARD.type == "cpu" or torch.cuda.is_available()
     vars(_backends)["run_native"] = step_both
     own = _steady.is_steady
     vars(_optimizer)["is_steady"] = lambda optimizer, slots: _steady.on_gpu(CARD) and own(optimizer, slots)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"compared: {dict(COUNTS)}")

@@ -1,13 +1,11 @@
 """States of torch's AdamW, and those saved with other moments, go into an optimizer, and back into torch's."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from laws import each
 from optimizer_cases import normal, through_disk
-from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -16,23 +14,23 @@ MOMENTS = ("float32", "bfloat16", "8bit")
 LR, DECAY = 1e-3, 0.01
 
 
-def model() -> torch.nn.Module:
+def model():
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(300, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
 
 
-def train(net: torch.nn.Module, optimizer: Any, steps: int) -> None:
+def train(net, optimizer, steps):
     for seed in range(steps):
         optimizer.zero_grad()
         net(normal(8, 300, seed=seed)).square().sum().backward()
         optimizer.step()
 
 
-def saved(optimizer: Any) -> dict[str, Any]:
-    return through_disk(optimizer.state_dict())  # type: ignore[no-any-return]
+def saved(optimizer):
+    return through_disk(optimizer.state_dict())
 
 
-def of_torch(steps: int = 4) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+def of_torch(steps=4):
     net = model()
     split = [{"params": [p for p in net.parameters() if (p.dim() > 1) is decays]} for decays in (True, False)]
     adamw = torch.optim.AdamW(split, lr=LR, weight_decay=DECAY)
@@ -40,13 +38,13 @@ def of_torch(steps: int = 4) -> tuple[torch.nn.Module, torch.optim.AdamW]:
     return net, adamw
 
 
-def like(net: torch.nn.Module, moments: str = "float32", eps: float = 1e-8) -> optim.StiffnessAdamW:
+def like(net, moments="float32", eps=1e-8):
     split = [{"params": [p for p in net.parameters() if (p.dim() > 1) is decays]} for decays in (True, False)]
     return optim.StiffnessAdamW(split, lr=9.0, betas=(0.5, 0.5), eps=eps, moments=moments, seed=3)
 
 
 @pytest.mark.parametrize("steps", [0, 4])
-def test_training_goes_on_where_torch_left_off(steps: int) -> None:
+def test_training_goes_on_where_torch_left_off(steps):
     net, adamw = of_torch(steps)
     other = model()
     other.load_state_dict(net.state_dict())
@@ -74,7 +72,7 @@ def test_training_goes_on_where_torch_left_off(steps: int) -> None:
 
 @each("storage", ["fp8", "grid"])
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_averages_of_torch_are_rounded_once(storage: Any, moments: str) -> None:
+def test_averages_of_torch_are_rounded_once(storage, moments):
     net, adamw = of_torch()
     optimizer = like(fm.quantize_model(net, "E4M3", storage), moments)
     given = saved(adamw)
@@ -93,14 +91,14 @@ def test_averages_of_torch_are_rounded_once(storage: Any, moments: str) -> None:
     train(net, optimizer, 1)
 
 
-def nearest_in_blocks(values: Tensor) -> Tensor:
+def nearest_in_blocks(values):
     """Every value on E4M3's grid, one power of two a block of 150 or 64 with its largest at 64 to 128."""
     rows = values.reshape(-1, 150 if values.shape[-1] == 300 else 64)
     scale = torch.tensor([[2.0 ** (math.frexp(float(row.abs().max()))[1] - 7)] for row in rows])
     return (fm.round_to_grid(rows / scale, "E4M3") * scale).reshape(values.shape)
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adamw": lambda net, **o: optim.StiffnessAdamW(net.parameters(), lr=LR, writeback="residual8", **o),
     "lion": lambda net, **o: optim.StiffnessLion(net.parameters(), lr=LR, **o),
     "sgd": lambda net, **o: optim.StiffnessSGD(net.parameters(), lr=LR, momentum=0.9, **o),
@@ -113,7 +111,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @each("after", MOMENTS)
 @each("before", MOMENTS)
-def test_moments_change_over_a_run(name: str, before: str, after: str) -> None:
+def test_moments_change_over_a_run(name, before, after):
     make = OPTIMIZERS[name]
     net = fm.quantize_model(model(), "E4M3", "fp8")
     first, second = make(net, moments=before), make(net, moments=after)
@@ -144,14 +142,14 @@ def test_moments_change_over_a_run(name: str, before: str, after: str) -> None:
     train(net, second, 1)
 
 
-def test_steps_count_from_where_the_averages_were_cleared() -> None:
+def test_steps_count_from_where_the_averages_were_cleared():
     net = model()
     optimizer = optim.StiffnessAdamW(net.parameters(), lr=LR, reset_every=2)
     train(net, optimizer, 3)
     assert {float(entry["step"]) for entry in optim.adamw_state(saved(optimizer))["state"].values()} == {1.0}
 
 
-def edited(**entries: Any) -> dict[str, Any]:
+def edited(**entries):
     state = of_torch(1)[1].state_dict()
     state["state"][0] = {name: value for name, value in (state["state"][0] | entries).items() if value is not None}
     return state
@@ -171,17 +169,17 @@ def edited(**entries: Any) -> dict[str, Any]:
         ({"optimizer": "Madam", "state": {}, "param_groups": []}, "one of Madam, not of StiffnessAdamW"),
     ],
 )
-def test_what_is_no_state_of_adamw_is_refused(state: Any, message: str) -> None:
+def test_what_is_no_state_of_adamw_is_refused(state, message):
     net = fm.quantize_model(model(), "E4M3", "fp8")
     with pytest.raises(ValueError, match=message):
         optim.adopted_state(state, like(net, "8bit"))
 
 
-def test_only_adamws_averages_are_torchs() -> None:
+def test_only_adamws_averages_are_torchs():
     net, adamw = of_torch(1)
     with pytest.raises(ValueError, match="goes into StiffnessAdamW only, not into RiemannianAdam"):
         optim.adopted_state(adamw.state_dict(), optim.RiemannianAdam(net.parameters()))
     with pytest.raises(ValueError, match="one of Madam, not of StiffnessAdamW"):
         optim.adamw_state(optim.Madam(net.parameters()).state_dict())
     with pytest.raises(TypeError, match="state_dict must be a dict, not list"):
-        optim.adopted_state([], like(net))  # type: ignore[arg-type]
+        optim.adopted_state([], like(net))

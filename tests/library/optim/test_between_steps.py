@@ -3,9 +3,6 @@
 import copy
 import gc
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +13,12 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._numerics.records import JOB
 from fp8manifold._triton import launch
-from fp8manifold._triton.kinds import WIDENED
 from fp8manifold.optim import _steady
 from fp8manifold.optim._steady import Table
 
 STEPS = 9
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+KINDS = {
     "adamw": (optim.StiffnessAdamW, {"lr": 1e-2, "weight_decay": 0.1, "stiffness": 0.5}),
     "adamw-8bit": (optim.StiffnessAdamW, {"lr": 3.0, "moments": "8bit", "draws": "dither"}),
     "adamw-residual8": (optim.StiffnessAdamW, {"lr": 1e-2, "writeback": "residual8", "moments": "bfloat16"}),
@@ -35,25 +30,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def made(
-    kind: str = "adamw",
-    granularity: Any = "channel",
-    *,
-    path: str = "native",
-    factors: bool = False,
-    keeps: bool = True,
-    **options: Any,
-) -> Any:
-    """An optimizer, with a table or without.
-
-    Of two weights of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups.
-    """
-    stored_as: Any = {"granularity": granularity, "headroom": 1.0}
-    stored = [
-        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **stored_as), factors)
-        for i, fmt in enumerate(("E4M3", "E5M2"))
-    ]
-    parameters = [*stored, nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
+def made(kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options):
+    """Two groups: of two weights of one byte, one of which soon reaches its end, and a vector; and of a matrix."""
+    parameters = [nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
+    for i, fmt in ((1, "E5M2"), (0, "E4M3")):
+        p = fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0)
+        parameters.insert(0, with_factors(p, factors))
     cls, given = KINDS[kind]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": given["lr"] / 2}]
     optimizer = by(path, cls(groups, **{"refresh_every": 1000, **given, **options}))
@@ -61,26 +43,26 @@ def made(
     return optimizer
 
 
-def put(optimizer: Any, t: int, bad: float | None = None) -> None:
+def put(optimizer, t, bad=None):
     for i, p in enumerate(everyone(optimizer)):
         p.grad = normal(*p.shape, seed=100 * t + i)
         if bad is not None and i == 1:
             p.grad[0, 0] = bad
 
 
-def stepped(optimizer: Any, steps: int) -> Any:
+def stepped(optimizer, steps):
     for t in range(steps):
         put(optimizer, t)
         optimizer.step()
     return optimizer
 
 
-def bits(optimizer: Any) -> Any:
+def bits(optimizer):
     parts = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in everyone(optimizer)]
     return frozen([parts, optimizer.state_dict()])
 
 
-def forget(optimizer: Any) -> None:
+def forget(optimizer):
     """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is no part of any result."""
     known = {"_run", "_numbers", *torch.optim.SGD([torch.zeros(1)]).__dict__}  # by which path it steps, and an edit
     counts = [f"_{name}" for name in ("skipped_steps", "skipped_in_row", "widened_scales")]
@@ -90,11 +72,11 @@ def forget(optimizer: Any) -> None:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def served(monkeypatch):
     """For each table that was looked up, True where it could be used."""
     own, found = Table.serves, list[bool]()
 
-    def serves(table: Table, optimizer: Any) -> bool:
+    def serves(table, optimizer):
         found.append(own(table, optimizer))
         return found[-1]
 
@@ -105,9 +87,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("kind", KINDS)
 @each("granularity", ["channel", "tensor", "block", "square"])
 @each("factors", [False, True])
-def test_steps_have_the_bits_of_steps_that_are_planned(
-    kind: str, granularity: Any, factors: bool, served: list[bool]
-) -> None:
+def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factors, served):
     """With steps that are left out, a schedule of the learning rate, and scales that double."""
     served.clear()
     ours, planned = (made(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False))
@@ -128,24 +108,23 @@ def test_steps_have_the_bits_of_steps_that_are_planned(
         assert ours.widened_scales > 0
 
 
-# ------------------------------------------------------------------------------------------------------------- edits
-def average_of(state: dict[str, Any]) -> str:
+def average_of(state):
     return next(name for name in ("exp_avg", "momentum_buffer", "exp_avg_sq") if name in state)
 
 
-def away_and_back(x: Tensor) -> Tensor:
+def away_and_back(x):
     """Offload: into other memory and out of it again."""
     away = x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
     x.data = torch.empty(0, dtype=x.dtype)
     return away.to(x.dtype, copy=True)
 
 
-def own_method(optimizer: Any) -> Callable[[Any], dict[str, float]]:
+def own_method(optimizer):
     numbers = type(optimizer)._numbers
     return lambda slot: numbers(optimizer, slot) | {"rate": 0.0}
 
 
-def three_times(optimizer: Any, *_: Any) -> None:
+def three_times(optimizer, *_):
     everyone(optimizer)[0].grad.mul_(3)
 
 
@@ -170,17 +149,14 @@ EDITS = {
     "a moment written": f"{A}.copy_({A} * 2)",
     "a moment replaced": "name = average_of(s[2]); s[2][name] = torch.zeros_like(s[2][name])",
     "data of a moment": f"{A}.data = ({A}.double() * 2).to({A}.dtype)",
-    "data of a step count": "s[0]['step'].data = s[0]['step'].data * 0.5",
     "strides of a moment": "x = s[3][average_of(s[3])]; x.data = x.t().contiguous().t()",
     "a moment in another order": f"{A}.data = {A}.data.t().contiguous().view(4, 64)",
     "rounding of a weight": "p[0].rounding = 'nearest'",
     "draws of a weight": "p[0].draws = 'dither'",
     "states cleared": "o.state.clear()",
-    "another state": "o.state = defaultdict(dict)",
     "a plain state": "o.state = {}",
     "states popped": "o.state.pop(p[0]); o.state.pop(p[3])",
     "states replaced": "o.state[p[2]] = {k: 2 * x if 'exp' in k else copy.copy(x) for k, x in s[2].items()}",
-    "another reference": "o.state[p[0]] = {**s[0], 'reference': 0.25}",
     # what is missing is made anew, S_ref and random bits included
     "only a count": "for i in (0, 2): o.state[p[i]] = {'step': torch.tensor(3.0)}",
     "away and back": "for d in s: d.update({k: away_and_back(x) for k, x in d.items() if getattr(x, 'ndim', 0)})",
@@ -189,7 +165,6 @@ EDITS = {
     "codes replaced": "p[0].codes = p[0].codes ^ 1",
     "data of codes and scales": "p[0].codes.data = p[0].codes.clone().fill_(33); p[1].scale.data = p[1].scale * 2",
     "zeros written": "p[0].codes[1].zero_()",
-    "weights written by an operator": "p[0].detach().mul_(0.5)",
     "an ordinary weight written": "p[3].detach().mul_(0.5)",
     "data of an ordinary weight": "p[2].data = p[2].data.clone() + 1",
     "a scale doubled": "p[0].kept_scale.mul_(2)",
@@ -206,13 +181,11 @@ EDITS = {
     "a parameter in another group": "groups[1]['params'].insert(0, groups[0]['params'].pop())",
     "a group more": ADDED,
     "a group less": "del groups[1]; o.state.pop(p[3])",
-    "groups in another order": "groups.reverse()",
     "a group replaced": "groups[0] = dict(groups[0], lr=1e-4)",
     "a state loaded": "o.load_state_dict(copy.deepcopy(o.state_dict()))",
     "a step by another optimizer": "optim.StiffnessAdamW(p[:1], 1e-2).step()",
     "no gradient": "p[1].grad = None",
     "a gradient with strides": "p[3].grad = p[3].grad.t().contiguous().t()",
-    "every other gradient": "p[0].grad = p[0].grad.repeat_interleave(2, dim=1)[:, ::2]",
     "a gradient of another dtype": "p[3].grad_dtype = None; p[3].grad = p[3].grad.bfloat16()",
     "a gradient that is a negative view": "p[3].grad = torch._neg_view(p[3].grad)",
     "a gradient of another class": "p[3].grad = p[3].grad.as_subclass(Labelled)",
@@ -226,7 +199,6 @@ OF_ADAMW = {
     "moments under other names": "old = dict(s[0]); s[0].clear(); other = {'exp_avg': 'exp_avg_sq', 'exp_avg_sq': "
     "'exp_avg'}; s[0].update({other.get(name, name): x for name, x in old.items()})",
     "another class": "o.__class__ = Renamed",
-    "the option eps": "groups[0]['eps'] = 1e-3",
     "the option betas": "groups[0]['betas'] = (0.8, 0.9)",
     "the option stiffness": "groups[0]['stiffness'] = 1.0",
 }
@@ -253,22 +225,16 @@ FORGED = {
 }
 
 
-def happens(edit: str, optimizer: Any) -> None:
+def happens(edit, optimizer):
     parameters = everyone(optimizer)
-    named = {
-        "copy": copy,
-        "defaultdict": defaultdict,
-        "p": parameters,
-        "o": optimizer,
-        "groups": optimizer.param_groups,
-    }
+    named = {"copy": copy, "p": parameters, "o": optimizer, "groups": optimizer.param_groups}
     exec(edit, {**globals(), **named, "s": [optimizer.state[p] for p in parameters]})
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "others"])
 @each("edit", [*EDITS, *OF_ADAMW, *KEPT])
-def test_the_next_step_starts_from_what_the_state_holds(edit: str, kind: str, path: str, served: list[bool]) -> None:
+def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path, served):
     """Its bits are of plain PyTorch in an optimizer that forgets everything; an edit drops the table, or is read."""
     if kind == "others":
         if edit in OF_ADAMW:
@@ -293,25 +259,19 @@ def test_the_next_step_starts_from_what_the_state_holds(edit: str, kind: str, pa
 
 @pytest.mark.parametrize("path", PATHS)
 @each("edit", FORGED)
-def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit: str, path: str, served: list[bool]) -> None:
+def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served):
     optimizer = stepped(made(path=path), 4)
     put(optimizer, 4)
     happens(FORGED[edit][0], optimizer)
-    before = [frozen(p.detach()) for p in everyone(optimizer)], [int(s["step"]) for s in optimizer.state.values()]
+    before = frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)])
     with pytest.raises(ValueError, match=FORGED[edit][1]):
         optimizer.step()
-    assert (
-        [frozen(p.detach()) for p in everyone(optimizer)],
-        [int(s["step"]) for s in optimizer.state.values()],
-    ) == before
+    assert frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == before
 
 
-# -------------------------------------------------------------------------------------------------- what is due
 @pytest.mark.parametrize("path", PATHS)
-@each(
-    "options", [{"stabilize_every": 3}, {"reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t)}, {"refresh_every": 5}]
-)
-def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
+@each("options", [{"stabilize_every": 3, "reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t), "refresh_every": 5}])
+def test_what_is_due_is_done(options, path):
     ours, forgetful = made(path=path, **options), made(path="eager", keeps=False, **options)
     for t in range(12):
         for optimizer in (ours, forgetful):
@@ -322,7 +282,7 @@ def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
         assert bits(ours) == bits(forgetful)
 
 
-def test_it_raises_where_it_is_asked_to() -> None:
+def test_it_raises_where_it_is_asked_to():
     optimizer = stepped(made(on_nonfinite="raise"), 3)
     before = bits(optimizer)
     put(optimizer, 3, torch.nan)
@@ -332,7 +292,7 @@ def test_it_raises_where_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves: bool, served: list[bool]) -> None:
+def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
     ours, planned = made(weight_decay=1.0, stiffness=0.0), made(weight_decay=1.0, stiffness=0.0, keeps=False)
     for t in range(7):
         for optimizer in (ours, planned):
@@ -349,7 +309,7 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves: bool, se
     assert served == [True, True, False]
 
 
-def test_steps_of_several_processes_are_planned(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_several_processes_are_planned(served, monkeypatch):
     optimizer = made()
     for t in range(4):
         monkeypatch.setattr(_steady, "are_several", lambda t=t: t == 3)
@@ -360,7 +320,7 @@ def test_steps_of_several_processes_are_planned(served: list[bool], monkeypatch:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("i", [0, 2])
-def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
+def test_a_parameter_taken_out_is_let_go(i, path):
     optimizer = stepped(made("adamw-8bit", path=path), 4)
     p, table = everyone(optimizer)[i], optimizer._table
     parts = [p, p.grad, *optimizer.state[p].values(), *([p.codes, p.kept_scale] if i == 0 else [])]
@@ -374,59 +334,11 @@ def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
     assert table is None or not table.serves(optimizer)
 
 
-# --------------------------------------------------------------------------------------------------------- on a card
-@pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    class Idle:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *_, **__: None
-
-    seen: list[Any] = []
-    own = launch._uploaded
+def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
     as_on_a_card(monkeypatch)
-    monkeypatch.setattr(launch, "_kernels", lambda: (Idle(),) * 3)
+    idle = type("Idle", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})
+    monkeypatch.setattr(launch, "_kernels", lambda: (idle(),) * 3)
     monkeypatch.setattr(launch, "options", dict)
-    monkeypatch.setattr(launch, "_uploaded", lambda table, device: seen.append(table.copy()) or own(table, device))
-    return seen
-
-
-@each("granularity", ["channel", "block"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd-8bit"])
-def test_what_a_card_is_given_is_what_is_planned(
-    kind: str, granularity: Any, uploads: list[Any], served: list[bool]
-) -> None:
-    """Records to the bit, but for addresses: those are of each optimizer's own tensors."""
-    served.clear()
-    ours, planned = made(kind, granularity), made(kind, granularity, keeps=False)
-    for t in range(7):
-        tables = []
-        for optimizer in (ours, planned):
-            uploads.clear()
-            put(optimizer, t)
-            optimizer.param_groups[0]["lr"] *= 0.9
-            optimizer.step()
-            tables.append(list(uploads))
-            said = optimizer._unheard[0][0].x if optimizer._unheard else None
-            if said is None:
-                continue
-            (jobs, widened), states = uploads, [optimizer.state[p] for p in everyone(optimizer)]
-            for p, state, job in zip(everyone(optimizer), states, jobs.view(JOB).ravel(), strict=True):
-                parts = [p.codes, p.grad, p.kept_scale] if isinstance(p, fm.FP8Tensor) else [p, p.grad]
-                parts += [x for name, x in state.items() if name.startswith(("exp_", "mom", "avg_", "sq_", "resid"))]
-                assert {int(place) for place in job["pointers"][:-1]} - {0} == {x.data_ptr() for x in parts}
-                assert int(job["pointers"][-1]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
-            for p, record in zip(everyone(optimizer), widened.view(WIDENED).ravel(), strict=False):
-                assert int(record["pointers"][0]) == p.codes.data_ptr()
-                assert int(record["pointers"][3]) == p.grad.data_ptr()
-                assert int(record["pointers"][5]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
-        for dtype, first, second in zip((JOB, WIDENED), *tables, strict=False):
-            for name in set(dtype.names or ()) - {"pointers"}:
-                assert first.view(dtype)[name].tobytes() == second.view(dtype)[name].tobytes()
-    assert sum(served) >= 3
-    assert [int(state["step"]) for state in ours.state.values()] == [7] * 4
-
-
-def test_a_gradient_that_is_aligned_otherwise_is_planned(uploads: list[Any], served: list[bool]) -> None:
     optimizer = made()
     for t in range(5):
         put(optimizer, t)

@@ -1,39 +1,19 @@
 """The steps that every optimizer of the registry takes: its options, its noise, its state, and what leaves it alone."""
 
 import copy
+import gc
 import itertools
 import math
 import weakref
-from typing import Any
+from types import FunctionType, MethodType, ModuleType
 
+import optimizer_cases as cases
 import pytest
 import torch
 import torch._dynamo
 from family_cases import NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, is_layer, make, moves, zoo
 from laws import each
-from optimizer_cases import (
-    RIEMANNIAN,
-    ROWS,
-    bits_of,
-    every_class,
-    free_weight,
-    grid_weight,
-    normal,
-    on,
-    on_grid,
-    put_gradients,
-    record,
-    same_bits,
-    same_parameters,
-    snapshot,
-    step_from,
-    stored_weight,
-    take_steps,
-    through_disk,
-    value_of,
-    values,
-    with_factors,
-)
+from optimizer_cases import bits_of, normal, put_gradients, same_bits, snapshot, stored_weight, take_steps, values
 from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import optim_db
 
@@ -47,13 +27,12 @@ combined = each(("name", "writeback", "moments"), VALID)
 sampled = pytest.mark.covering(2)
 
 
-# ------------------------------------------------------------------------------------------------------- observers
 @by_name
-def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
+def test_an_observer_sees_the_step_and_changes_nothing(name):
     """Weights before it, asked for and after it, of each that is quantised; the grid's are rounded once."""
     parameters, others = ([p for kind, p in zoo().items() if kind != "fp8 bfloat16, any scale"] for _ in "ab")
     seen, unseen = (make(name, p, writeback="stochastic", seed=5) for p in (parameters, others))
-    views = record(seen)
+    views = cases.record(seen)
     for t in range(1, 4):
         start, count = values(parameters), len(views)
         take_steps((seen, unseen), (parameters, others), range(t, t + 1), 0.1)
@@ -62,10 +41,10 @@ def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
         assert sorted(id(view.parameter) for view in now) == sorted(stepped)
         for view in now:
             i = stepped[id(view.parameter)]
-            p, manifold = parameters[i], parameters[i].manifold  # type: ignore[attr-defined]
+            p, manifold = parameters[i], parameters[i].manifold
             assert not any(x.requires_grad for x in (view.before, view.target, view.after, view.stiffness))
             assert torch.equal(view.before, start[i].to(view.before.dtype))
-            assert torch.equal(view.after.to(p.dtype), value_of(p))
+            assert torch.equal(view.after.to(p.dtype), cases.value_of(p))
             assert not torch.equal(view.target, view.before)
             if not isinstance(manifold, fm.FP8Manifold):
                 continue
@@ -77,10 +56,9 @@ def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
     assert unseen.observer is None
 
 
-# ------------------------------------------------------------------------------------------------- gradients of zero
 @each("name", NAMES)
 @each("writeback", ["nearest", "stochastic", "residual8"])
-def test_a_zero_gradient_changes_no_byte_of_codes(name: str, writeback: str) -> None:
+def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
     """Nor of scales and residuals, whatever the scales are, of all granularities; both zeros among them."""
     weights, before, kept = [], [], []
     for granularity, factors in itertools.product(STORED_GRANULARITIES, (False, True)):
@@ -101,15 +79,15 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name: str, writeback: str) -> 
 
 
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
-def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name: str) -> None:
+def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name):
     """A point divided by its scale may miss the format's value by a rounding error; no draw may move it even then."""
     grid = fm.FP8Manifold("E1M6", 0.3).projx(torch.arange(1, 128) / 32 * 0.3)
     off = (grid / torch.tensor(0.3) - fm.round_to_grid(grid / torch.tensor(0.3), "E1M6")).abs()
     x = grid[off.argmax()].expand(1000, 100).clone()
     x[0, :2] = torch.tensor([0.0, -0.0])
-    weights = [on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x), free_weight(normal(40, 25), "E4M3", 0.3)]
+    weights = [cases.on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x), cases.free_weight(normal(40, 25), "E4M3", 0.3)]
     wrapped = name == "StiffnessWrapper"
-    optimizer: Any = StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0) if wrapped else None
+    optimizer = StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0) if wrapped else None
     optimizer = optimizer or make(name, weights, writeback="stochastic", weight_decay=0.0)
     before = values(weights)
     for _ in range(4):
@@ -119,12 +97,11 @@ def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name: str)
     assert same_bits(before, values(weights))
 
 
-# -------------------------------------------------------------------------------------------------------- noise
-def equal_weights(count: int) -> list[nn.Parameter]:
-    return [on(fm.FP8Manifold("E4M3"), torch.full((4000,), 0.8125)) for _ in range(count)]
+def equal_weights(count):
+    return [cases.on(fm.FP8Manifold("E4M3"), torch.full((4000,), 0.8125)) for _ in range(count)]
 
 
-def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int) -> list[Tensor]:
+def step_equally(optimizer, weights, steps):
     for _ in range(steps):
         for weight in weights:
             weight.grad = torch.ones_like(weight).as_subclass(Tensor)
@@ -132,10 +109,10 @@ def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int) -> lis
     return values(weights)
 
 
-@every_class
-def test_a_parameter_keeps_its_stream(kind: Any) -> None:
+@cases.every_class
+def test_a_parameter_keeps_its_stream(kind):
     """Its noise belongs to its place among its like: no neighbour frozen, missing or new changes it, nor loading."""
-    options = {"lr": 0.4 if kind in RIEMANNIAN else 0.02, "writeback": "stochastic"}
+    options = {"lr": 0.4 if kind in cases.RIEMANNIAN else 0.02, "writeback": "stochastic"}
     alone = equal_weights(2)
     expected = step_equally(kind(alone, **options), alone, 6)
     weights = equal_weights(2)
@@ -143,10 +120,10 @@ def test_a_parameter_keeps_its_stream(kind: Any) -> None:
     step_equally(optimizer, weights, 2)
     optimizer.add_param_group({"params": equal_weights(1)})
     step_equally(optimizer, weights, 2)
-    resumed = same_parameters(weights)
+    resumed = cases.same_parameters(weights)
     fresh = kind(resumed, **options)
     fresh.add_param_group({"params": equal_weights(1)})
-    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    fresh.load_state_dict(cases.through_disk(optimizer.state_dict()))
     assert same_bits(step_equally(fresh, resumed, 2), expected)
     weights = equal_weights(2)
     weights[0].requires_grad_(False)
@@ -155,7 +132,7 @@ def test_a_parameter_keeps_its_stream(kind: Any) -> None:
 
 @sampled
 @combined
-def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -> None:
+def test_global_settings_do_not_enter(name, writeback, moments):
     results = []
     other = torch.float32 if name == "FisherNaturalGradient" else torch.float64  # nngeometry has float32 only
     for seed, dtype in ((0, torch.float32), (1, other)):
@@ -176,12 +153,11 @@ def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -
     assert results[0] == results[1]
 
 
-# ---------------------------------------------------------------------------------- what is due, and options of groups
 @by_name
-def test_stabilize_projects_when_due(name: str) -> None:
-    weight = grid_weight("E4M3", (3, 7), ROWS)
+def test_stabilize_projects_when_due(name):
+    weight = cases.grid_weight("E4M3", (3, 7), cases.ROWS)
     optimizer = make(name, [weight], lr=0.0, **{"stabilize" if name in RIEMANNIAN_NAMES else "stabilize_every": 3})
-    views = record(optimizer)
+    views = cases.record(optimizer)
     off = values([weight])[0] * 1.001
     for t in range(4):
         with torch.no_grad():
@@ -193,18 +169,20 @@ def test_stabilize_projects_when_due(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_geoopts_stabilize_is_taken_in_groups_too(kind: Any) -> None:
-    groups = kind([{"params": [grid_weight()], "stabilize": 4}, {"params": [grid_weight()]}], stabilize=2).param_groups
-    assert [g["stabilize_every"] for g in groups] == [4, 2]
+def test_geoopts_stabilize_is_taken_in_groups_too(kind):
+    optimizer = kind(
+        [{"params": [cases.grid_weight()], "stabilize": 4}, {"params": [cases.grid_weight()]}], stabilize=2
+    )
+    assert [group["stabilize_every"] for group in optimizer.param_groups] == [4, 2]
 
 
 @pytest.mark.parametrize("kind", [StiffnessAdamW, RiemannianAdam])
-def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
+def test_a_reset_starts_the_averages_anew(kind):
     """After it the step is that of a fresh optimizer at the same point (float64, no rounding)."""
-    weight = free_weight(normal(30, dtype=torch.float64))
+    weight = cases.free_weight(normal(30, dtype=torch.float64))
     optimizer = kind([weight], reset_every=4, refresh_every=1)
     take_steps([optimizer], [[weight]], range(4))
-    twin = free_weight(values([weight])[0])
+    twin = cases.free_weight(values([weight])[0])
     fresh = kind([twin], refresh_every=1)
     for t in range(4, 7):
         take_steps((optimizer, fresh), ([weight], [twin]), range(t, t + 1))
@@ -212,7 +190,7 @@ def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
 
 
 @by_name
-def test_ascending_is_descending_on_the_negated_gradient(name: str) -> None:
+def test_ascending_is_descending_on_the_negated_gradient(name):
     kinds, others = zoo(), zoo()
     up, down = make(name, kinds.values(), maximize=True), make(name, others.values())
     for t in range(4):
@@ -226,10 +204,10 @@ def test_ascending_is_descending_on_the_negated_gradient(name: str) -> None:
 
 
 @by_name
-def test_groups_of_different_options_step_as_optimizers_of_their_own(name: str) -> None:
+def test_groups_of_different_options_step_as_optimizers_of_their_own(name):
     """Position in the whole list keys the noise, so the others are there too, held still by having no gradient."""
     lr = OPTIONS[name]["lr"]
-    chosen: list[dict[str, Any]] = [
+    chosen = [
         {"lr": 0.5 * lr, "writeback": "residual8", "moments": "8bit"},
         {"weight_decay": 0.1, "maximize": True, "seed": 4},
         {"writeback": "nearest", "moments": "bfloat16", "refresh_every": 2},
@@ -249,15 +227,14 @@ def test_groups_of_different_options_step_as_optimizers_of_their_own(name: str) 
         assert bits_of(alone[i]) == bits_of(weights[i]), options
 
 
-# ------------------------------------------------------------------------------------------- what a list of all does
-def distances(parameters: list[Tensor], targets: list[Tensor]) -> list[float]:
+def distances(parameters, targets):
     pairs = zip(parameters, targets, strict=True)
-    return [(value_of(p).double() - target.double()).square().sum().item() for p, target in pairs if moves(p)]
+    return [(cases.value_of(p).double() - target.double()).square().sum().item() for p, target in pairs if moves(p)]
 
 
 @sampled
 @combined
-def test_a_valid_combination_learns(name: str, writeback: str, moments: str) -> None:
+def test_a_valid_combination_learns(name, writeback, moments):
     """20 steps towards a target: every kind comes nearer, stays on its grid, and no gradient is touched."""
     kinds = zoo()
     parameters = list(kinds.values())
@@ -267,7 +244,7 @@ def test_a_valid_combination_learns(name: str, writeback: str, moments: str) -> 
     optimizer = make(name, parameters, writeback=writeback, moments=moments)
     for _ in range(20):
         for p, target in zip(parameters, targets, strict=True):
-            p.grad = value_of(p) - target if p.requires_grad else None
+            p.grad = cases.value_of(p) - target if p.requires_grad else None
         gradients = [(p.grad, bits_of(p.grad)) for p in parameters if p.grad is not None]
         optimizer.step()
         assert all(bits_of(gradient) == before for gradient, before in gradients)
@@ -276,8 +253,8 @@ def test_a_valid_combination_learns(name: str, writeback: str, moments: str) -> 
     # to nearest it may stall, where steps are shorter than half an ULP, which is what the others are for
     assert max(share.values()) <= 1.0 if writeback == "nearest" else max(share.values()) < 0.9, share
     assert sum(share.values()) < 0.8 * len(share)
-    assert all(value_of(p).isfinite().all() for p in parameters)
-    assert all(on_grid(p) for p in parameters if isinstance(getattr(p, "manifold", None), fm.FP8Manifold))
+    assert all(cases.value_of(p).isfinite().all() for p in parameters)
+    assert all(cases.on_grid(p) for p in parameters if isinstance(getattr(p, "manifold", None), fm.FP8Manifold))
     assert same_bits(fixed, values(still))
     assert optimizer.skipped_steps == 0
 
@@ -286,7 +263,7 @@ AVERAGES = {"RiemannianSGD": ["momentum_buffer"], "StiffnessSGD": ["momentum_buf
 WIDTH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
-def averages_of(name: str, p: Tensor) -> list[str]:
+def averages_of(name, p):
     if (name == "FisherNaturalGradient" and is_layer(p)) or (name == "StiffnessMuon" and p.dim() > 1):
         return ["momentum_buffer"]
     return (
@@ -296,7 +273,7 @@ def averages_of(name: str, p: Tensor) -> list[str]:
 
 @sampled
 @combined
-def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str, moments: str) -> None:
+def test_the_state_is_what_moments_and_write_back_say(name, writeback, moments):
     kinds = zoo()
     optimizer = make(name, kinds.values(), writeback=writeback, moments=moments)
     take_steps([optimizer], [kinds.values()], range(2), 0.1)
@@ -321,31 +298,20 @@ def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str,
         assert len(repr({k: v for k, v in state.items() if not isinstance(v, Tensor)})) < 400, kind
 
 
-def tensors_in(x: Any, seen: dict[int, Any]) -> list[Tensor]:
-    if id(x) in seen or isinstance(x, type | nn.Module) or (callable(x) and not hasattr(x, "__dict__")):
-        return []
+def memory(x, seen):
+    """The sizes of what an object holds, by address, but not through types, modules and functions."""
+    if id(x) in seen or isinstance(x, type | nn.Module | ModuleType | FunctionType | MethodType):
+        return {}
     seen[id(x)] = x
-    if isinstance(x, Tensor):
-        return [x]
-    inner: list[Any] = []
-    if isinstance(x, dict):
-        inner = [*x.keys(), *x.values()]
-    elif isinstance(x, list | tuple | set | frozenset):
-        inner = list(x)
-    elif type(x).__module__.startswith("fp8manifold"):
-        inner = list(getattr(x, "__dict__", {}).values())
-    return [t for y in inner for t in tensors_in(y, seen)]
-
-
-def memory(tensors: list[Tensor]) -> dict[int, int]:
-    plain: list[Tensor] = []
-    for t in tensors:
-        plain += [t.codes, t.scale, t.counter] if isinstance(t, fm.FP8Tensor) else [t.detach().as_subclass(Tensor)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.numel()}
+    if isinstance(x, Tensor) and not isinstance(x, fm.FP8Tensor):
+        storage = x.detach().as_subclass(Tensor).untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    inner = [x.codes, x.scale, x.counter] if isinstance(x, fm.FP8Tensor) else gc.get_referents(x)
+    return {address: size for y in inner for address, size in memory(y, seen).items()}
 
 
 @combined
-def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
+def test_nothing_else_is_held(name, writeback, moments):
     """An optimizer keeps its parameters and their state, a few bytes a row besides, and no gradient."""
     parameters = [stored_weight("E4M3", (16, 256), seed=1), nn.Parameter(normal(64, 32, seed=2))]
     optimizer = make(name, parameters, writeback=writeback, moments=moments)
@@ -353,8 +319,7 @@ def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
     gradients = [weakref.ref(p.grad) for p in parameters]
     optimizer.zero_grad()
     assert [gradient() for gradient in gradients] == [None, None]
-    held = memory(tensors_in(optimizer.__dict__, {}))
-    known = memory([*parameters, *tensors_in(dict(optimizer.state), {})])
+    held, known = memory(optimizer, {}), memory([parameters, dict(optimizer.state)], {})
     extra = sum(size for address, size in held.items() if address not in known)
     layer = parameters[0].shape[0] ** 2 + parameters[0].shape[1] ** 2
     assert extra <= 16 * 24 + 256 + (16 * layer if name == "FisherNaturalGradient" else 0)
@@ -363,16 +328,16 @@ def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
-def trained(name: str, what: str) -> list[Tensor]:
+def trained(name, what):
     """Codes and values after three steps, with ``what`` of ``nothing``, ``step`` or ``all`` compiled."""
     torch.manual_seed(0)
     model = fm.quantize_model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "E4M3", storage="fp8")
     wrapped = name == "StiffnessWrapper"
-    optimizer: Any = StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=1e-2), exponent=1.0) if wrapped else None
+    optimizer = StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=1e-2), exponent=1.0) if wrapped else None
     optimizer = optimizer or make(name, model.parameters())
     take = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
 
-    def train_step(x: Tensor) -> None:
+    def train_step(x):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         take()
@@ -385,7 +350,7 @@ def trained(name: str, what: str) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # a loss after the break
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
-def test_a_compiled_step_is_the_step(name: str) -> None:
+def test_a_compiled_step_is_the_step(name):
     """A step or a whole training step that a user compiles: the optimizer runs eager there, to the same bits."""
     expected = trained(name, "nothing")
     for what in ("step", "all"):
@@ -393,10 +358,9 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(trained(name, what), expected, strict=True)), what
 
 
-# ----------------------------------------------------------------------------------------- gradients that are too large
 @sampled
 @combined
-def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) -> None:
+def test_a_step_is_left_out_as_a_whole(name, writeback, moments):
     kinds, others = zoo(), zoo()
     optimizer, untroubled = (make(name, z.values(), writeback=writeback, moments=moments) for z in (kinds, others))
     for o in (optimizer, untroubled):
@@ -405,7 +369,7 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
     for t in range(2):
         for count, (kind, value) in enumerate(bad.items(), 1):
             put_gradients(kinds.values(), t, 0.1)
-            kinds[kind].grad.view(-1)[0] = value  # type: ignore[union-attr]
+            kinds[kind].grad.view(-1)[0] = value
             before = snapshot(optimizer)
             optimizer.step()
             assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (count + t * len(bad), count)
@@ -416,12 +380,12 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
 
 
 @by_name
-def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> None:
+def test_what_the_first_rounding_left_survives_a_step_left_out(name):
     """The rest moves from the parameter into the state, which is saved; no code changes."""
     kept = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
     remainder, codes = kept.remainder.clone(), kept.codes.clone()
     optimizer = make(name, [kept], writeback="residual8")
-    step_from(optimizer, kept, torch.full((3, 7), math.nan))
+    cases.step_from(optimizer, kept, torch.full((3, 7), math.nan))
     assert torch.equal(kept.codes, codes)
     assert optimizer.skipped_steps == 1
     state = optimizer.state_dict()["state"].get(0, {})
@@ -430,7 +394,7 @@ def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> Non
 
 
 @by_name
-def test_one_group_that_raises_is_enough(name: str) -> None:
+def test_one_group_that_raises_is_enough(name):
     """FloatingPointError names the shape, and nothing changes; a bad gradient of a group that skips never raises."""
     kinds = zoo()
     raising = {"params": [kinds["fp8 channel"]], "on_nonfinite": "raise"}
@@ -438,9 +402,9 @@ def test_one_group_that_raises_is_enough(name: str) -> None:
         groups = [{"params": [p for k, p in kinds.items() if k != "fp8 channel"]}, dict(raising)]
         optimizer = make(name, groups[:: 1 if first else -1])
         put_gradients(kinds.values(), 0, 0.1)
-        kinds["fp8 tensor"].grad[0, 0] = math.nan  # type: ignore[index]
+        kinds["fp8 tensor"].grad[0, 0] = math.nan
         optimizer.step()
-        kinds["fp8 channel"].grad[4, 32] = math.nan  # type: ignore[index]
+        kinds["fp8 channel"].grad[4, 32] = math.nan
         before = snapshot(optimizer)
         with pytest.raises(FloatingPointError, match=r"\(5, 33\)"):
             optimizer.step()
@@ -449,9 +413,9 @@ def test_one_group_that_raises_is_enough(name: str) -> None:
 
 
 @by_name
-def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name: str) -> None:
+def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name):
     """Each square is finite, their sum is not; in steady steps too."""
-    weight, plain = grid_weight("E4M3", (3, 7)), nn.Parameter(torch.zeros(100))
+    weight, plain = cases.grid_weight("E4M3", (3, 7)), nn.Parameter(torch.zeros(100))
     for parameters in ([weight, plain], [stored_weight("E4M3", (3, 7)), plain]):
         optimizer = make(name, parameters)
         for _ in range(4):
@@ -463,22 +427,22 @@ def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIEMANNIAN_NAMES)
-def test_a_code_gradient_whose_square_overflows_does_not_stick(name: str) -> None:
+def test_a_code_gradient_whose_square_overflows_does_not_stick(name):
     """E5M2 near its end, where S = 8192: S g overflows in its square though g does not; the weight moves again."""
-    p = on(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
+    p = cases.on(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
     optimizer = make(name, [p], lr=0.5, **({"momentum": 0.0} if name == "RiemannianSGD" else {}))
     for t in range(60):
-        step_from(optimizer, p, torch.full((4,), 3e17 if t == 3 else 1e-4))
+        cases.step_from(optimizer, p, torch.full((4,), 3e17 if t == 3 else 1e-4))
     assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()) if isinstance(x, Tensor))
     assert optimizer.skipped_steps <= 1
 
 
 @by_name
-def test_a_run_that_diverges_stays_finite(name: str) -> None:
+def test_a_run_that_diverges_stays_finite(name):
     """Steps far too long in formats of few and of many binades: codes of numbers, at scales that hold them."""
     for fmt in ("E7M0", "E4M3", "E5M2", "E1M6", "E4M3FNUZ", "P3109_8P3", "E2M1"):
         p = fm.FP8Parameter(normal(6, 7, std=0.1), fmt, headroom=1.0)
-        q = on(fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1))
+        q = cases.on(fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1))
         optimizer = make(name, [p, q], lr=1e5 * OPTIONS[name]["lr"], refresh_every=2)
         for t in range(6):
             put_gradients([p, q], t, 10.0 ** (3 * t - 3))
@@ -488,12 +452,11 @@ def test_a_run_that_diverges_stays_finite(name: str) -> None:
         assert all(x.isfinite().all() for w in (p, q) for x in optimizer.state[w].values() if isinstance(x, Tensor))
 
 
-# ------------------------------------------------------------------- torch's optimizers, and floats
 torch.backends.__allow_nonbracketed_mutation_flag = True  # the harness takes that from every test of the process
 double = torch.float64
 
 
-def plain(p: Tensor) -> Tensor:
+def plain(p):
     return p.detach().as_subclass(Tensor).clone()
 
 
@@ -503,7 +466,7 @@ SAME["Madam"] = "AdamW"
 THEIRS = {info.name: info for info in optim_db}
 
 
-def translated(name: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def translated(name, kwargs):
     """torch's options in our words; None where ours means another thing by them."""
     decoupled = name == "StiffnessSGD" and kwargs.get("weight_decay")
     if decoupled or (kwargs.get("amsgrad") and name != "RiemannianAdam"):
@@ -515,7 +478,7 @@ def translated(name: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("name", [*SAME, "StiffnessSGD, free", "StiffnessAdamW, free"])
-def test_where_nothing_is_rounded_steps_are_torchs(name: str) -> None:
+def test_where_nothing_is_rounded_steps_are_torchs(name):
     """In float64, over every configuration that torch tests its own optimizer with: ordinary and unrounded weights."""
     name, _, free = name.partition(", ")
     theirs, compared = THEIRS[SAME[name]], 0
@@ -523,10 +486,10 @@ def test_where_nothing_is_rounded_steps_are_torchs(name: str) -> None:
         if (options := translated(name, given.kwargs)) is None:
             continue
         start = [normal(3, 4, dtype=double), normal(5, seed=1, dtype=double)]
-        pair: Any = [[nn.Parameter(x.clone()) for x in start] for _ in "ab"]
+        pair = [[nn.Parameter(x.clone()) for x in start] for _ in "ab"]
         if free:
-            scales = (ROWS.double() * 1.7, 0.3)
-            pair[1] = [free_weight(x.clone(), "E5M2", scale) for x, scale in zip(start, scales, strict=True)]
+            scales = (cases.ROWS.double() * 1.7, 0.3)
+            pair[1] = [cases.free_weight(x.clone(), "E5M2", scale) for x, scale in zip(start, scales, strict=True)]
             pair[0] = [nn.Parameter(plain(p)) for p in pair[1]]
         made = [theirs.optim_cls(pair[0], **copy.deepcopy(given.kwargs)), getattr(fm.optim, name)(pair[1], **options)]
         for t in range(10):
@@ -541,7 +504,7 @@ def test_where_nothing_is_rounded_steps_are_torchs(name: str) -> None:
 
 
 #: with a decay of 0.005 a step
-DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
+DECAYING = {
     "StiffnessAdamW": (optim.StiffnessAdamW, {}),
     "StiffnessSGD": (optim.StiffnessSGD, {"momentum": 0.9}),
     "StiffnessLion": (optim.StiffnessLion, {}),
@@ -559,10 +522,10 @@ DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("fmt", "factors"), [("E4M3", False), ("E5M2", False), ("E2M5", False), ("E4M3", True)])
 @pytest.mark.parametrize("name", DECAYING)
-def test_decay_is_what_was_asked_for(fmt: str, factors: bool, name: str) -> None:
+def test_decay_is_what_was_asked_for(fmt, factors, name):
     """40,000 weights without gradients, 200 steps beside floats: the rate to four standard errors, or to 0.2%."""
     kind, options = DECAYING[name]
-    stored = with_factors(fm.FP8Parameter(normal(200, 200, std=0.05), fmt, seed=0), factors)
+    stored = cases.with_factors(fm.FP8Parameter(normal(200, 200, std=0.05), fmt, seed=0), factors)
     exact = nn.Parameter(stored.dequantize())
     start = exact.detach().clone()
     for p in (stored, exact):
@@ -580,13 +543,13 @@ def test_decay_is_what_was_asked_for(fmt: str, factors: bool, name: str) -> None
 
 
 @by_name
-def test_loss_scaling_over_stored_and_ordinary_weights(name: str) -> None:
+def test_loss_scaling_over_stored_and_ordinary_weights(name):
     """Unscaled and clipped gradients step as such; an overflow is left out by the scaler, a NaN by the optimizer."""
-    pair: Any = [[stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"]
+    pair = [[stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"]
     scaled, plain = (make(name, parameters) for parameters in pair)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=100)
 
-    def backward(parameters: list[Any], optimizer: Any, t: int, factor: float = 1.0) -> None:
+    def backward(parameters, optimizer, t, factor=1.0):
         optimizer.zero_grad()
         loss = ((parameters[0] @ parameters[1]) * normal(3, seed=t)).sum() * factor
         (scaler.scale(loss) if optimizer is scaled else loss).backward()

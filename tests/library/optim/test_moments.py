@@ -1,9 +1,7 @@
 """Running averages in 16 and 8 bits: unbiased; and Muon's, in blocks that are fitted, against its definition."""
 
 import copy
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +9,7 @@ import torch
 from laws import each
 from optimizer_cases import normal, step_from, stored_weight
 from paths import PATHS, by
-from scalar_grid import F32, Codes, exponent_of, f32
-from torch import Tensor
+from scalar_grid import Codes, exponent_of, f32
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessMuon
@@ -24,7 +21,7 @@ DRAWS = torch.arange(1 << 16, dtype=torch.int32)
 
 
 @each("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
-def test_bfloat16_is_unbiased_over_all_draws(x: float) -> None:
+def test_bfloat16_is_unbiased_over_all_draws(x):
     """Exactly: of the 2^16 draws, as many round away as there are parts beyond the value below."""
     value = torch.tensor(x)
     kept = _to_bfloat16(value.expand(len(DRAWS)).contiguous(), DRAWS).double()
@@ -33,7 +30,7 @@ def test_bfloat16_is_unbiased_over_all_draws(x: float) -> None:
 
 
 @each("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
-def test_roots_of_roots_are_unbiased(root: float) -> None:
+def test_roots_of_roots_are_unbiased(root):
     """In units of their scale, over draws that lie evenly: the root of what is kept has the mean.
 
     To 2^-13 of what lies between its neighbours; among the fewer than eight spacings of the lowest binade to 2^-10.
@@ -50,7 +47,7 @@ def test_roots_of_roots_are_unbiased(root: float) -> None:
         assert kept.mean() >= min(root, MOMENT_FORMAT.max)
 
 
-def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
+def test_a_root_of_a_code_stays_and_none_but_0_becomes_0():
     """Below the smallest code an average is overstated: steps are divided by it."""
     every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
     for draw in (0, 1, 0xFFFFFF):
@@ -61,21 +58,6 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
             assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
 
 
-def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
-    """Each average has one half of a 32-bit word: also the eight bits that no weight's draw looks at."""
-    n = 1 << 20
-    for words in ((0, 1, 0, 1), (2**63, 77, 12, 1)):
-        word = word_range(0, n, words, "cpu").numpy().view(np.uint32)
-        ones = np.array([np.mean(word >> bit & 1) for bit in range(32)])
-        assert abs(2 * ones - 1).max() < 5 / np.sqrt(n)
-        low, high = (word & 0xFFFF).astype(float), (word >> 16).astype(float)
-        assert abs(np.corrcoef(low, high)[0, 1]) < 5 / np.sqrt(n)
-        assert abs(np.corrcoef(low[1:], low[:-1])[0, 1]) < 5 / np.sqrt(n)
-        of_weights = word_range(0, n, words[:3], "cpu").numpy().view(np.uint32).astype(float)
-        assert abs(np.corrcoef(of_weights, word.astype(float))[0, 1]) < 5 / np.sqrt(n)
-
-
-# ------------------------------------------------------- Muon's momentum, in blocks that are fitted
 E2M5 = Codes(MOMENTUM_FORMAT)
 MU = 0.95
 
@@ -86,22 +68,22 @@ class Slow:
     Its draws are independent, whatever those of the weights are.
     """
 
-    def __init__(self, count: int, block: int, momentum: float, words: tuple[int, int]) -> None:
+    def __init__(self, count, block, momentum, words):
         self.codes, self.largest = [0] * count, [f32(0)] * (count // block)
         self.block, self.words, self.steps = block, words, 0
         self.decay, self.gain = f32(momentum), f32(1 - momentum)
 
-    def scale(self, block: int) -> float:
+    def scale(self, block):
         """The smallest power of two, and no subnormal, with which the largest is within 7.875."""
         largest = float(self.largest[block])
         exponent = exponent_of(largest) - 2 if largest >= 2.0**-126 else -126
         return 2.0 ** max(exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126)
 
-    def step(self, gradient: list[float]) -> None:
+    def step(self, gradient):
         self.steps += 1
         seed, stream = self.words
         words = word_range(0, len(self.codes), (seed, self.steps, stream, 1), "cpu").tolist()
-        new: list[F32] = []
+        new = []
         for i, (code, g) in enumerate(zip(self.codes, gradient, strict=True)):
             value = f32(f32(E2M5.value(E2M5.signed(code))) * f32(self.scale(i // self.block)))
             value = f32(-0.0) if code == MOMENTUM_FORMAT.sign_bit else value
@@ -113,7 +95,7 @@ class Slow:
             self.codes[i] = E2M5.code(E2M5.round(float(scaled), word % 2**32 >> 8), bool(np.signbit(x)))
 
 
-def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+def gradient(shape, step):
     """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny and of huge values."""
     g = normal(*shape, seed=100 + step) * torch.exp2(normal(*shape, seed=200 + step).mul(3).round())
     g.view(-1)[step::7] = 0.0
@@ -129,9 +111,7 @@ SHAPES = ((3, 14, 14), (4, 300, 150), (3, 1301, 1301), (3, 512, 256))
 @pytest.mark.parametrize("draws", ["independent", "dither"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
-def test_codes_and_largest_are_those_of_the_definition(
-    rows: int, columns: int, block: int, path: str, draws: str
-) -> None:
+def test_codes_and_largest_are_those_of_the_definition(rows, columns, block, path, draws):
     weight = stored_weight(shape=(rows, columns))
     optimizer = by(path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws))
     slow = None
@@ -144,39 +124,15 @@ def test_codes_and_largest_are_those_of_the_definition(
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
 
 
-def stepped() -> tuple[Any, StiffnessMuon]:
+@each(
+    ("kind", "average", "bound"),
+    [("StiffnessMuon", "momentum_buffer", "avg_largest"), ("StiffnessAdamW", "exp_avg_sq", "sq_bound")],
+)
+def test_an_average_without_the_bound_of_its_blocks_is_refused(kind, average, bound):
     weight = stored_weight(shape=(4, 64))
-    optimizer = StiffnessMuon([weight], 0.01, moments="8bit")
-    step_from(optimizer, weight, normal(4, 64, seed=1))
-    return weight, optimizer
-
-
-def former(entry: dict[str, Any]) -> None:
-    """As it was when the momentum was E4M3 under a bound of the gradients."""
-    entry["avg_bound"] = entry.pop("avg_largest")
-
-
-@pytest.mark.parametrize("change", [former, lambda entry: entry.pop("avg_largest")], ids=["former", "lost"])
-def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
-    _, optimizer = stepped()
-    saved = copy.deepcopy(optimizer.state_dict())
-    change(saved["state"][0])
-    weight, fresh = stepped()
-    with pytest.raises(ValueError, match="momentum_buffer in 8 bits without avg_largest"):
-        fresh.load_state_dict(saved)
-    change(fresh.state[weight])
-    before = weight.codes.clone()
-    weight.grad = normal(4, 64, seed=2)
-    with pytest.raises(ValueError, match="saved in another format"):
-        fresh.step()
-    assert torch.equal(weight.codes, before)
-
-
-def test_a_second_moment_without_its_bound_is_refused() -> None:
-    weight = stored_weight(shape=(4, 64))
-    optimizer = fm.optim.StiffnessAdamW([weight], 0.01, moments="8bit")
+    optimizer = getattr(fm.optim, kind)([weight], 0.01, moments="8bit")
     step_from(optimizer, weight, normal(4, 64, seed=1))
     saved = copy.deepcopy(optimizer.state_dict())
-    del saved["state"][0]["sq_bound"]
-    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):
+    del saved["state"][0][bound]
+    with pytest.raises(ValueError, match=f"{average} in 8 bits without {bound}"):
         optimizer.load_state_dict(saved)

@@ -1,7 +1,5 @@
 """Parameters of other people's models: Muon's, Adam's, and those that decay, by layer, name and shape."""
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -16,32 +14,32 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
 
 
-def vit() -> Any:
+def vit():
     return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, **HEADS, image_size=8, patch_size=4))
 
 
-def gpt_oss() -> Any:
+def gpt_oss():
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 1}
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **HEADS, **experts, vocab_size=20))
 
 
-def mamba() -> Any:
+def mamba():
     return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=4, vocab_size=20))
 
 
-def swin() -> Any:
+def swin():
     sizes = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2, "image_size": 8, "patch_size": 2}
     return transformers.SwinModel(transformers.SwinConfig(**sizes))
 
 
-def found(model: nn.Module, **options: Any) -> dict[str, tuple[str, bool]]:
+def found(model, **options):
     groups = StiffnessMuon.for_model(model, 1e-2, **options).param_groups
     return {name: (g["direction"], g["weight_decay"] > 0) for g in groups for name in g["param_names"]}
 
 
 MUON, DECAYS, VECTOR = ("muon", True), ("adam", True), ("adam", False)
 #: model, and ends of names: of vectors, of Muon's matrices, and of what else decays
-MODELS: dict[str, tuple[Any, str, str, str]] = {
+MODELS = {
     "vit": (vit, "cls_token position_embeddings", "projection.weight q_proj.weight", "classifier.weight"),
     "gpt_oss": (gpt_oss, "sinks proj_bias", "experts.gate_up_proj experts.down_proj", "tokens.weight lm_head.weight"),
     "mamba": (mamba, "A_log mixer.D", "in_proj.weight dt_proj.weight", "conv1d.weight"),
@@ -50,7 +48,7 @@ MODELS: dict[str, tuple[Any, str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_no_hidden_matrix_is_adams(name: str) -> None:
+def test_what_is_no_hidden_matrix_is_adams(name):
     make, *ends = MODELS[name]
     model = make()
     sorted_here = found(model)
@@ -63,7 +61,7 @@ def test_what_is_no_hidden_matrix_is_adams(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_quantised_layers_are_sorted_as_their_floats_are(name: str) -> None:
+def test_quantised_layers_are_sorted_as_their_floats_are(name):
     model = MODELS[name][0]()
     before = found(model)
     fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")
@@ -71,7 +69,7 @@ def test_quantised_layers_are_sorted_as_their_floats_are(name: str) -> None:
 
 
 class Direct(nn.Module):
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
+    def __init__(self, **shapes):
         super().__init__()
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.ones(shape)))
@@ -92,13 +90,11 @@ class Direct(nn.Module):
         ("w1", (2, 2, 4, 6), DECAYS),
     ],
 )
-def test_parameters_that_are_no_layers_go_by_name_and_shape(
-    name: str, shape: tuple[int, ...], expected: tuple[str, bool]
-) -> None:
+def test_parameters_that_are_no_layers_go_by_name_and_shape(name, shape, expected):
     assert found(Direct(**{name: shape})) == {name: expected}
 
 
-def test_layers_weights_are_matrices_whatever_they_are_called_and_channels_alone_are_none() -> None:
+def test_layers_weights_are_matrices_whatever_they_are_called_and_channels_alone_are_none():
     layers = {"pos_embed": nn.Linear(4, 1, bias=False), "bias": nn.Conv1d(1, 4, 3, bias=False)}
     layers |= {f"groups{n}": nn.Conv1d(4, 4, 3, groups=n, bias=False) for n in (2, 4)}
     model = nn.ModuleDict(layers)
@@ -107,9 +103,9 @@ def test_layers_weights_are_matrices_whatever_they_are_called_and_channels_alone
     assert set(kinds.values()) == {MUON}
 
 
-def test_what_a_model_leaves_out_of_decay_is_left_out() -> None:
+def test_what_a_model_leaves_out_of_decay_is_left_out():
     class Timm(Direct):
-        def no_weight_decay(self) -> set[str]:
+        def no_weight_decay(self):
             return {"w1"}
 
     model = Timm(w1=(4, 6), w2=(4, 6), w3=(4, 6))
@@ -118,7 +114,7 @@ def test_what_a_model_leaves_out_of_decay_is_left_out() -> None:
     assert found(model, others=["w2"])["w2"] == DECAYS
 
 
-def test_a_report_says_why() -> None:
+def test_a_report_says_why():
     text = str(muon_report(mamba()))
     rows = {tuple(line.split(maxsplit=5)) for line in text.splitlines()}
     assert ("backbone.layers.0.mixer.A_log", "(32,", "4)", "adam", "no", "by its name, 'A_log'") in rows

@@ -1,35 +1,24 @@
 """Refusals of the optimizers, a line each."""
 
+import builtins
 import math
-from collections.abc import Callable, Iterable
+import re
 from functools import partial
-from typing import Any
 
 import geoopt
+import optimizer_cases as cases
 import pytest
 import torch
-from fisher_cases import optimizer_of, tagger
 from laws import each
-from optimizer_cases import (
-    CLASSES,
-    RIEMANNIAN,
-    every_class,
-    frozen,
-    grid_weight,
-    normal,
-    on,
-    put_gradients,
-    snapshot,
-    stored_weight,
-)
-from refused import check_refused, named
+from optimizer_cases import frozen, grid_weight, normal, put_gradients, snapshot, stored_weight
+from refused import NAMES, check_refused, named
+from test_fisher import optimizer_of, tagger
 from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
-# ------------------------------------------------------------------------------------------------------ refusals
-KINDS = {kind.__name__: kind for kind in CLASSES}
+KINDS = {kind.__name__: kind for kind in cases.CLASSES}
 #: options that all of them refuse, that those with `betas` do, and that those with `momentum` do
 EVERY = {
     **named("ValueError", "lr=-0.1; lr=nan; lr=inf; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5"),
@@ -102,7 +91,6 @@ CALLS = {
     "K([{'params': [weight]}, {'params': [weight]}])": "ValueError: more than one parameter group",
     "K([weight, weight])": "ValueError: twice",
     "K(ones(2))": "TypeError: Tensor",
-    "K([1.0])": "TypeError: float",
     "K(3)": "TypeError: int",
     "own.add_param_group({'params': {weight}})": "TypeError: set",
     "own.add_param_group([weight])": "TypeError: list",
@@ -124,12 +112,8 @@ CALLS = {
     "own.load_state_dict(other(K).state_dict())": "ValueError: not of K",
     "own.load_state_dict(K([weight, on(FP8Manifold('E4M3'), ones(3))]).state_dict())": "ValueError: size",
     "own.load_state_dict(changed(own, lr=-1.0))": "ValueError: lr=-1.0",
-    "own.load_state_dict(own.state_dict() | {'param_groups': own.state_dict()['param_groups'] * 2})": "ValueError: "
-    "size",
     "own.load_state_dict({})": "ValueError: param_groups",
     "own.load_state_dict(None)": "TypeError: state_dict must be a dict & NoneType",
-    "own.load_state_dict([1])": "TypeError: state_dict must be a dict & list",
-    "own.load_state_dict('state')": "TypeError: state_dict must be a dict & str",
 }
 #: not of these six
 MUON = {
@@ -207,20 +191,20 @@ OTHERS = {
 }
 
 
-def trained(kind: Any, weight: Any, **options: Any) -> Any:
+def trained(kind, weight, **options):
     optimizer = kind([weight], **{"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}, **options)
     put_gradients([weight], 0)
     optimizer.step()
     return optimizer
 
 
-def sparse(kind: Any) -> Any:
+def sparse(kind):
     optimizer = kind([plain := nn.Parameter(torch.ones(3, 2))])
     plain.grad = torch.ones(3, 2).to_sparse()
     return optimizer
 
 
-def calls() -> Iterable[tuple[str, str]]:
+def calls():
     """Every call with what is said of it: options to the constructor and in a group."""
     for kind, options in ALL_OF.items():
         for given, said in options.items():
@@ -237,15 +221,15 @@ def calls() -> Iterable[tuple[str, str]]:
 REFUSED = dict(calls())
 #: the calls that import nngeometry
 OF_FISHER = [call for call in REFUSED if "fisher" in call.lower()]
-SUBJECTS: dict[str, Callable[[], Any]] = {
+SUBJECTS = {
     **{f"own_{name}": partial(trained, kind, stored_weight()) for name, kind in KINDS.items()},
     "weight": grid_weight,
     "sphere": lambda: geoopt.ManifoldParameter(geoopt.Sphere().projx(normal(4)), manifold=geoopt.Sphere()),
     "tags": tagger,
 }
-MORE: dict[str, Any] = {
+MORE = {
     "sparse": sparse,
-    "on": on,
+    "on": cases.on,
     "tagger": tagger,
     "fisher": optimizer_of,
     "optim": torch.optim,
@@ -260,76 +244,62 @@ MORE: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
 @each("call", [call for call in REFUSED if call not in OF_FISHER])
-def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
-    assert_refused(call)
-
-
-@pytest.mark.extra("nngeometry")
-@each("call", OF_FISHER)
-def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call: str) -> None:
-    assert_refused(call)
-
-
-def assert_refused(call: str) -> None:
+def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
     said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
     assert "load_state_dict" not in call or len(said) < 300
 
 
-@every_class
-def test_what_is_off_may_be_said(kind: Any) -> None:
+@pytest.mark.extra("nngeometry")
+@each("call", OF_FISHER)
+def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
+    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+
+
+@cases.every_class
+def test_what_is_off_may_be_said(kind):
     flags = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
     optimizer = kind([grid_weight()], **flags)
     optimizer.add_param_group({"params": [fine := grid_weight()], **flags})
     assert optimizer.param_groups[1]["params"] == [fine]
 
 
-# ------------------------------------------------------------------------------------------- options that went astray
+#: options that no constructor takes, and values that the state does not have
+ASTRAY = {given: said for given, said in EVERY.items() if "supported" not in said and not re.search(r"1\.5|2\]", given)}
+ASTRAY |= {
+    "lr=tensor(nan)": "ValueError: lr=",
+    "moments='8bit'": "ValueError: moments='8bit'",
+    "moments='bfloat16'": "ValueError: moments='bfloat16'",
+    "writeback='residual4'": "ValueError: writeback='residual4' & residual8",
+}
 
 
-@every_class
-@each(
-    ("change", "error", "message"),
-    [
-        *(({"lr": lr}, ValueError, "lr=") for lr in (math.nan, math.inf, -0.1, torch.tensor(math.nan))),
-        ({"weight_decay": math.nan}, ValueError, "weight_decay=nan"),
-        ({"writeback": "residual"}, ValueError, "writeback='residual'"),
-        ({"writeback": "residual4"}, ValueError, "writeback='residual4'.*residual8"),
-        ({"moments": "8bit"}, ValueError, "moments='8bit'"),
-        ({"moments": "bfloat16"}, ValueError, "moments='bfloat16'"),
-        ({"seed": -1}, ValueError, "seed=-1"),
-        ({"clip": math.nan}, ValueError, "clip=nan"),
-        ({"maximize": "no"}, TypeError, "maximize='no'"),
-        ({"refresh_every": 0}, ValueError, "refresh_every=0"),
-        ({"on_nonfinite": "maybe"}, ValueError, "on_nonfinite='maybe'"),
-    ],
-    ids=str,
-)
-def test_options_set_between_steps_are_checked(kind: Any, change: dict[str, Any], error: Any, message: str) -> None:
+@cases.every_class
+@each("given", ASTRAY)
+def test_options_set_between_steps_are_checked(kind, given):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
-    more |= {"float_lr": 0.01} if kind in RIEMANNIAN else {}
+    more |= {"float_lr": 0.01} if kind in cases.RIEMANNIAN else {}
     optimizer = kind([{"params": [plain]}, {"params": [weight]}], writeback="residual8", **more)
     put_gradients([plain, weight], 0)
     optimizer.step()
     group = optimizer.param_groups[1]
-    kept = {name: group[name] for name in change}
-    group.update(change)
+    kept = dict(group)
+    group.update(eval(f"dict({given})", NAMES))
     put_gradients([plain, weight], 1)
     before = snapshot(optimizer)
-    with pytest.raises(error, match=message):
+    error, words = ASTRAY[given].split(": ", 1)
+    with pytest.raises(getattr(builtins, error)) as raised:
         optimizer.step()
+    assert all(word in str(raised.value) for word in words.split(" & "))
     assert snapshot(optimizer) == before
     group.update(kept)
     optimizer.step()
     assert optimizer.state[weight]["step"] == 2
 
 
-# ------------------------------------------------------------------------------------------------------ foreign states
-
-
 #: What a state was saved with and what it is loaded for, and the words that say so.
 BLOCK, SQUARE, TENSOR = ({"shape": (4, 64), "granularity": kind} for kind in ("block", "square", "tensor"))
-ANOTHER: dict[str, tuple[Any, Any, str]] = {
+ANOTHER = {
     "shape": (lambda: stored_weight(shape=(4, 64)), lambda: stored_weight(shape=(64, 4)), r"\(4, 64\).*\(64, 4\)"),
     "format": (lambda: stored_weight("E4M3"), lambda: stored_weight("E5M2"), "E4M3.*E5M2"),
     "layout": (lambda: stored_weight("E4M3"), lambda: stored_weight("E4M3FNUZ"), "E4M3, .*E4M3FNUZ, "),
@@ -341,9 +311,9 @@ ANOTHER: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@every_class
+@cases.every_class
 @each(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
-def test_a_state_made_for_another_parameter_is_refused(kind: Any, saved: Any, ours: Any, message: str) -> None:
+def test_a_state_made_for_another_parameter_is_refused(kind, saved, ours, message):
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
     optimizer = trained(kind, ours(), moments="8bit", writeback="residual8")
     before, kept = snapshot(optimizer), frozen(state)

@@ -5,17 +5,14 @@ From every third of them, another third from combination to combination; the slo
 
 import copy
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from family_cases import NAMES, OPTIONS, VALID, ids, make
-from optimizer_cases import bits_of, frozen, grid_weight, normal, on, put_gradients, stored_weight, through_disk
+from family_cases import NAMES, OPTIONS, VALID, make
+from optimizer_cases import bits_of, frozen, grid_weight, normal, put_gradients, stored_weight, through_disk
 from torch import nn
 
-import fp8manifold as fm
 from fp8manifold.optim import anneal
 
 STEPS = 50
@@ -24,48 +21,40 @@ AHEAD = 4
 EVERY = 3
 
 
-valid = pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=ids(VALID))
 by_name = pytest.mark.parametrize("name", NAMES)
 
 
-class Weights(nn.Module):
-    """Seven small parameters of different kinds; the same whatever ``seed`` once a state has been loaded."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        scale = torch.tensor([[2.0**-5], [2.0**-4]])
-        kind = {"granularity": "block", "headroom": 1.0, "factors": True}
-        saturating = stored_weight("E4M3", (3, 32), seed=seed + 3, **kind)
-        transposed = fm.FP8Manifold("E4M3", 2.0**-5)
-        self.weights = nn.ParameterList(
-            [
-                stored_weight("E4M3", (2, 9), seed=seed + 1, keep_remainder=True),
-                stored_weight("E5M2", (5,), seed=seed + 2, dtype=torch.bfloat16),
-                saturating,
-                grid_weight("E4M3", (2, 3), scale, "stochastic", seed=seed + 4),
-                on(transposed, normal(3, 2, seed=seed + 5, std=0.1)),
-                nn.Parameter(normal(4, 3, seed=seed + 6).t()),
-                nn.Parameter(normal(3, seed=seed + 7).bfloat16()),
-            ]
-        )
-
-
 @cache
-def weights_of(seed: int) -> Weights:
-    """Made once: what is trained are copies."""
-    return Weights(seed)
+def weights_of(seed):
+    """Seven small parameters of different kinds; the same whatever ``seed`` once a state has been loaded.
+
+    Made once: what is trained are copies.
+    """
+    scale = torch.tensor([[2.0**-5], [2.0**-4]])
+    of_blocks = {"granularity": "block", "headroom": 1.0, "factors": True}
+    return nn.ParameterList(
+        [
+            stored_weight("E4M3", (2, 9), seed=seed + 1, keep_remainder=True),
+            stored_weight("E5M2", (5,), seed=seed + 2, dtype=torch.bfloat16),
+            stored_weight("E4M3", (3, 32), seed=seed + 3, **of_blocks),
+            grid_weight("E4M3", (2, 3), scale, "stochastic", seed=seed + 4),
+            grid_weight("E4M3", (3, 2), seed=seed + 5),
+            nn.Parameter(normal(4, 3, seed=seed + 6).t()),
+            nn.Parameter(normal(3, seed=seed + 7).bfloat16()),
+        ]
+    )
 
 
 class Run:
     """A module and its optimizer, with a scheduler on request: all that a training script saves and loads."""
 
-    def __init__(self, make_optimizer: Callable[[Any], Any], make_scheduler: Any = None, seed: int = 0) -> None:
+    def __init__(self, make_optimizer, make_scheduler=None, seed=0):
         self.module = copy.deepcopy(weights_of(seed))
-        self.optimizer = make_optimizer(list(self.module.weights))
+        self.optimizer = make_optimizer(list(self.module))
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
 
-    def step(self, t: int) -> None:
-        weights = list(self.module.weights)
+    def step(self, t):
+        weights = list(self.module)
         put_gradients(weights, t, 0.3)
         weights[t % 3].grad = None
         if t == 17:
@@ -74,22 +63,22 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self):
         saved = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         return saved | ({"scheduler": self.scheduler.state_dict()} if self.scheduler else {})
 
-    def load(self, parts: dict[str, Any]) -> None:
+    def load(self, parts):
         self.module.load_state_dict(parts["module"])
         self.optimizer.load_state_dict(parts["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(parts["scheduler"])
 
-    def bits(self) -> dict[str, Any]:
-        weights = [bits_of(p) for p in self.module.weights]
+    def bits(self):
+        weights = [bits_of(p) for p in self.module]
         return {"weights": weights, **frozen({k: v for k, v in self.parts().items() if k != "module"})}
 
 
-def resume(label: str, begin: Callable[[int], Run], every: int = EVERY) -> Run:
+def resume(label, begin, every=EVERY):
     """Take up files in a module of other values and a new optimizer, and compare with the run that went on."""
     whole = begin(0)
     files, trajectory = [], []
@@ -109,9 +98,9 @@ def resume(label: str, begin: Callable[[int], Run], every: int = EVERY) -> Run:
 
 
 @pytest.mark.covering(2)
-@valid
+@pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=["-".join(each) for each in VALID])
 @pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_combination_resumes(name: str, writeback: str, moments: str, every: int) -> None:
+def test_every_combination_resumes(name, writeback, moments, every):
     """S_ref is renewed every 7 steps, which does not divide 50; scales are widened and one step is left out."""
     options = {"writeback": writeback, "moments": moments, "refresh_every": 7, "weight_decay": 0.01, "seed": 3}
     label = f"{name}-{writeback}-{moments}-{every}"
@@ -119,8 +108,7 @@ def test_every_combination_resumes(name: str, writeback: str, moments: str, ever
     assert whole.optimizer.skipped_steps == 1
 
 
-# ------------------------------------------------------------------------------------------ schedules and odd options
-SCHEDULERS: dict[str, Any] = {
+SCHEDULERS = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30),
     "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
         o, [g["lr"] * 2 for g in o.param_groups], total_steps=60, cycle_momentum=False
@@ -132,30 +120,28 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.covering(1)
 @by_name
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_runs_with_schedules_groups_and_resets_resume(name: str, schedule: str) -> None:
+def test_runs_with_schedules_groups_and_resets_resume(name, schedule):
     annealed = {"stiffness": anneal(1.0, 0.0, 40)} if "stiffness" in options_of(name) else {"damping": 0.25}
     lr = OPTIONS[name]["lr"]
 
-    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    def groups(parameters):
         first = {"params": parameters[:3], "writeback": "residual8", "moments": "8bit", "reset_every": 13, **annealed}
         rest = {"lr": torch.tensor(lr / 2), "stabilize_every": 11, "maximize": True, "refresh_every": 3}
         return [first, {"params": parameters[3:], "writeback": "stochastic", "moments": "bfloat16", **rest}]
 
-    def begin(seed: int) -> Run:
+    def begin(seed):
         return Run(lambda p: make(name, groups(p), refresh_every=7), SCHEDULERS[schedule], seed)
 
     whole = resume(f"{name}-{schedule}", begin)
     assert any(isinstance(group["lr"], torch.Tensor) for group in whole.optimizer.param_groups)
 
 
-def options_of(name: str) -> dict[str, Any]:
-    defaults: dict[str, Any] = make(name, [stored_weight("E4M3", (2, 9))]).defaults
-    return defaults
+def options_of(name):
+    return make(name, [stored_weight("E4M3", (2, 9))]).defaults
 
 
-# ------------------------------------------------------------------------------------------ other ways to take a run up
 @by_name
-def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name: str) -> None:
+def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
     """Back to an earlier state, before or after the weights: nothing of what came later is left over."""
     run = Run(lambda p: make(name, p, moments="8bit", writeback="residual8", refresh_every=7))
     states, trajectory = [], []
@@ -175,7 +161,7 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name: str) -> N
 
 
 @by_name
-def test_weights_loaded_in_the_middle_of_a_run_are_stepped_with_their_own_scales(name: str) -> None:
+def test_weights_loaded_in_the_middle_of_a_run_are_stepped_with_their_own_scales(name):
     """Another checkpoint's weights, scales included, under the running optimizer: as one made for them would go on."""
     options = {"moments": "8bit", "writeback": "nearest", "refresh_every": 1, "seed": 1}
     runs = []

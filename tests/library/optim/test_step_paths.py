@@ -2,41 +2,39 @@
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from laws import each
 from optimizer_cases import free_weight, grid_weight, normal, snapshot, with_factors
 from paths import PATHS, by
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _step, anneal
+from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
-from fp8manifold.optim._slot import Slot, View
+from fp8manifold.optim._slot import View
 
 #: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
 
 
-def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHAPES, **options: Any) -> list[Any]:
+def of_codes(name="E4M3", granularity="channel", shapes=SHAPES, **options):
     return [
         fm.FP8Parameter(normal(*shape, seed=i, std=0.1), name, granularity=granularity, **{"seed": i, **options})
         for i, shape in enumerate(shapes)
     ]
 
 
-def take(optimizer: Any, t: int) -> None:
+def take(optimizer, t):
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
         g = normal(*p.shape, seed=1000 * t + i) * torch.exp2(normal(*p.shape, seed=t).mul(2).round())
         p.grad = torch.where(g.abs() < 0.05, 0.0, g).to(p.dtype)
     optimizer.step()
 
 
-def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, steps: int = 4) -> None:
+def same_steps(kind, make, options, factors, steps=4):
     weights = ([with_factors(p, factors) for p in make()] for _ in PATHS)
     ours, eager = (by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True))
     first = snapshot(ours)["parameters"]
@@ -50,7 +48,7 @@ def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, ste
     assert all(a != b for a, b in zip(first, snapshot(ours)["parameters"], strict=True))
 
 
-def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
+def everything(optimizer):
     saved = snapshot(optimizer)
     found = {(i, "weight"): bits for i, bits in enumerate(saved["parameters"])}
     for i, state in saved["state"]["state"].items():
@@ -61,8 +59,6 @@ def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
     return found
 
 
-#: optimizer, parameters, options
-Case = tuple[str, Any, dict[str, Any]]
 ADAMW, LION, MADAM = "StiffnessAdamW", "StiffnessLion", "Madam"
 DECAY = {"weight_decay": 0.1, "seed": 7}
 INJECTED = {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16", "stiffness": 0.5}
@@ -72,11 +68,11 @@ vectors = partial(of_codes, shapes=((7,), (64,), (1001,)))
 odd = partial(of_codes, shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2)))
 
 
-def free() -> list[Any]:
+def free():
     return [free_weight(normal(801, 97), "E4M3", 2.0**-5)]
 
 
-CASES: dict[str, Case] = {
+CASES = {
     "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}),
     "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}),
     "adamw injected, bfloat16, k = 1/2": (ADAMW, partial(of_codes, granularity="tensor", shapes=SHAPES[1:3]), INJECTED),
@@ -97,11 +93,11 @@ CASES: dict[str, Case] = {
 
 @each("factors", [False, True])
 @pytest.mark.parametrize(("kind", "make", "options"), CASES.values(), ids=CASES)
-def test_native_steps_have_the_bits_of_eager_ones(kind: str, make: Any, options: dict[str, Any], factors: bool) -> None:
+def test_native_steps_have_the_bits_of_eager_ones(kind, make, options, factors):
     same_steps(kind, make, options, factors)
 
 
-def strided(g: Tensor, how: str) -> Tensor:
+def strided(g, how):
     """The gradient's values under other strides; if `expanded`, every row is the first one."""
     if how == "transposed":
         return g.t().contiguous().t()
@@ -113,7 +109,7 @@ def strided(g: Tensor, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_gradients_of_any_strides(moments: str) -> None:
+def test_gradients_of_any_strides(moments):
     order = ["transposed", "", "transposed", "sliced", "shifted", "expanded", "", "expanded", "sliced"]
     for skip in (0, 1):
         ours, eager = (
@@ -128,78 +124,38 @@ def test_gradients_of_any_strides(moments: str) -> None:
             assert everything(eager) == everything(ours), (how, t)
 
 
-# ---------------------------------------------------------------------------------- parts of a step
-ANNEALED: dict[str, Any] = {"stiffness": anneal(1.0, 0.0, 5), "draws": "dither"}
-CUT: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
-    "adamw residual8, 8 bits": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", "moments": "8bit"}),
-    "adamw residual8, annealed": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", **ANNEALED}),
-    "sgd injected": ("StiffnessSGD", {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"}),
-    "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
-    "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
-    "riemannian adam, 8 bits": ("RiemannianAdam", {"lr": 1.7, "moments": "8bit"}),
-    "riemannian sgd injected": ("RiemannianSGD", {"lr": 90.0, "momentum": 0.9, "writeback": "momentum"}),
-}
-
-
-def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:
-    optimizer = getattr(optim, kind)([p], seed=2**40 + 1, **options)
-    for t in range(3):
-        p.grad = normal(*p.shape, seed=t)
-        if t < 2:
-            optimizer.step()
+@pytest.mark.usefixtures("each_path")
+def test_positions_beyond_32_bits():
+    """Parts have the bits of the whole where one begins below 2^32 and ends above it, and draws of their own."""
+    p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
+    optimizer = optim.StiffnessAdamW([p], 0.02, seed=2**40 + 1, writeback="residual8", moments="8bit")
+    for t in range(2):
+        take(optimizer, t)
     slots = [optimizer._slot(optimizer.param_groups[0], p)]
     optimizer._check_schedules(slots)
-    slot: Slot = optimizer._begin(slots)[0]
-    return slot
+    slot = optimizer._begin(slots)[0]
 
+    def step(arrays, start, end, offset):
+        """A part, whose first element has a position in the whole."""
+        arrays = {name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in arrays.items()}
+        tensors = {name: x for name, x in arrays.items() if name not in ("scale", "lowest", "highest")}
+        view = View((end - start, 31), (end - start, *slot.view.row_dims[1:]))
+        run_all([slot.replaced(view=view, tensors=tensors, kept_scale=arrays["scale"], offset=offset + 31 * start)])
 
-def copied(slot: Slot) -> dict[str, Tensor]:
-    return {name: array.clone() for name, array in slot.arrays.items()}
-
-
-def stepped(slot: Slot, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: int) -> None:
-    """Take the step of a part, whose first element has a position in the whole."""
-    rows = (dims[0], *slot.view.row_dims[1:]) if slot.view.row_dims else ()
-    tensors = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
-    run_all([slot.replaced(view=View(dims, rows), tensors=tensors, kept_scale=arrays["scale"], offset=offset)])
-
-
-def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:
-    return array[start:end] if array.dim() and array.shape[0] == rows else array
-
-
-def same_in_parts(slot: Slot, cuts: list[int], offset: int = 0) -> dict[str, Tensor]:
-    whole, cut = copied(slot), copied(slot)
-    rows, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
-    stepped(slot, whole, slot.view.dims, offset)
-    for start, end in itertools.pairwise([0, *cuts, rows]):
-        arrays = {name: parts_of(array, start, end, rows) for name, array in cut.items()}
-        stepped(slot, arrays, (end - start, *slot.view.dims[1:]), offset + start * inner)
-    for name, array in whole.items():
-        assert torch.equal(array, cut[name]), name
-    assert not torch.equal(whole["weight"], slot.arrays["weight"])
-    return whole
-
-
-@pytest.mark.usefixtures("each_path")
-def test_positions_beyond_32_bits() -> None:
-    """A part that starts below 2^32 and ends above it, and one far out: none draws what the first one does."""
-    kind, options = CUT["adamw residual8, 8 bits"]
-    slot = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
-    found = [same_in_parts(slot, [2, 4], offset)["residual"] for offset in (0, 2**32 - 100, 2**40)]
+    found = []
+    for offset in (0, 2**32 - 100, 2**40):
+        whole, cut = ({name: x.clone() for name, x in slot.arrays.items()} for _ in "ab")
+        step(whole, 0, 9, offset)
+        for start, end in ((0, 2), (2, 4), (4, 9)):
+            step(cut, start, end, offset)
+        assert not [name for name, x in whole.items() if not torch.equal(x, cut[name])]
+        found.append(whole["residual"])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
 
 
-@pytest.mark.usefixtures("each_path")
-def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block", [1, 70])
+@each("case", ["adamw residual8, 8 bits", "sgd, 8 bits", "lion, 8 bits", "madam", "riemannian adam, 8 bits"])
+def test_the_blocks_in_which_eager_code_runs_are_not_seen(case, block, monkeypatch):
     """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
-    for kind, options in CUT.values():
-        results = []
-        for block in (1, 70, 1 << 20):
-            monkeypatch.setattr(_step, "block_on", lambda _, size=block: size)
-            p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
-            slot = third_step(kind, p, options)
-            results.append(copied(slot) | {"after": same_in_parts(slot, [4])["weight"]})
-        for other in results[1:]:
-            assert all(torch.equal(results[0][name], array) for name, array in other.items())
+    monkeypatch.setattr(_step, "block_on", lambda _: block)
+    same_steps(*CASES[case], factors=False, steps=2)

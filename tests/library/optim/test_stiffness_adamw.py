@@ -1,14 +1,12 @@
 """StiffnessAdamW: torch's AdamW where k = 0; its metrics, bounds and schedules.  The step oracle has its bits."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, put_gradients, record, step_from, values
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -18,20 +16,20 @@ LR = 3e-3
 double = torch.float64
 
 
-def ulp_of(w: float, fmt: fm.FloatFormat) -> float:
+def ulp_of(w, fmt):
     return float(reference.ulp(min(abs(w), fmt.max), fmt))
 
 
-def log_of(w: float, fmt: fm.FloatFormat) -> float:
+def log_of(w, fmt):
     return max(abs(w), 2.0**fmt.emin) / 2**fmt.mantissa_bits
 
 
-def fancy(x: Tensor, fmt: fm.FloatFormat) -> Tensor:
+def fancy(x, fmt):
     """A metric of the user's: a constant with a slope."""
     return 0.01 + x.abs() / 3
 
 
-def fancy_of(w: float, fmt: fm.FloatFormat) -> float:
+def fancy_of(w, fmt):
     """Its value in the middle of the gap between neighbours that holds w."""
     positive = [v for v in fmt.values if v >= 0 and not (v == 0 and math.copysign(1, v) < 0)]
     below = max(v for v in positive if v <= abs(w))
@@ -39,7 +37,7 @@ def fancy_of(w: float, fmt: fm.FloatFormat) -> float:
     return 0.01 + (below + above) / 2 / 3
 
 
-FIELDS: dict[str, tuple[Any, Callable[[float, fm.FloatFormat], float]]] = {
+FIELDS = {
     "ulp": ("ulp", ulp_of),
     "log": ("log", log_of),
     "euclidean": ("euclidean", lambda w, fmt: 1.0),
@@ -49,7 +47,7 @@ FIELDS: dict[str, tuple[Any, Callable[[float, fm.FloatFormat], float]]] = {
 
 @pytest.mark.parametrize("metric", FIELDS)
 @pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
-def test_every_metric_is_the_definition(metric: str, scale: Any) -> None:
+def test_every_metric_is_the_definition(metric, scale):
     """float64, no rounding: a first step is ``lr (S / S_ref)^k``, and the spacing is that of each weight."""
     given, field_of = FIELDS[metric]
     for k in (0.5, 1.0, 2.0, 0.37, -1.0):
@@ -65,12 +63,12 @@ def test_every_metric_is_the_definition(metric: str, scale: Any) -> None:
         assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11, k
 
 
-def constructed() -> Tensor:
+def constructed():
     """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios from 0.0015 to 6."""
     return torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double) * 2.0**-20
 
 
-def test_the_bounded_share_is_weighted_by_size() -> None:
+def test_the_bounded_share_is_weighted_by_size():
     weights = [free_weight(constructed(), "E7M0"), free_weight(torch.ones(18, dtype=double), "E7M0")]
     for damping, clip, bounded in ((0.002, math.inf, 2), (0.0, 5.9, 1), (0.004, 5.0, 5)):
         optimizer = StiffnessAdamW([*weights, nn.Parameter(torch.ones(100))], lr=0.0, damping=damping, clip=clip)
@@ -82,7 +80,7 @@ def test_the_bounded_share_is_weighted_by_size() -> None:
 
 @pytest.mark.parametrize("metric", ["ulp", "log", fancy])
 @pytest.mark.parametrize("dtype", [torch.float32, double])
-def test_the_reference_is_the_exact_mean_in_any_order(metric: Any, dtype: torch.dtype) -> None:
+def test_the_reference_is_the_exact_mean_in_any_order(metric, dtype):
     x = normal(1001, dtype=dtype, std=5.0)
     order = torch.randperm(1001, generator=torch.Generator().manual_seed(3))
     references = []
@@ -98,12 +96,12 @@ def test_the_reference_is_the_exact_mean_in_any_order(metric: Any, dtype: torch.
     assert references[0] == references[1] == references[2]
 
 
-def test_anneal_is_linear_and_stops() -> None:
+def test_anneal_is_linear_and_stops():
     k = anneal(1.0, -0.5, 10)
     assert [k(0), k(5), k(10), k(11), k(10**9)] == [1.0, 0.25, -0.5, -0.5, -0.5]
 
 
-def test_a_schedule_that_leaves_its_range_changes_nothing() -> None:
+def test_a_schedule_that_leaves_its_range_changes_nothing():
     parameters = [grid_weight(), grid_weight()]
     optimizer = fm.optim.StiffnessAdamW(parameters, stiffness=lambda step: 0.0 if step < 1 else 99.0)
     for parameter in parameters:
@@ -116,10 +114,10 @@ def test_a_schedule_that_leaves_its_range_changes_nothing() -> None:
     assert [int(optimizer.state[parameter]["step"]) for parameter in parameters] == [1, 1]
 
 
-def test_a_metric_function_is_tabulated_once() -> None:
-    asked: list[int] = []
+def test_a_metric_function_is_tabulated_once():
+    asked = []
 
-    def metric(x: Tensor, fmt: fm.FloatFormat) -> Tensor:
+    def metric(x, fmt):
         asked.append(x.numel())
         return x.abs() + 1.0
 

@@ -1,9 +1,7 @@
 """Optimizers that Trainer makes by a factory: the numbers of a plain loop, resumed to the bit, nothing overridden."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,27 +18,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announ
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def quantised() -> Any:
+def quantised():
     return fm.huggingface.attach(fm.quantize_model(llama(), "E4M3", "fp8", tied="leave"))
 
 
-def settings(folder: Path, micro_batches: int, **more: Any) -> dict[str, Any]:
+def settings(folder, micro_batches, **more):
     logs = {"output_dir": str(folder), "save_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
     steps = {"max_steps": STEPS, "learning_rate": 1e-2, "max_grad_norm": 0.5, "seed": 0, "use_cpu": True}
     parts = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 4 // micro_batches}
     return {**logs, **steps, **parts, **more}
 
 
-def by_trainer(
-    model: Any, arguments: Any, rule: str, resume: Path | None = None, **options: Any
-) -> tuple[Any, list[dict[str, Any]]]:
-    passes: list[dict[str, Any]] = []
+def by_trainer(model, arguments, rule, resume=None, **options):
+    passes = []
     hook = model.register_forward_pre_hook(lambda _, args, given: passes.append(dict(given)), with_kwargs=True)
     trainer = transformers.Trainer(
         model, arguments, train_dataset=Lines(), optimizer_cls_and_kwargs=trainer_optimizer(arguments, rule, **options)
@@ -50,9 +40,7 @@ def by_trainer(
     return trainer, passes
 
 
-def by_hand(
-    model: Any, passes: list[dict[str, Any]], optimizer: Any, micro_batches: int, *, clips: bool = True
-) -> list[float]:
+def by_hand(model, passes, optimizer, micro_batches, *, clips=True):
     schedule = transformers.get_scheduler("linear", optimizer, 0, STEPS)
     norms = []
     model.train()
@@ -68,7 +56,7 @@ def by_hand(
     return norms
 
 
-def made_by_hand(model: Any, rule: str) -> Any:
+def made_by_hand(model, rule):
     if rule == "muon":
         return fm.optim.StiffnessMuon.for_model(
             model, 1e-2, weight_decay=0.0, betas=(0.9, 0.999), adam_eps=1e-8, moments="8bit"
@@ -79,10 +67,7 @@ def made_by_hand(model: Any, rule: str) -> Any:
     return fm.optim.StiffnessAdamW(groups, 1e-2, betas=(0.9, 0.999), eps=1e-8, moments="8bit")
 
 
-IN_BACKWARD: dict[int, dict[str, Any]] = {
-    1: {"clip": "previous", "max_norm": 0.5, "first": "measure"},
-    2: {"accumulate": "bfloat16"},
-}
+IN_BACKWARD = {1: {"clip": "previous", "max_norm": 0.5, "first": "measure"}, 2: {"accumulate": "bfloat16"}}
 
 
 @pytest.mark.usefixtures("products")
@@ -90,10 +75,8 @@ IN_BACKWARD: dict[int, dict[str, Any]] = {
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
-    rule: str, in_backward: bool, micro_batches: int, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"moments": "8bit", "in_backward": in_backward}
+def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(rule, in_backward, micro_batches, tmp_path):
+    options = {"moments": "8bit", "in_backward": in_backward}
     decay = 0.1 if rule == "adamw" else 0.0
     whole, plain, again = quantised(), quantised(), quantised()
     arguments = transformers.TrainingArguments(**settings(tmp_path / "whole", micro_batches, weight_decay=decay))
@@ -121,7 +104,7 @@ def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
 
 
 @pytest.mark.usefixtures("products")
-def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path: Path) -> None:
+def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path):
     model, plain = quantised(), quantised()
     arguments = transformers.TrainingArguments(**settings(tmp_path, 1, max_grad_norm=0.0))
     trainer, passes = by_trainer(model, arguments, "muon", moments="8bit", in_backward=True)
@@ -132,7 +115,7 @@ def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path: Path
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {STEPS}
 
 
-def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path: Path) -> None:
+def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path):
     """Forty lines in batches of four make ten passes, which three do not divide."""
     model = quantised()
     arguments = transformers.TrainingArguments(
@@ -145,7 +128,7 @@ def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.extra("trl", "datasets")
-def test_sft_trainer_of_trl_trains_with_it(tmp_path: Path) -> None:
+def test_sft_trainer_of_trl_trains_with_it(tmp_path):
     import datasets
     import tokenizers
     import trl
@@ -175,7 +158,7 @@ def test_sft_trainer_of_trl_trains_with_it(tmp_path: Path) -> None:
     assert ends[0][0] != bits(quantised())
 
 
-def test_what_is_read_of_the_arguments() -> None:
+def test_what_is_read_of_the_arguments():
     arguments = transformers.TrainingArguments(
         "out", learning_rate=3e-4, weight_decay=0.2, adam_beta2=0.95, adam_epsilon=1e-6, use_cpu=True, report_to=[]
     )
@@ -190,13 +173,13 @@ def test_what_is_read_of_the_arguments() -> None:
     assert [(group["direction"], group["lr"]) for group in made.param_groups] == [("muon", 3e-4), ("adam", 1e-4)]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="rule='moun' is unknown: one of adamw, muon; did you mean 'muon'"):
         trainer_optimizer(arguments, "moun")
     with pytest.raises(TypeError, match="arguments is a dict without learning_rate: TrainingArguments are needed"):
         trainer_optimizer({})
-    scaled: Any = SimpleNamespace(**{**vars(arguments), "fp16": True})
+    scaled = SimpleNamespace(**{**vars(arguments), "fp16": True})
     with pytest.raises(ValueError, match="in_backward=True does not go with fp16=True"):
         trainer_optimizer(scaled, in_backward=True)
     factory, chosen = trainer_optimizer(arguments, moment="8bit")

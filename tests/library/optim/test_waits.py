@@ -2,34 +2,31 @@
 
 import copy
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from laws import each
 from optimizer_cases import normal
-from paths import by
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
 from fp8manifold import grid, optim
 from fp8manifold._base import reading
-from fp8manifold._encoded import dispatch, storage
+from fp8manifold._encoded import dispatch
 from fp8manifold.formats import as_format
-from fp8manifold.nn import _products, _scalers
-from fp8manifold.optim import _backends
+from fp8manifold.nn import _scalers
 
 
 class Reads(TorchDispatchMode):
     """Counts operators by name; those over codes apart."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         coded = any(x.dtype is torch.uint8 for x in inputs)
@@ -38,20 +35,20 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_card(monkeypatch):
     """Every number is one that the host would wait for."""
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(grid, "is_read_at_once", lambda x: False)
 
 
-def stochastic_layer() -> Any:
+def stochastic_layer():
     gradient = {"activation": "E5M2"}
     spec = fm.LayerSpec("E4M3", "E4M3", policy="static", rounding="stochastic", gradient=gradient)
     return fm.quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1, storage="master")
 
 
-def losses(model: nn.Module, scale: float, steps: int) -> list[float]:
+def losses(model, scale, steps):
     made = []
     for step in range(steps):
         y = model(normal(4, 32, seed=step) * scale)
@@ -61,7 +58,7 @@ def losses(model: nn.Module, scale: float, steps: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
-def test_a_layer_with_stochastic_operands_and_a_frozen_scale_reads_nothing(on_a_card: None) -> None:
+def test_a_layer_with_stochastic_operands_and_a_frozen_scale_reads_nothing(on_a_card):
     model = stochastic_layer()
     losses(model, 1.0, 2)
     x = normal(4, 32) * 0.1
@@ -71,7 +68,7 @@ def test_a_layer_with_stochastic_operands_and_a_frozen_scale_reads_nothing(on_a_
     assert not reads.counts["is_nonzero"]
 
 
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "none": lambda model, saved: None,
     "by hand": lambda model, saved: model[0].draws.fill_(7),
     "loaded": lambda model, saved: model.load_state_dict(saved),
@@ -81,7 +78,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
 @pytest.mark.parametrize("change", CHANGES)
-def test_its_numbers_are_those_of_a_layer_that_reads(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_numbers_are_those_of_a_layer_that_reads(change, monkeypatch):
     model, other = stochastic_layer(), stochastic_layer()
     other.load_state_dict(model.state_dict())
     saved = {name: x.clone() for name, x in model.state_dict().items()}
@@ -96,7 +93,7 @@ def test_its_numbers_are_those_of_a_layer_that_reads(change: str, monkeypatch: p
     assert int(model[0].draws) == int(other[0].draws)
 
 
-def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_card: None) -> None:
+def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_card):
     scale = _scalers.Scale("E4M3", policy="static")
     scale(torch.tensor([448.0]))
     scale(torch.tensor([4480.0]))
@@ -104,45 +101,20 @@ def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_ca
         scale(torch.tensor([1.0]))
 
 
-def test_steps_on_the_grid_read_no_scale(on_a_card: None) -> None:
-    layer = fm.quantize_model(nn.Linear(32, 8), "E4M3", storage="grid")
-    optimizer = optim.StiffnessAdamW(layer.parameters(), 1e-3)
-    for p in layer.parameters():
-        p.grad = torch.ones(p.shape)
-    optimizer.step()
-    with Reads() as reads:
-        optimizer.step()
-    assert not reads.counts["frexp"]
-
-
-def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formats below 8 bits are checked when they are stored."""
-    monkeypatch.setattr(grid, "decoded", lambda *_, **__: None)
-    monkeypatch.setattr(storage, "decoded", lambda *_, **__: None)
-    w = fm.FP8Tensor(normal(4, 8), "E2M1")
-    expected = fm.decode(w.codes, "E2M1") * w.scale
-    with Reads() as reads:
-        values = w.dequantize()
-    assert not reads.counts["_local_scalar_dense"]
-    assert torch.equal(values, expected)
-
-
 @pytest.mark.parametrize("native", [True, False])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
-def test_codes_are_made_and_read_without_a_wait(
-    name: str, dtype: torch.dtype, native: bool, on_a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, monkeypatch):
     x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
     fmt, ways = as_format(name), ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"})
     ways = ways if fmt.nan_code is not None else ways[:2]
     with monkeypatch.context() as patch:
         patch.setattr(grid, "is_read_at_once", lambda x: True)
-        expected = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
+        expected = [fm.encode(x, name, **how) for how in ways]
     with Reads() as reads, monkeypatch.context() as patch:
         for step in () if native else ("encoded", "decoded", "rounded"):
             patch.setattr(grid, step, lambda *_: None)
-        codes = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
+        codes = [fm.encode(x, name, **how) for how in ways]
         values = [fm.decode(each, name) for each in codes]
         empty = fm.encode(x[:0], name)
     assert not reads.counts["_local_scalar_dense"], reads.counts
@@ -152,68 +124,16 @@ def test_codes_are_made_and_read_without_a_wait(
     assert not empty.numel()
 
 
-def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card: None) -> None:
+def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card):
     """On a CPU, which stands for it here, at once."""
-    with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
-        fm.encode(torch.tensor([1.0, torch.nan, torch.inf]), "E2M1")
-    with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN"):
-        fm.encode(torch.tensor([1.0, torch.nan], dtype=torch.bfloat16), "E2M1")
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
+            fm.encode(torch.tensor([1.0, torch.nan, torch.inf], dtype=dtype), "E2M1")
     with pytest.raises(RuntimeError, match="a code is out of range for E2M1: 0 to 15"):
         fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
 
 
-def test_what_steps_are_told_is_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads = []
-    original = _backends.uploaded
-    monkeypatch.setattr(_backends, "uploaded", lambda rows, device: uploads.append(rows.shape) or rows)
-    weights = [fm.FP8Parameter(normal(4, 8 + i), "E4M3", seed=i) for i in range(3)]
-    for p in weights:
-        p.grad = torch.ones(p.shape)
-    by("eager", optim.StiffnessAdamW(weights, 1e-3)).step()
-    assert [shape[0] for shape in uploads] == [3]
-    assert original(torch.ones(uploads[0]), torch.device("meta")).shape == uploads[0]
-
-
-def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card: None) -> None:
-    weights = [fm.FP8Parameter(normal(4, 8), "E4M3", seed=i) for i in range(3)]
-    lr = torch.tensor(1e-3)
-    optimizer = optim.StiffnessAdamW(weights, lr)
-    for p in weights:
-        p.grad = torch.ones(p.shape)
-    optimizer.step()
-    read = []
-    for change in (lambda: None, lambda: lr.fill_(2e-3)):
-        change()
-        with Reads() as reads:
-            optimizer.step()
-        read.append(reads.counts["_local_scalar_dense"])
-    unread = _reads_of_a_number(weights)
-    assert [count - unread for count in read] == [0, 1]
-
-
-def _reads_of_a_number(weights: list[Any]) -> int:
-    """The reads of a step on the CPU, with a learning rate that is a number."""
-    optimizer = optim.StiffnessAdamW(weights, 1e-3)
-    optimizer.step()
-    with Reads() as reads:
-        optimizer.step()
-    return reads.counts["_local_scalar_dense"]
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> None:
-    spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)
-    model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")
-    x = normal(4, 32)
-    with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    y.float().sum().backward()
-    free = ("detach", "alias", "empty_like")
-    copied = [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free]
-    assert copied == []
-
-
-PRODUCTS: dict[str, Any] = {
+PRODUCTS = {
     "linear": lambda x, w: F.linear(x, w),
     "product": lambda x, w: x @ w.t(),
     "twice": lambda x, w: F.linear(x, w) + x @ w.t(),
@@ -224,12 +144,12 @@ COPIES = ("_to_copy", "clone", "copy_", "add_")
 
 
 @pytest.fixture
-def inner(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def inner(monkeypatch):
     """Counts what operators over tensors of codes do to their parts."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     original = dispatch._run
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments):
         with Reads() as reads:
             result = original(*arguments)
         counts.update(reads.counts)
@@ -241,7 +161,7 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_whatever_autocast_casts_shares_the_codes(kind: str, granularity: Any, inner: Counter[str]) -> None:
+def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
     """Without a layer of this library's; values and gradients are those of a weight in floats."""
     w = fm.FP8Parameter(normal(16, 32), "E4M3", granularity=granularity, seed=1)
     plain, x = nn.Parameter(w.dequantize()), normal(4, 32)
@@ -257,17 +177,11 @@ def test_whatever_autocast_casts_shares_the_codes(kind: str, granularity: Any, i
     expected.float().sum().backward()
     assert y.dtype == expected.dtype
     assert torch.equal(y, expected)
-    assert w.grad is not None
-    assert plain.grad is not None
     assert torch.equal(w.grad, plain.grad)
 
 
-def changed(w: Any) -> None:
-    optim.StiffnessAdamW([w], 0.1).step()
-
-
-CHANGED: dict[str, Any] = {
-    "step": changed,
+CHANGED = {
+    "step": lambda w: optim.StiffnessAdamW([w], 0.1).step(),
     "write": lambda w: w.data.add_(1.0),
     "adopted": lambda w: w.data.copy_(fm.FP8Tensor(normal(16, 32, seed=2), "E4M3")),
     "scale": lambda w: w.set_scale_(w.scale * 2),
@@ -275,7 +189,7 @@ CHANGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
+def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
     """Its codes have other values by now; a clone has its own."""
     w, x = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1), normal(4, 32).requires_grad_()
     w.grad = torch.ones(w.shape)
@@ -285,13 +199,9 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
         before = own.dequantize()
         assert torch.equal(kept.dequantize(), before)
         CHANGED[change](w)
-        for cast in (kept, view, kept.detach):
+        for use in (kept.dequantize, view.dequantize, kept.detach, lambda: F.linear(x, w), y.float().sum().backward):
             with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-                cast.dequantize() if isinstance(cast, torch.Tensor) else cast()
-        with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-            F.linear(x, w)  # autocast keeps its casts
-    with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-        y.float().sum().backward()
+                use()  # autocast keeps its casts
     assert torch.equal(own.dequantize(), before)
     with torch.autocast("cpu", torch.bfloat16):
         F.linear(x, w).float().sum().backward()
@@ -301,7 +211,7 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
     "write",
     [lambda c: c.add_(1.0), lambda c: c.detach().zero_(), lambda c: c.copy_(c.clone()), lambda c: c.set_scale_(1)],
 )
-def test_a_cast_is_not_written_to(write: Any) -> None:
+def test_a_cast_is_not_written_to(write):
     w = fm.FP8Tensor(normal(16, 32), "E4M3", seed=1)
     codes = w.codes.clone()
     with torch.autocast("cpu", torch.bfloat16):
@@ -311,21 +221,11 @@ def test_a_cast_is_not_written_to(write: Any) -> None:
     assert torch.equal(w.codes, codes)
 
 
-def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own() -> None:
+def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own():
     module = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), "E4M3", storage="fp8")
     other = copy.deepcopy(module)
     with torch.autocast("cpu", torch.bfloat16):
         module.to(torch.bfloat16)
-    weight: Any = module[0].weight
-    weight.data.add_(1.0)
-    assert weight.dtype is torch.bfloat16
-    assert not torch.equal(weight.codes, other[0].weight.codes)
-
-
-def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, asked = fm.FP8Parameter(normal(4, 8), "E4M3"), []
-    x, bias = torch.ones(2, 8), torch.ones(4)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: asked.append(device) or True)
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: asked.append(device) or torch.bfloat16)
-    assert _products._dtype_of_codes(x, weight, bias) is torch.bfloat16
-    assert asked == ["cpu", "cpu"]
+    module[0].weight.data.add_(1.0)
+    assert module[0].weight.dtype is torch.bfloat16
+    assert not torch.equal(module[0].weight.codes, other[0].weight.codes)

@@ -1,26 +1,11 @@
 """StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the stiffness field."""
 
-from typing import Any
-
+import optimizer_cases as cases
 import pytest
 import torch
 from laws import each
-from optimizer_cases import (
-    ROWS,
-    free_weight,
-    frozen,
-    grid_weight,
-    normal,
-    on,
-    on_grid,
-    put_gradients,
-    same_bits,
-    same_parameters,
-    step_from,
-    through_disk,
-    values,
-)
-from torch import Tensor, nn
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, put_gradients, same_bits, step_from, values
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessWrapper, anneal
@@ -29,20 +14,20 @@ double = torch.float64
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
 
-def ratio(x: Tensor, scale: Any, exponent: float, damping: float = 2.0**-8, clip: float = 16.0) -> Tensor:
+def ratio(x, scale, exponent, damping=2.0**-8, clip=16.0):
     stiffness = fm.ulp(x / scale, "E4M3") * scale
     return (stiffness / stiffness.mean()).clamp(damping, clip) ** exponent
 
 
 @each("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
-def test_an_update_is_scaled_element_by_element(inner: Any, exponent: float) -> None:
+def test_an_update_is_scaled_element_by_element(inner, exponent):
     """float64 on the continuous manifold: w + scale (S / S_ref)^k (what the optimizer would have added)."""
     weight = free_weight(normal(3, 40, dtype=double), "E4M3", ROWS.double() * 1.3)
     plain = nn.Parameter(values([weight])[0])
     optimizer = StiffnessWrapper(inner([weight], lr=0.01), 0.3, exponent, damping=0.25, clip=2.0)
     put_gradients([weight, plain], 0)
-    plain.grad = weight.grad.clone()  # type: ignore[union-attr]
+    plain.grad = weight.grad.clone()
     before = values([weight])[0]
     inner([plain], lr=0.01).step()
     optimizer.step()
@@ -51,14 +36,14 @@ def test_an_update_is_scaled_element_by_element(inner: Any, exponent: float) -> 
 
 
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
-def test_a_grid_is_rounded_once_from_the_scaled_update(writeback: str) -> None:
+def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
     weight = grid_weight("E4M3", (3, 40), ROWS, std=0.3)
     optimizer = StiffnessWrapper(SGD([weight], lr=0.02), exponent=1.0, writeback=writeback, seed=9)
     for t in range(3):
         put_gradients([weight], t)
-        before, gradient = values([weight])[0], weight.grad.clone()  # type: ignore[union-attr]
+        before, gradient = values([weight])[0], weight.grad.clone()
         optimizer.step()
-        assert on_grid(weight)
+        assert cases.on_grid(weight)
         if t == 0:  # afterwards S_ref is that of the first step
             update = (before - 0.02 * gradient) - before
             target = before + update * ratio(before, ROWS, 1.0)
@@ -69,11 +54,11 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback: str) -> None:
             assert (weight.detach() - expected).abs().max() <= fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
 
 
-def test_by_default_the_manifold_says_how_to_round() -> None:
+def test_by_default_the_manifold_says_how_to_round():
     """A tenth of an ULP: nearest stays, stochastic moves a tenth of the weights."""
     shares = []
     for rounding in ("nearest", "stochastic"):
-        weight = on(fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5))
+        weight = cases.on(fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5))
         optimizer = StiffnessWrapper(SGD([weight], lr=0.0125))
         step_from(optimizer, weight, torch.ones(10_000))
         shares.append((weight != 1.5).double().mean().item())
@@ -81,7 +66,7 @@ def test_by_default_the_manifold_says_how_to_round() -> None:
     assert abs(shares[1] - 0.1) < 4 * 0.003
 
 
-def test_scale_and_exponent_follow_their_schedules() -> None:
+def test_scale_and_exponent_follow_their_schedules():
     """Asked with the steps taken, one function each; the reference is refreshed when due."""
     weight = free_weight(normal(30, dtype=double), "E4M3")
     optimizer = StiffnessWrapper(SGD([weight], lr=0.01), anneal(1.0, 0.5, 4), anneal(1.0, 0.0, 4), refresh_every=1)
@@ -90,11 +75,11 @@ def test_scale_and_exponent_follow_their_schedules() -> None:
         before = values([weight])[0]
         optimizer.step()
         at = min(t / 4, 1)
-        expected = before - 0.01 * (1 - at / 2) * ratio(before, 1.0, 1 - at) * weight.grad  # type: ignore[operator]
+        expected = before - 0.01 * (1 - at / 2) * ratio(before, 1.0, 1 - at) * weight.grad
         assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_the_reference_is_kept_between_refreshes() -> None:
+def test_the_reference_is_kept_between_refreshes():
     weight = free_weight(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=double), "E4M3")
     optimizer = StiffnessWrapper(SGD([weight], lr=2.0**-6), exponent=1.0, refresh_every=3)
     moved = []
@@ -109,7 +94,7 @@ def test_the_reference_is_kept_between_refreshes() -> None:
     assert moved == pytest.approx([at_first, 2 * at_first, 4 * at_first, at_first], rel=1e-8)
 
 
-def test_a_gradient_is_scaled_and_put_back() -> None:
+def test_a_gradient_is_scaled_and_put_back():
     weight = free_weight(normal(3, 20, dtype=double), "E4M3")
     plain = nn.Parameter(values([weight])[0])
     optimizer = StiffnessWrapper(SGD([weight], lr=0.1, momentum=0.9), 0.5, 1.0, on="gradient", refresh_every=1)
@@ -117,21 +102,21 @@ def test_a_gradient_is_scaled_and_put_back() -> None:
     for t in range(5):
         put_gradients([weight], t)
         gradient = weight.grad
-        kept = gradient.clone()  # type: ignore[union-attr]
+        kept = gradient.clone()
         step_from(optimizer, plain, kept * 0.5 * ratio(values([weight])[0], 1.0, 1.0))
         reference.step()
         assert weight.grad is gradient
-        assert torch.equal(weight.grad, kept)  # type: ignore[arg-type]
+        assert torch.equal(weight.grad, kept)
         assert (weight - plain).abs().max() < 1e-13
 
 
-def test_gradients_are_put_back_when_the_optimizer_fails() -> None:
+def test_gradients_are_put_back_when_the_optimizer_fails():
     weight = nn.Parameter(torch.ones(3))
     inner = SGD([weight], lr=0.1)
     optimizer = StiffnessWrapper(inner, scale=0.5, on="gradient")
     gradient = weight.grad = torch.ones(3)
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise RuntimeError("no step")
 
     inner.register_step_pre_hook(fail)
@@ -141,35 +126,35 @@ def test_gradients_are_put_back_when_the_optimizer_fails() -> None:
 
 
 @pytest.mark.parametrize("inner", [AdamW, torch.optim.Adam, torch.optim.NAdam])
-def test_a_factor_on_the_gradient_of_adam_warns(inner: Any) -> None:
+def test_a_factor_on_the_gradient_of_adam_warns(inner):
     with pytest.warns(UserWarning, match=f"gradient of {inner.__name__} cancels"):
         StiffnessWrapper(inner([grid_weight()], lr=0.1), on="gradient")
 
 
 @pytest.mark.parametrize("mode", ["update", "gradient"])
-def test_a_closure_is_called_by_the_optimizer(mode: Any) -> None:
+def test_a_closure_is_called_by_the_optimizer(mode):
     """LBFGS calls it several times: a quadratic is solved, and the last gradients are the closure's own."""
     weight = nn.Parameter(normal(6))
     optimizer = StiffnessWrapper(torch.optim.LBFGS([weight], lr=0.5, max_iter=8), scale=0.9, on=mode)
     calls = []
 
-    def closure() -> Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = (weight - 2.0).square().sum()
         loss.backward()
-        calls.append(weight.grad.clone())  # type: ignore[union-attr]
+        calls.append(weight.grad.clone())
         return loss
 
     first = optimizer.step(closure)
     for _ in range(10):
         optimizer.step(closure)
     assert len(calls) > 11
-    assert torch.equal(weight.grad, calls[-1])  # type: ignore[arg-type]
+    assert torch.equal(weight.grad, calls[-1])
     assert first > 1.0
     assert (weight - 2.0).abs().max() < 1e-2
 
 
-def test_schedulers_groups_and_state_are_the_inner_optimizers() -> None:
+def test_schedulers_groups_and_state_are_the_inner_optimizers():
     weight, later = grid_weight(seed=1), nn.Parameter(torch.ones(2))
     inner = SGD([weight], lr=0.4, momentum=0.9)
     optimizer = StiffnessWrapper(inner)
@@ -186,8 +171,8 @@ def test_schedulers_groups_and_state_are_the_inner_optimizers() -> None:
 
 
 @pytest.mark.parametrize("inner", [SGD, AdamW])
-def test_resume_is_exact_mid_schedule(inner: Any) -> None:
-    def make(p: list[nn.Parameter]) -> StiffnessWrapper:
+def test_resume_is_exact_mid_schedule(inner):
+    def make(p):
         return StiffnessWrapper(
             inner(p, lr=0.02), exponent=anneal(1.0, 0.0, 12), writeback="stochastic", seed=3, refresh_every=5
         )
@@ -197,10 +182,10 @@ def test_resume_is_exact_mid_schedule(inner: Any) -> None:
     for t in range(7):
         put_gradients(weights, t)
         optimizer.step()
-    others = same_parameters(weights)
+    others = cases.same_parameters(weights)
     resumed = make(others)
-    resumed.load_state_dict(through_disk(optimizer.state_dict()))
-    assert frozen(resumed.state_dict()) == frozen(optimizer.state_dict())
+    resumed.load_state_dict(cases.through_disk(optimizer.state_dict()))
+    assert cases.frozen(resumed.state_dict()) == cases.frozen(optimizer.state_dict())
     for t in range(7, 14):
         put_gradients(weights, t)
         put_gradients(others, t)

@@ -1,30 +1,28 @@
-"""Write-backs: at the ends of the range, in states of earlier releases, and errors that the momentum makes up for."""
+"""Write-backs: at the ends of the range, errors that the momentum makes up for, and parameters of 16 bits."""
 
-from typing import Any
+import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
-from optimizer_cases import normal, step_from
-from torch import Tensor
+from family_cases import NAMES
+from optimizer_cases import free_weight, muon_groups, normal, step_from, take_steps
+from paths import PATHS, by
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import WRITEBACKS, StiffnessAdamW, StiffnessSGD
-
-double = torch.float64
-
-
-def move(kind: str, p: Any, options: dict[str, Any], gradient: Tensor) -> Any:
-    optimizer = getattr(optim, kind)([p], **options)
-    step_from(optimizer, p, gradient)
-    return optimizer
+from fp8manifold.optim import WRITEBACKS, StiffnessSGD, _backends
+from fp8manifold.optim._writeback import to_half
 
 
-def test_what_is_out_of_range_saturates_and_comes_back() -> None:
+def test_what_is_out_of_range_saturates_and_comes_back():
     for writeback in WRITEBACKS:
         p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
         options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
-        optimizer = move("StiffnessSGD", p, options, torch.tensor([-1e9, 1e9, 0.0]))
+        optimizer = StiffnessSGD([p], **options)
+        step_from(optimizer, p, torch.tensor([-1e9, 1e9, 0.0]))
         assert p.tolist() == [448.0, -448.0, 1.0]
         residual = optimizer.state[p].get("residual", torch.zeros(3))
         assert (residual * torch.tensor([1, -1, 0]) <= 0).all()  # nothing beyond the ends
@@ -33,35 +31,16 @@ def test_what_is_out_of_range_saturates_and_comes_back() -> None:
         assert p.tolist() == [384.0, -384.0, 1.0]
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-def test_a_residual_of_several_weights_a_byte_is_refused(bits: int) -> None:
-    """As earlier releases kept them, in a state that is loaded and in one that somebody has put there."""
-    p = fm.FP8Parameter(torch.ones(3, 5), "E4M3")
-    optimizer = move("StiffnessAdamW", p, {"writeback": "residual8"}, torch.ones(3, 5))
-    state, codes = optimizer.state_dict(), p.codes.clone()
-    state["state"][0] = state["state"][0] | {"residual": torch.zeros(15 * bits // 8 + 1, dtype=torch.uint8)}
-    state["param_groups"][0]["writeback"] = f"residual{bits}"
-    message = r"residual in torch\.uint8: residuals of 4 and 2 bits can't be read any more; writeback='residual8' has"
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-    optimizer.state[p]["residual"] = state["state"][0]["residual"]
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
-    assert torch.equal(p.codes, codes)
-    with pytest.raises(ValueError, match=f"writeback='residual{bits}'.*residual8"):
-        StiffnessAdamW([p], writeback=f"residual{bits}")
-
-
-FIXED: dict[str, dict[str, Any]] = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
+FIXED = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
 
 
 @pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)
-def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options: dict[str, Any]) -> None:
+def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options):
     """Over 200 steps with given gradients: codes of E4M3 against float64, to the rounding of float32."""
     lr, beta = 0.01, 0.9
     w = normal(40, 25, seed=1)
     p = fm.FP8Parameter(w, "E4M3")
-    exact, m = p.dequantize().double(), torch.zeros(40, 25, dtype=double)
+    exact, m = p.dequantize().double(), torch.zeros(40, 25, dtype=torch.float64)
     optimizer = StiffnessSGD([p], lr=lr, momentum=beta, writeback="momentum", **options)
     for t in range(200):
         g = normal(40, 25, seed=10 + t)
@@ -71,3 +50,107 @@ def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options: d
         ours = p.dequantize().double() - lr * beta / (1 - beta) * optimizer.state[p]["momentum_buffer"].double()
         torch.testing.assert_close(ours, exact - lr * beta / (1 - beta) * m, rtol=0, atol=2e-5)
     assert (p.dequantize().double() - exact).abs().max() > 0.01
+
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+both = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+
+
+def slow(x, dtype, draw):
+    if not math.isfinite(x):
+        return x
+    patterns = torch.arange(0x7FFF, dtype=torch.int16).view(dtype).double()
+    values = patterns[patterns.isfinite()].numpy()
+    i = int(np.searchsorted(values, abs(x), side="right")) - 1
+    if i + 1 == len(values) or abs(x) == values[i]:
+        return math.copysign(values[i], x)
+    below, above = Fraction(float(values[i])), Fraction(float(values[i + 1]))
+    bits = 16 if dtype is torch.bfloat16 else 24
+    away = Fraction(draw >> (24 - bits), 2**bits) < (Fraction(abs(x)) - below) / (above - below)
+    return math.copysign(float(above if away else below), x)
+
+
+@both
+def test_rounding_is_that_of_the_definition(dtype):
+    """Over all binades, at and beside values and powers of two, in subnormals, at and beyond the end."""
+    largest = torch.finfo(dtype).max
+    special = [0.0, -0.0, 1.0, -1.0, largest, -largest, largest * (1 + 2.0**-12), 65519.0, 65520.0, 3.4e38, -3.4e38]
+    special += [1e6, math.inf, -math.inf, math.nan, 2.0**-149, 2.0**-24, 2.0**-25, 1 + 2.0**-23]
+    wide = normal(300) * torch.exp2(
+        torch.randint(-150, 128, (300,), generator=torch.Generator().manual_seed(1)).float()
+    )
+    x = torch.cat([wide, normal(200, seed=2) * torch.exp2(torch.linspace(-30, 17, 200)), torch.tensor(special)])
+    draws = torch.randint(0, 1 << 24, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    for some in (draws, torch.zeros_like(draws), torch.full_like(draws, (1 << 24) - 1)):
+        found = to_half(x, dtype, some)
+        expected = torch.tensor([slow(v, dtype, d) for v, d in zip(x.tolist(), some.tolist(), strict=True)])
+        assert torch.equal(found.isnan(), x.isnan())
+        keep = ~x.isnan()
+        assert torch.equal(found.view(torch.int16)[keep], expected.to(dtype).view(torch.int16)[keep])
+        assert torch.equal(found.isinf(), x.isinf())
+
+
+@both
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
+def test_what_is_asked_for_arrives(name, dtype):
+    steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
+    more = {"StiffnessSGD": {"lr": 1e-6, "momentum": 0.9}}.get(name, {"lr": 1e-5})
+    more |= {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"} if name == "StiffnessMuon" else {}
+    sums, lost = [], []
+    for each, options in ((weights, {}), (weights.float(), {}), (weights, {"writeback": "nearest"})):
+        parameters = [nn.Parameter(each.clone()), nn.Parameter(each[0].clone())]
+        given = muon_groups(parameters) if name == "StiffnessMuon" else parameters
+        optimizer = getattr(optim, name)(given, weight_decay=0.0, **more, **options)
+        for _ in range(steps):
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        (sums if not options else lost).append([float((p.double() - each.double()).sum()) for p in parameters[:1]])
+        if each.dtype is dtype:
+            assert optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1)).dtype is torch.float32
+    (found,), (asked,) = sums
+    error = (torch.finfo(dtype).eps / 2 * abs(asked)) ** 0.5
+    assert abs(found / asked - 1) < 5 * error / abs(asked)
+    assert 5 * error < 0.4 * abs(asked)
+    if dtype is torch.bfloat16:
+        assert lost == [[0.0]]
+
+
+def test_one_step_by_the_definition():
+    """SGD in float32 scalars, then the draws of seed, step, stream and position."""
+    p = nn.Parameter(normal(3, 40).bfloat16())
+    start, gradient = p.detach().float(), normal(3, 40, seed=1).bfloat16()
+    optimizer = optim.StiffnessSGD([p], lr=1e-3, momentum=0.9, seed=5)
+    step_from(optimizer, p, gradient)
+    draws = fm.random_bits(120, seed=5, step=1, stream=optimizer.state[p]["stream"]).tolist()
+    asked = (start.numpy() - gradient.float().numpy() * np.float32(1e-3)).reshape(-1).tolist()
+    expected = [slow(x, torch.bfloat16, d) for x, d in zip(asked, draws, strict=True)]
+    assert p.detach().float().reshape(-1).tolist() == expected
+
+
+@both
+def test_native_steps_have_the_bits_of_eager_ones(dtype, monkeypatch):
+    taken = []
+    run_native = _backends.run_native
+    monkeypatch.setattr(_backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots)))
+    for writeback in ("stochastic", "nearest"):
+        found = []
+        for path in PATHS:
+            weights = normal(300, 257).to(dtype)
+            parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
+            options = {"lr": 1e-3, "writeback": writeback}
+            take_steps([by(path, optim.StiffnessAdamW(parameters, **options))], [parameters], range(3))
+            found.append([p.detach().view(torch.int16) for p in parameters])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert taken == [3] * 6
+
+
+@both
+def test_the_wrapper_rounds_what_it_scales(dtype):
+    """A step of one spacing scaled by a quarter arrives in a quarter of the weights; ``nearest`` loses it."""
+    eps = torch.finfo(dtype).eps
+    for writeback, scale, share in ((None, 0.25, 0.25), ("stochastic", 0.25, 0.25), ("nearest", 0.25, 0), (None, 1, 1)):
+        p = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        optimizer = optim.StiffnessWrapper(torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback)
+        step_from(optimizer, p, -torch.ones_like(p))
+        assert abs(float((p > 1).double().mean()) - share) < 0.03 * bool(share % 1) + 1e-9
