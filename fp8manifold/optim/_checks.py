@@ -120,6 +120,8 @@ def refuse_recording(optimizer: Any) -> None:
 def check_lr(group: dict[str, Any]) -> None:
     """Check the learning rate, which a schedule may have set since the group was made."""
     lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
     if type(lr) is not float or not 0 <= lr < math.inf:
         check_finite("lr", known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
@@ -132,9 +134,6 @@ def lr_of(group: dict[str, Any]) -> float:
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
     """Raise unless the options that optimizers share are valid; ``damping`` is the name of the lower bound."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
     check_lr(group)
     for name in ("eps", "adam_eps", "weight_decay", "float_lr", "previous_norm"):
         if name in group and not (group[name] is None and name in _OPTIONAL):
@@ -150,7 +149,7 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
         if not (group[name] is None and name in _OPTIONAL):
             check_int(name, group[name], 1, 2**62)
     reject_flags(optimizer, {name: group[name] for name in _UNSUPPORTED if name in group})
-    group.setdefault("start_lr", float(lr))
+    group.setdefault("start_lr", float(group["lr"]))
     check_number(damping, group[damping], 0.0, 1.0)
     check_number("clip", group["clip"], 1.0)
 

@@ -59,7 +59,7 @@ def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
         return False
     due = [group[name] for name in _DUE if group[name]]
-    return bool(slot.done) and all(map(slot.done.__mod__, due))
+    return bool(slot.done) and all(isinstance(every, int) and slot.done % every for every in due)
 
 
 def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
