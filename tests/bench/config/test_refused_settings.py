@@ -7,13 +7,14 @@ import pytest
 from bench_runs import refusal
 from laws import each
 
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import find_config, load_config, shipped_configs
 from nanogpt_bench.model.gpt import SIZES
 from nanogpt_bench.setup import pretrained
 from nanogpt_bench.setup.resolve import resolve, rule_name
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, nearest
 
 E4M3 = "model.format=E4M3"
 FP8 = f"{E4M3} model.storage=fp8"
@@ -156,6 +157,12 @@ def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added
         given = [f"--rule={rule}", *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format=E4M3"])]
         config = agreed(given, find_config(name))
         assert rule_name(config) == config.rule == rule
+
+
+def test_one_edit_is_nearer_than_likeness():
+    assert nearest("model.n_eabd", FIELDS) == "model.n_embd"
+    assert nearest("sede", ["sides", "seed"]) == "seed"
+    assert nearest("x" * 10**6, FIELDS) is None
 
 
 def test_a_file_s_settings_that_get_another_meaning_are_refused(tmp_path):
