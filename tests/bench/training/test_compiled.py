@@ -1,20 +1,18 @@
 """runtime.compile: the same losses, monitors that still see the layers, and an error in one line."""
 
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_runs import recorded, refusal, train, trainer_of
+from bench_runs import records_of, refusal, train, trainer_of
 
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.setup.runtime import CompiledLoss
 
 TOKENS = torch.arange(12).view(2, 6) % 11
 
 
-def compiling_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiling_with(backend, monkeypatch):
     """Have torch.compile use a backend of the test's."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend, **options))
@@ -51,18 +49,10 @@ def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch):
 
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch):
-    def backend(graph, inputs):
-        raise RuntimeError("no compiler\nanywhere")
-
-    compiling_with(backend, monkeypatch)
+    compiling_with(Mock(side_effect=RuntimeError("no compiler\nanywhere")), monkeypatch)
     model = build_model(GPTShape(1, 2, 8, 16, vocab_size=11), seed=0)
     with refusal(r"runtime\.compile: the model can't be compiled: .*no compiler"):
         CompiledLoss(model)(TOKENS, TOKENS)
-
-
-def losses(config: Config, steps: int) -> list[float]:
-    trainer = trainer_of(config)
-    return [*train(trainer, steps), trainer.validate()]
 
 
 @pytest.mark.slow
@@ -77,19 +67,16 @@ def losses(config: Config, steps: int) -> list[float]:
     ],
 )
 def test_compiled_runs_have_the_same_losses(tiny, settings):
-    plain = losses(tiny(**settings), 4)
-    assert losses(tiny(**settings, runtime__compile=True), 4) == pytest.approx(plain, abs=2e-2)
+    plain, compiled = (trainer_of(tiny(**settings, runtime__compile=on)) for on in (False, True))
+    assert train(compiled, 4) == pytest.approx(train(plain, 4), abs=2e-2)
+    assert compiled.validate() == pytest.approx(plain.validate(), abs=2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
 def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
     compiling_with("aot_eager", monkeypatch)
-    records = []
-    for compiled in (False, True):
-        folder = tmp_path / str(compiled)
-        settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
-        assert run(tiny(**settings, runtime__compile=compiled), folder)["status"] == "finished"
-        records.append(recorded(folder))
+    settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
+    records = [records_of(tiny(**settings, runtime__compile=on), tmp_path / str(on)) for on in (False, True)]
     plain, watched = records
     assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
     for name in ("train/loss", "val/loss", "quant/amax/activation/blocks.0.mlp.fc", "quant/amax/gradient"):
