@@ -1,7 +1,6 @@
 """The command line, from the outside: exit codes, one-line errors, files, and where a user stumbles."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,15 +125,3 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
     assert main(["evaluate", "../there/r", "--formats", "E4M3"]) == 2
     said = capsys.readouterr().err
     assert "start where it is, or give its whole path as --data.dir" in said
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_command_with_its_number(number, code, monkeypatch, text_file):
-    monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number))
-    before = signal.getsignal(signal.SIGTERM)
-    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        assert main(["prepare", "text", "--input", str(text_file)]) == code
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupts)

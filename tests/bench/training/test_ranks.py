@@ -1,11 +1,6 @@
-"""Runs in several processes, and signals that stop them."""
+"""Runs in several processes: one state and one batch for any number of them, and what fails in one fails in all."""
 
 import errno
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +16,17 @@ from nanogpt_bench.loop.resume import capture, restore
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.system.signals import SAME_REQUEST_SECONDS, stop_requests, stop_requests_once
 
+DELAYED = "{'*': {weight: E4M3, activation: E4M3, policy: delayed}}"
 MONITORS = {"monitor__watch": "[resources, trend]"}
 #: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
 KINDS = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon-residual8": {"rule": "muon-residual8", "model__format": "E5M2"},
-    "residual8-8bit": {
-        "model__storage": "fp8",
-        "model__format": "E4M3",
-        "optimizer__name": "stiffness_adamw",
-        "optimizer__writeback": "residual8",
-        "optimizer__moments": "8bit",
-    },
+    "residual8-8bit": {"model__format": "E4M3", "rule": "residual8", "optimizer__moments": "8bit"},
     "riemannian": {"rule": "riemannian", "model__format": "E3M4"},
     "fp32": {"rule": "fp32"},
-    "delayed": {
-        "rule": "master",
-        "model__granularity": "tensor",
-        "model__formats": '{"*": {"weight": "E4M3", "activation": "E4M3", "policy": "delayed"}}',
-    },
+    "delayed": {"rule": "master", "model__granularity": "tensor", "model__formats": DELAYED},
 }
 #: stepped by torch's own AdamW, whose last bits depend on where in its memory a number lies
 OF_TORCH = ("fp32", "delayed")
@@ -94,13 +79,6 @@ def check(found: Contents, whole: Contents, kind: str) -> None:
             torch.testing.assert_close(found.tensors["model"][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def captured(trainer: Trainer, step: int) -> Contents:
-    contents = capture(step, trainer, [], {})
-    assert contents is not None
-    return contents
-
-
-# ------------------------------------------------------------------------------------------ one state, any number
 def gone_on(config: Config, folder: str, begun: int) -> list[float]:
     """Take a checkpoint up in every rank, go on, and write another one; the losses on the way."""
     ranks = own_ranks()
@@ -122,7 +100,7 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(tiny, p
     """One process begins, two go on, three, one: as the one that went all the way alone."""
     alone = trainer_of(settings(tiny, kind, None))
     step_on_equal_gradients(alone, range(begun))
-    commit(tmp_path, captured(alone, begun), keep_last=9)
+    commit(tmp_path, capture(begun, alone, [], {}), keep_last=9)
     for size in (2, 3):
         expected = alone.validation_losses()
         said = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), begun)
@@ -130,41 +108,32 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(tiny, p
             assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
         step_on_equal_gradients(alone, range(begun, begun + 3))
         begun += 3
-        check(read(step_file(tmp_path, begun)), captured(alone, begun), kind)
+        check(read(step_file(tmp_path, begun)), capture(begun, alone, [], {}), kind)
     again = trainer_of(settings(tiny, kind, None))
     restore(read(step_file(tmp_path, begun)), again, [])
     for trainer in (again, alone):
         step_on_equal_gradients(trainer, range(begun, begun + 2))
-    check(captured(again, begun), captured(alone, begun), kind)
+    check(capture(begun, again, [], {}), capture(begun, alone, [], {}), kind)
 
 
-# ------------------------------------------------------------------------------------------ real gradients
-def trained(config: Config, size: int) -> tuple[Any, ...]:
-    ranks = own_ranks() if size > 1 else ALONE
-    trainer = trainer_of(config, ranks)
-    records = []
-    for number in range(1, 5):
-        step = one_step(trainer, number)
-        records.append((step.record["train/loss"], step.record["grad/norm"]))
-    contents = capture(4, trainer, [], {})
-    return records, None if contents is None else bits(contents)
+def trained(config: Config, size: int) -> list[tuple[float, float]]:
+    trainer = trainer_of(config, own_ranks() if size > 1 else ALONE)
+    records = [one_step(trainer, number).record for number in range(1, 5)]
+    return [(record["train/loss"], record["grad/norm"]) for record in records]
 
 
 @pytest.mark.parametrize("kind", ["stochastic-8bit", "fp32", "delayed"])
 def test_processes_train_on_the_batch_of_one(tiny, pools, kind):
     """Sums of another order apart, which change the last bits."""
-    config = settings(tiny, kind, "ddp")
-    config.optimizer.grad_clip = 0.0
+    config, alone = (settings(tiny, kind, mode) for mode in ("ddp", None))
+    config.optimizer.grad_clip = alone.optimizer.grad_clip = 0.0
     first, second = pools[2].run(trained, config, 2)
-    assert first[0] == second[0]
-    alone = settings(tiny, kind, None)
-    alone.optimizer.grad_clip = 0.0
-    records, _ = trained(alone, 1)
-    torch.testing.assert_close(torch.tensor(first[0][:1]), torch.tensor(records[:1]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(records), rtol=2e-3, atol=0)
+    assert first == second
+    records = torch.tensor(trained(alone, 1))
+    torch.testing.assert_close(torch.tensor(first[:1]), records[:1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(first), records, rtol=2e-3, atol=0)
 
 
-# ------------------------------------------------------------------------------------------ what all do together
 def failing(what: str) -> list[Any]:
     ranks = own_ranks()
     said = [ranks.broadcast(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
@@ -178,88 +147,11 @@ def failing(what: str) -> list[Any]:
     return said
 
 
-@pytest.mark.parametrize("what", ["disk", "line", "none"])
-def test_what_fails_in_one_fails_in_all(pools, what):
-    first, second = pools[2].run(failing, what)
-    assert first[:3] == second[:3] == ["from 0", [0.0, 1.0], 0.5]
-    if what == "disk":
-        assert first[3:] == second[3:] == [("OSError", errno.ENOSPC, "[Errno 28] No space left on device: 'a'")]
-    elif what == "line":
-        assert first[3:] == [("CheckpointNotWritten", None, "no")]
-        assert second[3:] == [("BenchError", None, "no")]
-    else:
-        assert first[3:] == second[3:] == []
+FULL = [("OSError", errno.ENOSPC, "[Errno 28] No space left on device: 'a'")]
+NOT_WRITTEN, NO = ([(name, None, "no")] for name in ("CheckpointNotWritten", "BenchError"))
 
 
-def exit_code_of(child: Callable[[], None]) -> int:
-    """Fork, run `child`, and return what the process ended with: 0 if it came to its end."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child()
-            os._exit(0)
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
-    with stop_requests() as stop:
-        assert not stop.asked
-        signal.raise_signal(number)
-        assert stop.asked
-        assert stop.name == number.name
-    assert {one: signal.getsignal(one) for one in before} == before
-
-
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
-    done, said = os.pipe()
-
-    def child():
-        try:
-            with stop_requests(lambda: os.write(said, b"x")):
-                signal.raise_signal(first)
-                time.sleep(SAME_REQUEST_SECONDS * 1.5)
-                signal.raise_signal(second)
-        finally:
-            os.write(said, b"cleaned up")
-
-    assert exit_code_of(child) == 128 + second
-    os.close(said)
-    with os.fdopen(done, "rb") as pipe:
-        assert pipe.read() == b"x"
-
-
-def test_a_signal_that_comes_twice_at_once_or_to_a_worker_is_one_request():
-    """As from `timeout`, which signals its child and then the group."""
-
-    def child():
-        with stop_requests() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.name == "SIGTERM"
-
-    assert exit_code_of(child) == 0
-    with stop_requests_once() as stop:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(SAME_REQUEST_SECONDS * 1.5)
-    assert stop.asked
-
-
-def test_outside_of_the_main_thread_nothing_is_handled():
-    before, asked = signal.getsignal(signal.SIGTERM), list[bool]()
-
-    def work():
-        with stop_requests() as stop:
-            assert signal.getsignal(signal.SIGTERM) is before
-            asked.append(stop.asked)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert asked == [False]
+@pytest.mark.parametrize(("what", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))])
+def test_what_fails_in_one_fails_in_all(pools, what, ends):
+    for said, end in zip(pools[2].run(failing, what), ends, strict=True):
+        assert said == ["from 0", [0.0, 1.0], 0.5, *end]
