@@ -12,14 +12,8 @@ from nanogpt_bench.loop.clipping import Clipping, ClippingFirst
 from nanogpt_bench.monitors import Observer
 
 CLIP = 0.02
-SCALES = {
-    "dynamic": {},
-    "static": {"policy": "static"},
-    "delayed": {"policy": "delayed", "history": 2},
-    "fixed": {"scale": 2.0**-24},
-    "global": {"scale": "global"},
-    "block": {"granularity": "block"},
-}
+SCALES = {"dynamic": {}, "static": {"policy": "static"}, "delayed": {"policy": "delayed", "history": 2}}
+SCALES |= {"fixed": {"scale": 2.0**-24}, "global": {"scale": "global"}, "block": {"granularity": "block"}}
 
 
 class Seen(Observer):

@@ -17,13 +17,15 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
+RESIDUAL = {"model__format": "E4M3", "model__storage": "fp8", "optimizer__name": "stiffness_adamw"}
+RESIDUAL |= {"optimizer__writeback": "residual8", "optimizer__moments": "8bit"}
 DELAYED = "{'*': {weight: E4M3, activation: E4M3, policy: delayed}}"
-MONITORS = {"monitor__watch": "[resources, trend]"}
+
 #: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
 KINDS = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon-residual8": {"rule": "muon-residual8", "model__format": "E5M2"},
-    "residual8-8bit": {"model__format": "E4M3", "rule": "residual8", "optimizer__moments": "8bit"},
+    "residual8-8bit": RESIDUAL,
     "riemannian": {"rule": "riemannian", "model__format": "E3M4"},
     "fp32": {"rule": "fp32"},
     "delayed": {"rule": "master", "model__granularity": "tensor", "model__formats": DELAYED},
@@ -41,7 +43,8 @@ def pools(tmp_path_factory):
 
 
 def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
-    return tiny(**KINDS[kind], **MONITORS, train__batch_size=6, train__parallel=mode, train__precision="float32")
+    more = {"monitor__watch": "[resources, trend]", "train__precision": "float32", "train__batch_size": 6}
+    return tiny(**KINDS[kind], **more, train__parallel=mode)
 
 
 def own_ranks() -> Ranks:

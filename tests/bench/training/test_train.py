@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,17 +84,9 @@ def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
 
 
 def test_the_points_of_a_step_come_in_their_order(tiny):
-    calls = []
-
-    class Recorder(Observer):
-        def __getattribute__(self, name):
-            if not name.startswith("_"):
-                calls.append(name)
-            return super().__getattribute__(name)
-
-    one_step(trainer_of(tiny(train__accumulation=2)), 1, Recorder())
+    one_step(trainer_of(tiny(train__accumulation=2)), 1, recorder := Mock(spec=Observer))
     micro = ["before_forward", "after_forward", "after_backward"]
-    assert calls == [*micro, *micro, "before_step", "after_step"]
+    assert [name for name, *_ in recorder.method_calls] == [*micro, *micro, "before_step", "after_step"]
 
 
 def test_validation_changes_nothing_and_repeats(tiny):
