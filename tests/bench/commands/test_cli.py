@@ -17,7 +17,6 @@ from nanogpt_bench.loop.train import run
 
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
 
-
 pytestmark = pytest.mark.usefixtures("here")
 
 

@@ -59,8 +59,7 @@ def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, r
     """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
     (tmp_path / "there").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "there")
-    said = refused("prepare", "text", "--input", text_file, "--out", tmp_path / "out")
-    assert "out' is a link; give a folder" in said
+    assert "out' is a link;" in refused("prepare", "text", "--input", text_file, "--out", tmp_path / "out")
     os.mkfifo(tmp_path / "pipe")
     assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
 

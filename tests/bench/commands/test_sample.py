@@ -88,9 +88,7 @@ def test_weights_of_every_kind_write(trained, kind, capsys):
     assert "(as trained), " in capsys.readouterr().out
 
 
-def test_an_end_of_text_ends_the_text_and_weights_that_are_not_finite_are_refused(
-    tiny, text_file, tmp_path, monkeypatch
-):
+def test_an_end_of_text_ends_the_text_and_nan_is_refused(tiny, text_file, tmp_path, monkeypatch):
     prepare_text(text_file, tmp_path / "corpus", "byte")
     run(tiny(train__max_steps=2, checkpoint__every=2, data__dir=tmp_path / "corpus"), tmp_path / "run")
     with monkeypatch.context() as patch:

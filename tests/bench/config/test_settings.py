@@ -155,10 +155,8 @@ def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_it
 
 
 def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_settings_are_custom():
-    for words, name in (
-        ("--optimizer.name StiffnessAdamW --optimizer.stiffness=2", "custom"),
-        ("--rule stiffness --model.storage grid", "stiffness"),
-    ):
+    custom = "--optimizer.name StiffnessAdamW --optimizer.stiffness=2"
+    for words, name in ((custom, "custom"), ("--rule stiffness --model.storage grid", "stiffness")):
         config = resolved(["--model.format", "E4M3", *words.split()])
         config.rule = None
         assert rule_name(config) == name
@@ -219,9 +217,7 @@ def test_settings_go_into_every_row_that_takes_them(planned, capsys):
     ]
 
 
-def test_without_settings_every_row_has_its_rule_s_rate_and_what_differs_from_an_earlier_start_is_named(
-    planned, refused
-):
+def test_without_settings_every_row_has_its_rule_s_rate_and_what_differs_later_is_named(planned, refused):
     rates = {run.rule: resolve(build_config(run.settings)).optimizer.lr for run in planned().values()}
     assert rates == {rule: RULES[rule].lr for rule in ("bf16-mixed", "sgd", "stochastic")}
     refused(*ROWS, "--optimizer.lr", "0.1")

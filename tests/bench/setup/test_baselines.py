@@ -24,7 +24,6 @@ BASELINES = {
     "torchao_adamwfp8.yaml": ("torchao-adamwfp8", 6.0),
 }
 COMPILED = ("torchao_adamw8bit.yaml", "torchao_adamwfp8.yaml")
-
 # torchao tells torch twice what torch now knows by itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*")
 

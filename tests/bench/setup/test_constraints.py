@@ -76,10 +76,9 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
 @pytest.fixture(scope="module")
 def watched(tiny, tmp_path_factory):
     """Folders of a run under each constraint, with a format that is read through a copy."""
-    folders = {}
-    for name, settings in {"stiefel": STIEFEL | MASTER, "sphere": SPHERE | MASTER, "float": STIEFEL}.items():
-        folders[name] = tmp_path_factory.mktemp(name) / "r"
-        run(tiny(**settings), folders[name])
+    folders = {name: tmp_path_factory.mktemp(name) / "r" for name in ("stiefel", "sphere", "float")}
+    for folder, settings in zip(folders.values(), (STIEFEL | MASTER, SPHERE | MASTER, STIEFEL), strict=True):
+        run(tiny(**settings), folder)
     return folders
 
 

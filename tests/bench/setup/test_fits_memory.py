@@ -108,9 +108,7 @@ def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
     check_fits(resolve(build_config({"rule": "fp32", "model.size": "124M", "train.batch_size": 12})))
 
 
-def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_documents_do_not_count(
-    labelled_dir, monkeypatch
-):
+def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_no_more(labelled_dir, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: GIB)
     check_fits(resolve(Config()))

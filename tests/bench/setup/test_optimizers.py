@@ -44,7 +44,7 @@ def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once_and_optio
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.7), 1e-8)
 
 
-def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
+def on_one_byte(name, *arguments):
     config = resolved([*ONE_BYTE, "--optimizer.name", name, *arguments])
     return build_optimizer(quantize(GPT(UNTIED), config), config)
 
@@ -78,12 +78,9 @@ def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value
 
 
 def test_a_combination_the_library_refuses_is_one_line():
-    for name, more, parts in (
-        ("madam", (), ("writeback='momentum'", "Madam")),
-        ("adamw", ["8bit"], ("momentum", "8bit")),
-    ):
+    for words, parts in (("madam", ["'momentum'", "Madam"]), ("adamw --optimizer.moments=8bit", ["momentum", "8bit"])):
         with refusal("^optimizer: ") as caught:
-            on_one_byte(name, "--optimizer.writeback=momentum", *(f"--optimizer.moments={value}" for value in more))
+            on_one_byte(*words.split(), "--optimizer.writeback=momentum")
         assert [part for part in parts if part not in str(caught.value)] == []
 
 

@@ -1,7 +1,4 @@
-"""How a processor computes: the loss compiled, and products of bfloat16 matrices taken as float32's where it is slow.
-
-Compiled there are the same losses, monitors that still see the layers, and an error in one line.
-"""
+"""The loss compiled, and products of bfloat16 matrices taken as float32's where a processor has no instructions."""
 
 from contextlib import nullcontext
 from unittest.mock import Mock

@@ -42,9 +42,7 @@ def test_a_run_goes_on_where_the_other_one_ended(tiny, trained, tmp_path):
     assert (named.init_from, named.size, named.n_layer) == (facts["checkpoint"], None, 1)
 
 
-def test_it_resumes_to_the_same_bits_whatever_became_of_the_other_and_without_either_nothing_begins(
-    tiny, trained, tmp_path
-):
+def test_it_resumes_to_the_same_bits_without_the_other_and_without_either_nothing_begins(tiny, trained, tmp_path):
     start = shutil.copytree(trained["one byte"], tmp_path / "start")
     settings = {"rule": "nearest", "model__format": "E5M2", "checkpoint__every": 3}
     whole = run(tiny(model__init_from=step_file(start, 3), **settings), tmp_path / "cut")

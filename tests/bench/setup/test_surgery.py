@@ -129,10 +129,10 @@ def small(name: str, corpus_dir: Path, *more: str) -> Config:
     return load_config(find_config(name), [*flags(SMALL | {"data.dir": corpus_dir}), *more])
 
 
-def formats_of(model: nn.Module, operand: str) -> dict[str, str]:
+def formats_of(model, operand):
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, fm.QuantizedLinear)}
-    found = {name: getattr(layer.spec, operand) for name, layer in layers.items()}
-    return {name: spec.format.name for name, spec in found.items() if spec is not None}
+    specs = {name: getattr(layer.spec, operand) for name, layer in layers.items()}
+    return {name: spec.format.name for name, spec in specs.items() if spec is not None}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

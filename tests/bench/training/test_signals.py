@@ -26,12 +26,12 @@ def exit_code_of(child: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
     with stop_requests() as stop:
         assert not stop.asked
         signal.raise_signal(number)
         assert (stop.asked, stop.name) == (True, number.name)
-    assert {one: signal.getsignal(one) for one in before} == before
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
