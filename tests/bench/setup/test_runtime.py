@@ -138,6 +138,7 @@ def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(n
     [
         ({"rule": "bf16-mixed"}, "AVX2", "cpu", True),
         ({"rule": "bf16-mixed"}, "AVX512", "cpu", False),
+        ({"rule": "bf16-mixed"}, "DEFAULT", "cpu", False),
         ({"rule": "fp32"}, "AVX2", "cpu", False),
         ({"rule": "bf16-mixed", "runtime__compile": True}, "AVX2", "cpu", False),
         ({"rule": "bf16-mixed"}, "AVX2", "cuda", False),
