@@ -126,7 +126,8 @@ class FakeWandb:
         import wandb
 
         self.given, self.logged, self.summary, self.exit_code = {}, [], {}, None
-        self.id, self.project, self.rewinds = "abc123", "p", True
+        self.id, self.project, self.rewinds, self.teardown = "abc123", "p", True, Mock()
+        monkeypatch.setattr(wandb, "teardown", self.teardown)
         monkeypatch.setattr(wandb, "init", self.init)
         monkeypatch.setattr(wandb, "login", lambda *, prompt, verify: key is not None and not prompt and not verify)
 
@@ -234,7 +235,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tiny, tmp_path, monkeypatch
     assert [step for step, _ in second.logged] == [5, 6]
     assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
     refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
-    assert caplog.messages.count(refused) == (not rewinds and not given)
+    assert caplog.messages.count(refused) == second.teardown.call_count == (not rewinds and not given)
 
 
 @pytest.mark.extra("wandb")
