@@ -39,7 +39,7 @@ FIRST = (
     "tests/bench/config/test_settings.py",
     "tests/bench/data/test_data.py",
     "tests/bench/failures/test_classify.py",
-    "tests/bench/monitors/test_attention_zones.py",
+    "tests/bench/monitors/test_attention_and_zones.py",
     "tests/bench/report/test_tables.py",
     "tests/bench/training/test_train.py",
 )

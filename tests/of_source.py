@@ -46,7 +46,7 @@ def where_tested(source: str) -> list[str]:
     """The arguments of pytest for a source file: its own doctests, and its tests.
 
     >>> where_tested("nanogpt_bench/monitors/zones.py")
-    ['nanogpt_bench/monitors/zones.py', 'tests/bench/monitors/test_attention_zones.py']
+    ['nanogpt_bench/monitors/zones.py', 'tests/bench/monitors/test_attention_and_zones.py']
     >>> where_tested("fp8manifold/optim/_slot.py")
     ['fp8manifold/optim/_slot.py', 'tests/library/optim']
     """

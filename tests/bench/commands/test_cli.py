@@ -1,13 +1,12 @@
 """The command line, from the outside: exit codes, one-line errors, files, and where a user stumbles."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from bench_runs import flags, refusal
+from bench_runs import refusal
 from laws import each
 
 from nanogpt_bench.cli import main
@@ -17,7 +16,6 @@ from nanogpt_bench.data.text import prepare_text, read_text
 from nanogpt_bench.loop.train import run
 
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
-
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -66,8 +64,7 @@ def test_prepare_then_run_and_runs_without_a_name_are_numbered(text_file, capsys
 
 def test_a_failed_run_exits_with_1(corpus_dir, capsys):
     wild = ["--rule=sgd", "--optimizer.lr=1e30", "--optimizer.grad_clip=0", "--train.max_steps=30"]
-    quick = [word for word in QUICK if not word.startswith("--train.max_steps")]
-    assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *quick, *wild]) == 1
+    assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK[1:], *wild]) == 1
     assert "failed: train/loss is" in capsys.readouterr().out
 
 
@@ -79,13 +76,9 @@ def test_the_default_corpus_is_prepared_on_the_fly(capsys):
 
 @pytest.mark.parametrize("package", ["rich", "pydantic", "vl_convert"])
 def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
-    script = (
-        f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
-        "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    script = f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
+    script += "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith(f"nanogpt-bench: error: not installed: {package}; ")
     assert "fp8manifold[bench]" in done.stderr
@@ -93,15 +86,11 @@ def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-STUMBLE = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 8, "model.size": "null"}
-STUMBLE |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
-
-
-def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, here, capsys):
-    for steps, said in ((1, False), (2, True)):
-        given = STUMBLE | {"data.dir": corpus_dir, "optimizer.warmup_steps": steps}
-        assert main(["run", "bf16_baseline.yaml", *flags(given)]) == 0
-        assert ("steps of warm-up in a run of 2: the learning rate rises to" in capsys.readouterr().err) is said
+def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, capsys):
+    for steps, said in ((2, False), (3, True)):
+        words = [*QUICK, "--data.dir", str(corpus_dir), f"--optimizer.warmup_steps={steps}"]
+        assert main(["run", "bf16_baseline.yaml", *words]) == 0
+        assert ("steps of warm-up in a run of 3: the learning rate rises to" in capsys.readouterr().err) is said
 
 
 def test_a_byte_order_mark_is_no_token(tmp_path):
@@ -114,27 +103,10 @@ def test_a_byte_order_mark_is_no_token(tmp_path):
         read_text(tmp_path / "text")
 
 
-def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
-    tiny, tmp_path, corpus_dir, monkeypatch, capsys
-):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there" / "d").symlink_to(corpus_dir)
-    monkeypatch.chdir(tmp_path / "there")
-    run(tiny(data__dir="d", train__max_steps=1), tmp_path / "there" / "r")
-    monkeypatch.chdir(tmp_path / "here")
-    assert main(["evaluate", "../there/r", "--formats", "E4M3"]) == 2
-    said = capsys.readouterr().err
+def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(tiny, here, corpus_dir, monkeypatch, refused):
+    (here / "d").symlink_to(corpus_dir)
+    run(tiny(data__dir="d", train__max_steps=1), here / "r")
+    (here / "inner").mkdir()
+    monkeypatch.chdir(here / "inner")
+    said = refused("evaluate", "../r", "--formats", "E4M3")
     assert "start where it is, or give its whole path as --data.dir" in said
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_command_with_its_number(number, code, monkeypatch, text_file):
-    monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number))
-    before = signal.getsignal(signal.SIGTERM)
-    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        assert main(["prepare", "text", "--input", str(text_file)]) == code
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupts)

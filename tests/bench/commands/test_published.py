@@ -39,7 +39,12 @@ def words(here, text_file):
     return made
 
 
-def tensors(folder: str) -> dict[str, torch.Tensor]:
+def resolved_of(finetune):
+    """The configuration of the words of a fine-tuning."""
+    return resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+
+
+def tensors(folder):
     return {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}
 
 
@@ -56,10 +61,9 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(l
     assert before.keys() == after.keys()
     moved = {name for name, value in after.items() if value.dtype == torch.float8_e4m3fn}
     assert moved
-    for name, value in before.items():
-        if name in moved:
-            assert not torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)), name
-            assert value.dtype == after[name].dtype
+    for name in moved:
+        assert before[name].dtype == after[name].dtype
+        assert not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
     for file in Path("model").iterdir():
         if file.suffix != ".safetensors":
             assert file.name.endswith("index.json") or file.read_bytes() == Path("saved", file.name).read_bytes()
@@ -93,14 +97,11 @@ def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(words,
 
 
 def test_a_rule_of_floats_trains_the_values(words):
-    finetune = [*words(ROWS), "--model.format", "null"]
-    config = resolve(
-        load_config(find_config("finetune"), [*finetune[3:], "--rule", "fp32", "--model.pretrained", "./model"])
-    )
+    finetune = [*words(ROWS), "--model.format", "null", "--rule", "fp32"]
     served = fp8_served.served(Path("model"), torch.float32).state_dict()
-    model = trainer_of(config).model
+    model = trainer_of(resolved_of(finetune)).model
     assert all(torch.equal(served[name], value) for name, value in model.state_dict().items())
-    assert main([*finetune, "--rule", "fp32", "--save", "saved"]) == 0
+    assert main([*finetune, "--save", "saved"]) == 0
     assert {value.dtype for value in tensors("saved").values()} == {torch.float32}
     assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())
 
@@ -129,7 +130,7 @@ def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
     for more, told in REFUSED.items():
         assert told in refused(*finetune, *more.split()), more
     assert not Path("runs").exists()
-    config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+    config = resolved_of(finetune)
     assert (config.model.formats, config.model.granularity) == ({"*": "E4M3"}, "square")
     assert resolved([]).model.granularity is None
 
@@ -153,7 +154,7 @@ def test_files_are_read_once(words, monkeypatch):
     monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or real(name))
     finetune = words(SQUARES)
     for _ in range(2):
-        resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+        resolved_of(finetune)
     assert asked == ["./model"]
 
 
@@ -163,8 +164,9 @@ def test_memory_is_that_of_codes(words, monkeypatch):
     codes = sum(math.prod(each.shape) for each in found.stored.values())
     scales = sum(value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv"))
     assert found.stored_bytes == 4 * (found.parameters - codes) + codes + 4 * scales
-    config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
-    assert _bytes_each(config) == found.stored_bytes / found.parameters + 2 + 4  # two averages of a byte, a gradient
+    assert (
+        _bytes_each(resolved_of(finetune)) == found.stored_bytes / found.parameters + 2 + 4
+    )  # two averages of a byte, a gradient
     monkeypatch.setattr(free_memory, "free_memory", lambda: 3 * found.parameters)
     load_causal("./model", bytes_each=found.stored_bytes / found.parameters, quantization={})
     with refusal("needs about"):

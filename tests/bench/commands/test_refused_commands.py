@@ -32,7 +32,6 @@ COMPARED = "compare --task classify --rules fp32,stochastic --max-steps 4 --out 
 REFUSED = {
     "cmpare": "did you mean 'compare'",
     # options of commands
-    "prepare stdlb": "stdlb & did you mean 'stdlib'",
     "prepare eurlx": "did you mean 'eurlex' & allowed: stdlib, packages, eurlex, hub, text",
     "prepare stdlib --data-dir x": "--data-dir 'x' & prepare eurlex and hub",
     "prepare eurlex --dataset x": "--dataset 'x' & prepare hub",
@@ -45,22 +44,17 @@ REFUSED = {
     "prepare stdlib --limit-tokens 0": "--limit-tokens & '0' & >= 1",
     "prepare stdlib --limit-tokens 649": "--limit-tokens 649 & 650 or more",
     "prepare stdlib --tokenizer gpt3": "gpt3 & did you mean 'gpt2' & allowed: byte, char, gpt2",
-    "prepare stdlib --ouy x": "--ouy & did you mean '--out'",
-    "prepare stdlib --input x": "--input & prepare text",
     "prepare stdlib --packages oci": "--packages",
-    "prepare packages --revision main": "--revision 'main' goes with prepare eurlex and hub",
     "prepare text": "--input FILE",
     "prepare text --input gone.txt": "gone.txt & does not exist",
     "run": "CONFIG.yaml",
     "run e4m3.yml": "e4m3.yml & did you mean 'e4m3.yaml'",
-    "run e4m3.yaml --train.max_stps 3": "train.max_stps & train.max_steps",
     "run e4m3.yaml --name a/b": "--name & a/b",
     "run e4m3.yaml --name ''": "--name & is not allowed",
     "run bf16_baseline.yaml --data.dir gone": "gone & prepare stdlib",
     f"run bf16_baseline --data.dir=CHARS {SMALL} --model.block_size=5000": "a block of 5000 needs 5001; give a longer "
     "text or a smaller --model.block_size",
     "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; keep one",
-    "run fp32 --seed 3 --seed=3": "error: --seed is given twice; keep one",
     "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not that of the checkpoint",
     "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 is more than the 16 positions",
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
@@ -69,15 +63,11 @@ REFUSED = {
     "compare --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "compare --fromats E4M3": "--fromats & did you mean '--formats'",
     "compare --rules stochastik": "stochastik & 'stochastic'",
-    "compare --rules all,residul8": "'residul8' & 'residual8'",
     "compare --formats E4M33": "'E4M33' & 'E4M3'",
-    "compare --formats none": "none",
     "compare --data.dir absent": "absent & prepare stdlib",
     "compare --seeds 0": "--seeds & '0' & >= 1",
-    "compare --formats ,": "--formats & ','",
     "compare --max-steps 1 --max-steps=2": "error: --max-steps is given twice; keep one",
     "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run",
-    "compare --optimizer.draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
     COMPARED: "--task classify needs --data.dir",
     f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
     "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",
@@ -87,14 +77,11 @@ REFUSED = {
     f"{ROWS} --optimizer.constrained_lr 0.5": "--optimizer.constrained_lr & any row & bf16-mixed, sgd, E4M3 stochastic",
     f"{ROWS} --train.max_steps 9 --max-steps 8": "--train.max_steps 9 & --max-steps 8",
     f"{ROWS} --model.n_embd 130": "model.n_embd & 132 & at rule 'bf16-mixed'",
-    f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",
     "report": "RUNS",
-    "report runs --out a --out b": "error: --out is given twice; keep one",
     "verify": "RUN",
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
     "sweep format.yaml": "did you mean 'formats.yaml'",
-    "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
     # results files
     "results export .": "--out is missing",
@@ -108,25 +95,18 @@ REFUSED = {
     "sample nothing": "'nothing' is no folder of a run",
     "sample RUN --formats E4M33": "did you mean 'E4M3'",
     "sample RUN --tokens 0": "'0' is not allowed; give a whole number >= 1",
-    "sample RUN --seed -1": "give a whole number >= 0",
     "sample RUN --seed 99999999999999999999": "give a whole number >= 0",
     "sample RUN --temperature nan": "give a number >= 0",
-    "sample RUN --temperature -1": "give a number >= 0",
     "sample RUN --top-k x": "give a whole number >= 1",
-    "sample RUN --checkpoint step-4": "step-4",
     "sample RUN --optimizer.lr 1": "the weights of a run have been trained",
-    "sample RUN --promt x": "did you mean '--prompt'",
     # weights of a run: losses
     "evaluate RUN --checkpoint step-4": "'step-4' does not exist; allowed: best, last, step-3, step-6",
-    "evaluate RUN --checkpoint newest": "'newest' does not exist; allowed: best, last",
     "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; allowed: data.dir",
     "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
     "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; allowed: master, grid",
-    "evaluate RUN --formats E4M33": "did you mean 'E4M3'",
     "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
     "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
     "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and --checkpoint step-3",
-    "evaluate e4m3 --fromats E4M3": "did you mean '--formats'",
     # weights of a run: reports of formats
     "evaluate RUN --out out --input x.txt": "--input goes with --model",
     "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
@@ -134,21 +114,16 @@ REFUSED = {
     "evaluate RUN --out out --formats all,none": "'none' is what the gaps are measured against",
     "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing with a report",
     "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
-    **{
-        f"evaluate RUN --out out --budget {word}": f"--budget: '{word}' is not allowed; give a number > 0"
-        for word in ("nan", "-1", "inf", "0", "much")
-    },
+    "evaluate RUN --out out --budget nan": "--budget: 'nan' is not allowed; give a number > 0",
+    "evaluate RUN --out out --budget 0": "--budget: '0' is not allowed; give a number > 0",
     "evaluate RUN --out out --scales block": "block",  # rows of 16
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats sets every "
     "layer already",
     # weights of a pretrained model
     MODEL: "needs a text: --input FILE",
-    f"{MODEL} --data.dir CHARS": "was written by the tokenizer 'char', which is not that of model",
     f"{MEASURED} --data.dir OWN": "needs a text",
     f"{MEASURED} --model.block_size 128": "128 is more than the 64 positions",
-    f"{MEASURED} --formats E4M33": "did you mean 'E4M3'",
     f"{MEASURED} --formats none": "leave it out",
-    f"{MEASURED} --scales row": "unknown --scales 'row'",
     f"{MEASURED} --model.formats.mpl E4M3": "did you mean 'mlp'",
     f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
@@ -166,13 +141,9 @@ REFUSED = {
     f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
     "sweep --sensitivity": "FILE.yaml is missing",
     # names that no file can have
-    **{
-        f"{command} {name}": ""
-        for command in ("run", "sweep", "evaluate")
-        for name in ("LONG", "NUL", "aNUL.yaml", "/dev/null")
-    },
-    **dict.fromkeys(("report LONG --out o", "report NUL --out o", "verify LONG", "compare --out LONG"), ""),
-    **dict.fromkeys(("run fp32.yaml --data.dir=CHARS --name LONG", "sweep formats.yaml --out LONG"), ""),
+    **dict.fromkeys(("run LONG", "sweep NUL", "evaluate aNUL.yaml", "run /dev/null", "compare --out LONG"), ""),
+    **dict.fromkeys(("report LONG --out o", "report NUL --out o", "verify LONG", "sweep formats.yaml --out LONG"), ""),
+    "run fp32.yaml --data.dir=CHARS --name LONG": "",
     **{f"run fp32.yaml --data.dir=CHARS --name {name}": "--name" for name in ("../out", "/tmp/out", ".hidden", "..")},
     **{f"run gpt2.yaml --{key} {name}": "" for key in ("data.dir", "model.init_from") for name in ("LONG", "NUL")},
 }

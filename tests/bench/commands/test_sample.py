@@ -7,7 +7,6 @@ import pytest
 import torch
 from bench_runs import refusal
 from laws import each
-from torch import Tensor
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.sample import Draw, sample_run
@@ -27,22 +26,12 @@ def model():
     return model
 
 
-def tokens(batch: int, time: int) -> Tensor:
-    return torch.randint(0, 50, (batch, time), generator=torch.Generator().manual_seed(time))
-
-
-def by_whole_passes(model: GPT, seen: Tensor, count: int, **options: object) -> Tensor:
-    """The definition: every token from a pass over the last `block_size` before it."""
-    begin = seen.shape[1]
-    model.eval()
-    for _ in range(count):
-        logits = model(seen[:, -SMALL.block_size :])[:, -1]
-        seen = torch.cat([seen, sample(logits.detach(), **options)[:, None]], 1)
-    return seen[:, begin:]
-
-
-def generator(seed: int = 3) -> torch.Generator:
+def generator(seed=3):
     return torch.Generator().manual_seed(seed)
+
+
+def tokens(batch, time):
+    return torch.randint(0, 50, (batch, time), generator=generator(time))
 
 
 def test_a_cache_gives_the_logits_of_a_whole_pass(model):
@@ -56,9 +45,14 @@ def test_a_cache_gives_the_logits_of_a_whole_pass(model):
 @each("prompt", [1, 5, 8, 13])
 @each("options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 99}])
 def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(model, prompt, options):
-    seen = tokens(2, prompt)
+    """By definition every token is from a pass over the last `block_size` before it."""
+    seen, drawn = tokens(2, prompt), generator()
     found = torch.stack(list(model.generate(seen, 12, generator=generator(), **options)), 1)
-    assert torch.equal(found, by_whole_passes(model, seen, 12, generator=generator(), **options))
+    model.eval()
+    for _ in range(12):
+        logits = model(seen[:, -SMALL.block_size :])[:, -1]
+        seen = torch.cat([seen, sample(logits.detach(), generator=drawn, **options)[:, None]], 1)
+    assert torch.equal(found, seen[:, prompt:])
 
 
 def test_draws_follow_the_softmax_of_the_k_likeliest():
@@ -83,9 +77,9 @@ def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
     assert rows[0]["text"] == rows[2]["text"] != ""
     assert rows[0]["draw"] == {"prompt": "def ", "tokens": 20, "temperature": 0.9, "top_k": 9, "seed": 5}
     assert all(row["tokens"] <= 20 for row in rows)
-    draw = Draw("def ", 20, 0.9, 9, 5)
-    assert sample_run(trained["float"], draw)[0].text == rows[0]["text"]
-    assert sample_run(trained["float"], Draw("def ", 20, 0.9, 9, 6))[0].text != rows[0]["text"]
+    for seed in (5, 6):
+        found = sample_run(trained["float"], Draw("def ", 20, 0.9, 9, seed))[0].text
+        assert (found == rows[0]["text"]) is (seed == 5)
 
 
 @each("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
@@ -94,22 +88,13 @@ def test_weights_of_every_kind_write(trained, kind, capsys):
     assert "(as trained), " in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def of_bytes(tiny, tmp_path_factory):
-    """A run whose tokenizer has an end of text."""
-    folder = tmp_path_factory.mktemp("bytes")
-    (folder / "text.txt").write_text("all brown foxes are lazy. " * 99, encoding="utf-8")
-    prepare_text(folder / "text.txt", folder / "corpus", "byte")
-    run(tiny(train__max_steps=2, checkpoint__every=2, data__dir=folder / "corpus"), folder / "run")
-    return folder / "run"
-
-
-def test_an_end_of_text_ends_the_text_and_weights_that_are_not_finite_are_refused(of_bytes, monkeypatch):
+def test_an_end_of_text_ends_the_text_and_nan_is_refused(tiny, text_file, tmp_path, monkeypatch):
+    prepare_text(text_file, tmp_path / "corpus", "byte")
+    run(tiny(train__max_steps=2, checkpoint__every=2, data__dir=tmp_path / "corpus"), tmp_path / "run")
     with monkeypatch.context() as patch:
-        drawn = [torch.tensor([token]) for token in (104, 105, 256, 33)]
-        patch.setattr(GPT, "generate", lambda *_, **__: iter(drawn))
-        (row,) = sample_run(of_bytes, Draw())
+        patch.setattr(GPT, "generate", lambda *_, **__: iter(torch.tensor([[104], [105], [256], [33]])))
+        (row,) = sample_run(tmp_path / "run", Draw())
     assert (row.text, row.tokens) == ("hi", 2)
     monkeypatch.setattr(GPT, "forward", lambda *_: torch.full((1, 1, 257), math.nan))
     with refusal(r"^none \(as trained\): the logits are not finite"):
-        sample_run(of_bytes, Draw())
+        sample_run(tmp_path / "run", Draw())

@@ -19,8 +19,6 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "rule_learning_rates.py"
 @pytest.fixture(scope="module")
 def search():
     spec = importlib.util.spec_from_file_location("rule_learning_rates", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -29,8 +27,7 @@ def search():
 
 def test_its_examples_run_and_every_rule_has_a_grid_around_its_default(search):
     result = doctest.testmod(search)
-    assert result.attempted > 0
-    assert result.failed == 0
+    assert result.attempted > result.failed == 0
     for name, entry in RULES.items():
         powers = math.log2(entry.lr / search.lr_at(name, 0))
         assert abs(powers) <= search.MOST_POWERS, name
@@ -67,12 +64,10 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(search,
     assert len(summaries) == len(first.err.splitlines()) >= 4  # one point is both ends, so that it grows
     assert (tmp_path / "table.md").read_text() == first.out
     best = min(json.loads(path.read_text())["final_val_loss"] for path in summaries if "fp32" in str(path))
-    row = next(line for line in first.out.splitlines() if line.startswith("| fp32"))
-    assert f"**{best:.3f}**" in row
+    assert f"**{best:.3f}**" in next(line for line in first.out.splitlines() if line.startswith("| fp32"))
     assert search.main(command) == 0
     second = capsys.readouterr()
-    assert second.err == ""
-    assert second.out == first.out
+    assert (second.out, second.err) == (first.out, "")
 
 
 def test_an_unknown_rule_is_answered_with_the_nearest(search, capsys):

@@ -34,31 +34,12 @@ def prepared(paths):
     return results, styles(rows, find_reference(rows))
 
 
-def charts_of(results, chosen):
-    return [chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts]
-
-
-def texts_of(path):
-    """The texts of an SVG, each with where it begins."""
-    found = []
-
-    def walk(node, x, y):
-        moved = re.match(r"translate\(([-.\d]+),([-.\d]+)\)", node.get("transform", ""))
-        x, y = (x + float(moved[1]), y + float(moved[2])) if moved else (x, y)
-        if node.tag.endswith("}text"):
-            found.append(("".join(node.itertext()), x, y))
-        for child in node:
-            walk(child, x, y)
-
-    walk(ElementTree.parse(path).getroot(), 0.0, 0.0)
-    return found
-
-
 def test_every_figure_is_an_svg_that_shows_something(tmp_path):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
-    written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
-    assert {path.name for path in written} == {f"{name}.svg" for name in ("loss_curves", "stall")}
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in written)
+    charts = [chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts]
+    written = write_figures(charts, chosen, tmp_path / "figures")
+    assert {path.name for path in written} == {"loss_curves.svg", "stall.svg"}
+    assert set((tmp_path / "figures").iterdir()) == set(written)
     for path in written:
         assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
 
@@ -89,9 +70,18 @@ def test_a_long_legend_makes_room_for_itself(tmp_path):
     charts = loss_charts([result.row for result in results], chosen)
     write_figures(charts, chosen, tmp_path)
     root = ElementTree.parse(tmp_path / "loss_curves.svg").getroot()
-    width, height = float(root.get("width")), float(root.get("height"))
-    legend = [(x, y) for text, x, y in texts_of(tmp_path / "loss_curves.svg") if text.startswith("a rule with a long")]
-    assert len(set(legend)) == 40
+    width, height, legend = float(root.get("width")), float(root.get("height")), set()
+
+    def walk(node, x, y):
+        moved = re.match(r"translate\(([-.\d]+),([-.\d]+)\)", node.get("transform", ""))
+        x, y = (x + float(moved[1]), y + float(moved[2])) if moved else (x, y)
+        if node.tag.endswith("}text") and "".join(node.itertext()).startswith("a rule with a long"):
+            legend.add((x, y))
+        for child in node:
+            walk(child, x, y)
+
+    walk(root, 0.0, 0.0)
+    assert len(legend) == 40
     assert all(0 < x < width - 6 * len("a rule with a long name, 39") and 0 < y < height for x, y in legend)
     assert min(chart.height for chart in charts) > 0.3 * height
 
@@ -130,16 +120,10 @@ def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path)
     assert parallel_chart(rows_of(paths[:1]), styles(rows)) is None
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "study").mkdir()
-    return tmp_path / "study"
-
-
-def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(folder):
+def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(tmp_path):
     table = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.5], [-0.25, None]]}
-    (folder / "sensitivity.json").write_text(json.dumps(table | {"status": [[None, None], [None, "nan"]]}))
-    (chart,) = sensitivity_charts(read_studies([folder]).sensitivities)
+    (tmp_path / "sensitivity.json").write_text(json.dumps(table | {"status": [[None, None], [None, "nan"]]}))
+    (chart,) = sensitivity_charts(read_studies([tmp_path]).sensitivities)
     assert [line["pattern"] for line in chart.values] == ["attn.qkv", "mlp.fc"]
     assert [list(line["format"]) for line in chart.values] == [["E4M3", "E7M0"]] * 2
     assert [line["text"] for line in chart.values] == [["+0.010", "+0.500"], ["-0.250", "nan"]]
@@ -151,39 +135,28 @@ def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(f
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("sensitivity.json", "{"),
         ("sensitivity.json", '{"patterns": ["a"], "formats": ["b"], "gap": [[1, 2]]}'),
-        ("tuning.json", "[]"),
         ("tuning.json", '{"rows": "none"}'),
     ],
 )
-def test_studies_that_do_not_fit_are_named_and_left_out(folder, name, content):
-    (folder / name).write_text(content)
-    studies = read_studies([folder])
+def test_studies_that_do_not_fit_are_named_and_left_out(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    studies = read_studies([tmp_path])
     assert (studies.sensitivities, studies.tunings) == ((), ())
     assert name in studies.notes[0]
 
 
-@pytest.fixture
-def exploded(tmp_path):
-    """A run whose residual outputs grow heavy tails and whose loss then leaves everything finite, and its section."""
+def test_the_chart_marks_the_first_step_of_each_class(tmp_path):
+    """In a run whose residual outputs grow heavy tails and whose loss then leaves everything finite."""
     failure = {"kind": "nan", "message": "train/loss is nan at step 200", "step": 200}
-    folder = write_run(
-        tmp_path / "b", rule="fp32", name="exploded", status="failed", failure=failure, final_val_loss=None
-    )
+    folder = write_run(tmp_path / "b", rule="fp32", status="failed", failure=failure, final_val_loss=None)
     write_metrics(folder, {"quant/kurtosis/residual": lambda step: 3 + step}, every=10)
     write_metrics(folder, {"train/loss": lambda step: None if step == 200 else 5.0 - step / 100})
     write_alerts(folder, ("kurtosis", 50), ("kurtosis", 60))
-    results = measured([write_run(tmp_path / "a"), folder])
-    rows = [result.row for result in results]
-    sections = {each.name: each for each in all_sections(Page({}, results, styles(rows, rows[0])))}
-    return load_run(folder), sections["failures"]
-
-
-def test_the_chart_marks_the_first_step_of_each_class(exploded):
-    run, section = exploded
-    (chart,) = section.charts
-    steps = [finding.step for finding in diagnose(run).found]
+    results, chosen = prepared([write_run(tmp_path / "a"), folder])
+    sections = {each.name: each for each in all_sections(Page({}, results, chosen))}
+    (chart,) = sections["failures"].charts
+    steps = [finding.step for finding in diagnose(load_run(folder)).found]
     for layer in chart.spec["layer"][-2:]:  # lines, and names above them
         assert [moment["x"] for moment in layer["data"]["values"]] == steps
     assert {line["row"] for line in chart.values} == {"fp32", "bf16-mixed"}

@@ -20,9 +20,8 @@ def unfinished(tmp_path):
         entries.append({"name": f"{rule}-{seed}", "label": rule, "rule": rule, "seed": seed})
     (folder / "nearest-4" / "summary.json").unlink()
     order = ["fp32", "nearest", "stochastic", "sgd"]
-    (folder / "sweep.json").write_text(
-        json.dumps({"order": order, "baseline": "fp32", "mode": "tune", "runs": entries})
-    )
+    manifest = {"order": order, "baseline": "fp32", "mode": "tune", "runs": entries}
+    (folder / "sweep.json").write_text(json.dumps(manifest))
     searches = [
         {"rows": [rule], "rule": rule, "format": FORMATS.get(rule, "none"), "over": rule != "stochastic"}
         | ({"best": None, "cost": {"runs": 3}} if rule in ("sgd", "stochastic") else {"best": {"optimizer.lr": 1e-3}})
@@ -73,10 +72,8 @@ def test_what_several_files_hold_counts_once(tmp_path, unfinished):
         out = tmp_path / "page"
         assert main(["report", *map(str, given), "--out", str(out), "--reference", "fp32"]) == 0
         lines = {line["run"]: line for line in csv.DictReader((out / "results.csv").read_text().splitlines())}
-        assert {label: line["seeds"] for label, line in lines.items() if line["seeds"] != "0"} == {
-            "fp32": "2",
-            "E4M3 nearest": "2",
-        }
+        seeds = {label: line["seeds"] for label, line in lines.items() if line["seeds"] != "0"}
+        assert seeds == {"fp32": "2", "E4M3 nearest": "2"}
         assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)
         assert lines["sgd"]["verdict"].startswith("failed: none of 3 trials")
         assert [line.get("partial") for line in lines.values()] == ["4 of 6 runs"] * 4

@@ -5,7 +5,6 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,14 +23,11 @@ from nanogpt_bench.sweep.workers import Event
 KEYS = ("filter", "calculate", "labelExpr", "expr", "test", "signal", "init", "update", "href", "url")
 
 
-def expressions(node: Any) -> list[str]:
+def expressions(node):
     """Every text of a chart's description where Vega allows an expression or an address; data allow neither."""
-    if isinstance(node, list):
-        return [found for part in node for found in expressions(part)]
-    if not isinstance(node, dict):
-        return []
-    own = [str(part) for key, part in node.items() if key in KEYS]
-    return own + [found for key, part in node.items() if key != "data" for found in expressions(part)]
+    named = node.items() if isinstance(node, dict) else [*enumerate(node)] if isinstance(node, list) else ()
+    own = [str(part) for key, part in named if key in KEYS]
+    return own + [found for key, part in named if key != "data" for found in expressions(part)]
 
 
 CANARY = "window.broken=1;alert(1)"
@@ -53,40 +49,29 @@ TEXTS = (
 )
 
 
-def lay(folder: Path) -> list[Path]:
-    """Write a run for every text, which is everything in it that a run can name, and the studies beside them."""
-    write_run(folder / "bf16", seed=0)
-    runs = [_run(folder / str(place), text) for place, text in enumerate(TEXTS)]
-    gaps = [[None if i == j else 0.01 * i for j in range(len(TEXTS))] for i in range(len(TEXTS))]
-    study = {"patterns": TEXTS, "formats": TEXTS, "gap": gaps, "status": [[text] * len(TEXTS) for text in TEXTS]}
-    study |= {"operand": TEXTS[0], "rule": TEXTS[1]}
-    _json(folder / "sensitivity.json", study)
-    return runs
-
-
-def _run(folder: Path, text: str) -> Path:
+def hostile_run(folder, text):
+    """A run in which the text is everything that a run can name."""
     failure = {"kind": text, "message": text, "step": 150}
     findings = [{"kind": text, "step": 100, "evidence": {"message": text, text: text}}]
     write_run(folder, rule=text, fmt="E4M3", seed=0, name=text, status="failed", failure=failure, failures=findings)
-    summary = summary_of(folder)
-    _json(folder / "summary.json", summary | {"format": text, "alerts": {text: 3}})
+    write_json(folder / "summary.json", summary_of(folder) | {"format": text, "alerts": {text: 3}})
     config = yaml.safe_load((folder / "config.yaml").read_text())
     printed = text if "\ud800" not in text else "half"  # what YAML can hold
     config |= {printed: printed, "data": {"dir": printed, "seed": printed}, "tracking": {"tags": [printed]}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     corpus = {"source": {text: text}, "splits": {text: {"tokens": 3}}}
     facts = {"command": text, "cpu": text, "gpu": text, "platform": text, "started": text, "python": text}
-    _json(folder / "environment.json", {**facts, "libraries": {text: text}, "corpus": corpus})
+    write_json(folder / "environment.json", {**facts, "libraries": {text: text}, "corpus": corpus})
     series = {f"{key}/{text}": lambda step: step / 200 for key in ("grad/cosine", "quant/kurtosis/residual", "stall")}
     series |= {"grad/cosine": lambda step: 0.9, "quant/kurtosis/residual": lambda step: 3 + step / 10}
     write_metrics(folder, {**series, text: lambda step: text}, every=20)
     alert = {"step": 80, "level": text, "kind": text, "message": text, "value": 12.5, "threshold": 10.0}
-    (folder / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
+    write_json(folder / "alerts.jsonl", alert)
     return folder
 
 
-def _json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
+def write_json(path, content):
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 #: what the page says while a pointer goes over every chart
@@ -104,7 +89,14 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return lay(tmp_path_factory.mktemp("hostile"))
+    """A run for every text, and the studies beside them."""
+    folder = tmp_path_factory.mktemp("hostile")
+    write_run(folder / "bf16", seed=0)
+    runs = [hostile_run(folder / str(place), text) for place, text in enumerate(TEXTS)]
+    gaps = [[None if i == j else 0.01 * i for j in range(len(TEXTS))] for i in range(len(TEXTS))]
+    study = {"patterns": TEXTS, "formats": TEXTS, "gap": gaps, "status": [[text] * len(TEXTS) for text in TEXTS]}
+    write_json(folder / "sensitivity.json", study | {"operand": TEXTS[0], "rule": TEXTS[1]})
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +121,7 @@ def test_nothing_of_theirs_is_an_expression(page):
     text = page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
     found = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
     assert 3 < len(found) < 20
-    plain = re.compile(r"[\w .,()<>&|+*-]+")
-    assert [words for words in found if not plain.fullmatch(words)] == []
+    assert [words for words in found if not re.fullmatch(r"[\w .,()<>&|+*-]+", words)] == []
     assert not [words for words in found if any(t[:12] in words for t in TEXTS)]
 
 

@@ -12,14 +12,9 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("comparison")
-    write_comparison(folder / "runs")
-    return report([folder / "runs"], out=folder / "out")
-
-
-def test_it_is_one_file_beside_tables_and_figures_and_loads_nothing_from_elsewhere(built):
+def test_it_is_one_file_beside_tables_and_figures_that_has_every_chart_and_loads_nothing_from_elsewhere(tmp_path):
+    write_comparison(tmp_path / "runs")
+    built = report([tmp_path / "runs"], out=tmp_path / "out")
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
     assert names == ["figures/loss_curves.svg", "figures/stall.svg", "report.html", "results.csv", "table.md"]
     page = Page(built.read_text(encoding="utf-8"))
@@ -30,17 +25,11 @@ def test_it_is_one_file_beside_tables_and_figures_and_loads_nothing_from_elsewhe
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in policy
     assert "http" not in policy
-
-
-def test_it_has_every_section_and_chart(built):
-    page = Page(built.read_text(encoding="utf-8"))
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
     assert sections == ["what", "results", "loss", "failures", "settings", "stall", "gradients", "configs"]
-    charts = page.charts()
-    names = {chart["name"] for chart in charts}
-    assert names >= {"val-step", "val-seconds", "train-step", "train-seconds", "stall"}
-    places = {attributes.get("id") for tag, attributes in page.elements if tag == "div"}
-    assert {f"chart-{name}" for name in names} <= places
+    charts = {chart["name"] for chart in page.charts()}
+    assert charts >= {"val-step", "val-seconds", "train-step", "train-seconds", "stall"}
+    assert {f"chart-{name}" for name in charts} <= {attributes.get("id") for _, attributes in page.elements}
     assert "+0.450 (+21.4%)" in page.text["td"]
 
 
@@ -92,11 +81,3 @@ def test_a_source_of_many_files_is_named_shortly():
     corpus = {"source": {"kind": "copy", "files": files, "limit": None}, "splits": {"train": {"tokens": 1200}}}
     said = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
     assert said == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"
-
-
-def test_the_page_is_printed_whole():
-    from importlib import resources
-
-    rules = resources.files("nanogpt_bench.report").joinpath("page.css").read_text().partition("@media print")[2]
-    assert ".scroll, pre { overflow: visible; }" in rules
-    assert "break-inside: avoid" in rules

@@ -44,18 +44,9 @@ def result(label: str, loss: float, size: float, stall: float | None, arrived: f
     )
 
 
-def headings(results: list[Result]) -> list[str]:
-    return [column.heading.partition(" (")[0] for column in shown_columns(results)]
-
-
-@pytest.fixture
-def results(tmp_path):
-    return measured(write_comparison(tmp_path))
-
-
 def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
     results = [result(*row) for row in ROWS]
-    shown = headings(results)
+    shown = [column.heading.partition(" (")[0] for column in shown_columns(results)]
     assert not {"best val loss", "grad cosine"} & set(shown)
     assert {"run", "val loss", "gap to BF16", "bytes", "stall", "verdict"} <= set(shown)
     for table in (to_text(results), to_markdown(results)):
@@ -63,25 +54,22 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
         assert [word for word in shown if word not in table] == []
 
 
-def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
+def test_csv_reads_back_to_the_numbers_and_has_every_column(tmp_path):
+    results = measured(write_comparison(tmp_path))
     lines = csv_lines(results)
     columns = [name for column in COLUMNS for name in column.csv]
     assert list(lines[0]) == [name for name in columns if name not in {metric.figure for metric in BESIDE_LOSS}]
     assert [line["run"] for line in lines][:4] == ["bf16-mixed", "fp32", "E4M3 master", "E4M3 nearest"]
     assert float(lines[3]["final_val_loss"]) == results[3].final_val_loss.mean
-    assert float(lines[3]["gap"]) == pytest.approx(0.45)
-    assert float(lines[3]["stall"]) == pytest.approx(0.81)
+    assert [float(lines[3][name]) for name in ("gap", "stall")] == pytest.approx([0.45, 0.81])
     assert lines[0]["stall"] == lines[0]["gap_spread"] == ""
     assert lines[3]["verdict"] == "outside 10%; stall 81%"
 
 
 @pytest.mark.parametrize("text", ["=HYPERLINK(0)", "+1+cmd", "-2+3", "@SUM(A1)"])
 def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_path, text):
-    failures = [{"kind": text, "step": 3}]
-    paths = [
-        write_run(tmp_path / "a"),
-        write_run(tmp_path / "b", rule=text, fmt="E4M3", format=text, final=1.922, failures=failures),
-    ]
+    changes = {"format": text, "final": 1.922, "failures": [{"kind": text, "step": 3}]}
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule=text, fmt="E4M3", **changes)]
     line = csv_lines(measured(paths))[1]
     assert (line["rule"], line["format"], line["failures"]) == ("'" + text,) * 3
     assert float(line["gap"]) == pytest.approx(-0.178)  # no apostrophe: a number

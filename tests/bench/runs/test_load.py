@@ -8,7 +8,6 @@ import tracemalloc
 
 import pytest
 from bench_runs import refusal
-from damages import cut
 from laws import each
 from rich.console import Console
 from run_folders import write_run
@@ -21,32 +20,26 @@ from nanogpt_bench.sweep.session import Bar, Entry
 from nanogpt_bench.sweep.workers import MOST_BYTES, Event, NewRecords
 
 
-@pytest.fixture
-def runs(tmp_path):
-    """A folder of runs as commands leave it: a run, a comparison, and two modes of a sweep."""
-    top = tmp_path / "runs"
-    for place in ("e4m3", "compare-1/a", "sweep-lr/grid/b", "sweep-lr/grid/a", "sweep-lr/tune/c"):
-        write_run(top / place, steps=20)
-    (top / "compare-1" / "corpus").mkdir()
-    return top
-
-
-def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followed(runs, tmp_path):
-    write_run(tmp_path / "elsewhere" / "d", steps=20)
+def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followed(tmp_path):
+    runs = tmp_path / "runs"
+    for place in ("e4m3", "compare-1/a", "sweep-lr/grid/b", "sweep-lr/grid/a", "sweep-lr/tune/c", "../elsewhere/d"):
+        write_run(runs / place, steps=20)
+    (runs / "compare-1" / "corpus").mkdir()
     (runs / "linked").symlink_to(tmp_path / "elsewhere")
     (runs / "sweep-lr" / "back").symlink_to(runs)  # a circle
     said = []
     found = [path.relative_to(runs).as_posix() for path in find_runs([runs], said.append)]
     assert found == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/tune/c"]
     assert said[0] == f"{runs}: 5 runs found in 4 folders (2 links not followed)"
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "d").symlink_to(tmp_path / "elsewhere" / "d")
+    (links := tmp_path / "links").mkdir()
+    (links / "d").symlink_to(tmp_path / "elsewhere" / "d")
     with refusal(r"holds none \(1 link not followed\)"):
-        find_runs([tmp_path / "links"])
-    assert len(find_runs([tmp_path / "links" / "d"])) == 1  # one that is named is meant
+        find_runs([links])
+    assert len(find_runs([links / "d"])) == 1  # one that is named is meant
 
 
-def test_a_truncated_last_line_costs_that_line_only(tmp_path):
+@pytest.mark.usefixtures("_no_figures")
+def test_a_truncated_last_line_costs_that_line_only_and_the_page_says_so(tmp_path):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5, seed=7)
     run = load_run(folder)
     assert (run.name, run.rule, run.format, run.seed, run.status) == ("a", "nearest", "E4M3", 7, "finished")
@@ -56,6 +49,9 @@ def test_a_truncated_last_line_costs_that_line_only(tmp_path):
     for content, last in ((whole[:-25], 199), (whole + '{"step": 201, "note": "ü'.encode()[:-1], 200)):
         (folder / "metrics.jsonl").write_bytes(content)
         assert (load_run(folder).last_step, load_run(folder).notes) == (last, (note.format(last + 1),))
+    assert main(["report", str(folder), "--out", str(tmp_path / "page")]) == 0
+    assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert (folder / "metrics.jsonl").read_bytes() == content
 
 
 def test_damaged_and_repeated_lines_are_named(tmp_path):
@@ -71,48 +67,29 @@ def test_without_a_summary_the_records_speak(tmp_path):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5)
     (folder / "summary.json").unlink()
     run = load_run(folder)
-    assert run.status == "incomplete"
-    assert run.format == "E4M3"
+    assert (run.status, run.format, run.stall_metric) == ("incomplete", "E4M3", "stall/update_lost")
     assert run.number("final_val_loss") == pytest.approx(2.5)
     assert run.number("stall") == pytest.approx(0.81 * 0.85)  # the mean of the looks, which rise from 0.7 of it
-    assert run.stall_metric == "stall/update_lost"
-
-
-@pytest.mark.usefixtures("_no_figures")
-def test_the_page_says_what_is_cut_off(tmp_path):
-    metrics = write_run(tmp_path / "a") / "metrics.jsonl"
-    cut(7)(metrics)
-    whole = metrics.read_bytes()
-    assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "page")]) == 0
-    assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
-    assert metrics.read_bytes() == whole
 
 
 NAMES = ("step", "train/loss", "val/loss", "time/elapsed_s", "stall/arrived")
 
 
-def some_records(seed: int) -> list[dict[str, object]]:
+@each("seed", range(5))
+def test_columns_say_what_the_records_said(seed):
     """Records with gaps, nulls, flags and what no run writes."""
-    draw = random.Random(seed)
+
+    def known(value):
+        return float(value) if isinstance(value, bool) else finite(value)
+
+    draw, made = random.Random(seed), []
     values = (1, 2.5, -0.0, 1e300, None, True, False, 2**60, math.inf, math.nan, 10**400)
-    made = []
     for step in range(60):
         chosen = [name for name in NAMES[1:] if draw.random() < 0.6]
         made.append({"step": step, **{name: draw.choice(values) for name in chosen}, "note": "x", "deep": [1]})
-    return made
-
-
-def known(value: object) -> float | None:
-    return float(value) if isinstance(value, bool) else finite(value)
-
-
-@each("seed", range(5))
-def test_columns_say_what_the_records_said(seed):
-    made = some_records(seed)
     columns = Records(made)
     plain = [{name: known(value) for name, value in record.items() if name in NAMES} for record in made]
-    assert len(columns) == len(made)
-    assert columns.last_step == 59
+    assert (len(columns), columns.last_step) == (60, 59)
     assert set(columns.names) <= set(NAMES)
     for name in NAMES:
         has = [(row, record[name]) for row, record in enumerate(plain) if name in record]
@@ -132,11 +109,10 @@ def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
     size = (tmp_path / "metrics.jsonl").stat().st_size
     tracemalloc.start()
     try:
-        run = load_run(tmp_path)
+        assert load_run(tmp_path).last_step == 2999
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert run.last_step == 2999
     assert held < peak < 0.5 * size
 
 
@@ -144,7 +120,7 @@ def line(step: int, **more: float) -> str:
     return json.dumps({"step": step, "train/loss": 3.0, "time/elapsed_s": float(step), **more}) + "\n"
 
 
-def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path):
+def test_the_newest_whole_line_and_the_last_validation_are_told_and_of_a_long_file_the_end_is_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = NewRecords({"run_dir": str(tmp_path), "settings": {"train.max_steps": 9}})
     assert records.new() is None
@@ -156,13 +132,8 @@ def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path):
     assert records.new() == first | {"step": 2, "elapsed_s": 2.0}
     path.write_text(line(1))  # as a run that goes on cuts it back
     assert records.new() == first
-
-
-def test_of_a_long_file_the_end_is_read(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(map(line, range(MOST_BYTES // 40))))
-    found = NewRecords({"run_dir": str(tmp_path)}).new()
-    assert found is not None
-    assert found["step"] == MOST_BYTES // 40 - 1
+    path.write_text("".join(map(line, range(MOST_BYTES // 40))))
+    assert NewRecords({"run_dir": str(tmp_path)}).new()["step"] == MOST_BYTES // 40 - 1
 
 
 def progress(step: int) -> dict[str, object]:
@@ -178,8 +149,7 @@ def clock(monkeypatch):
 
 def test_runs_count_by_their_size_and_those_to_come_too(clock):
     bar = Bar(Console(file=io.StringIO()))
-    for size in (3.0, 1.0):
-        bar.entries.append(Entry(f"run {size}", size))
+    bar.entries += [Entry("large", 3.0), Entry("small", 1.0)]
     clock[0] = 30.0
     bar.show(Event(0, "progress", progress(0)))
     assert bar.words() == "0 of 2 runs ended"
@@ -194,11 +164,10 @@ def test_runs_count_by_their_size_and_those_to_come_too(clock):
     assert (bar.share(), bar.words().split(",")[0]) == (4 / 8, "2 of 2 runs ended")
 
 
-def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(clock):
+def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on_and_a_terminal_has_one_bar(clock):
     text = io.StringIO()
     bar = Bar(Console(file=text, width=100))
-    for name in ("a", "b"):
-        bar.entries.append(Entry(name))
+    bar.entries += [Entry("a"), Entry("b")]
     bar.show(Event(0, "started"))
     for second in range(1, 301):
         clock[0] = float(second)
@@ -210,9 +179,7 @@ def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(cloc
     assert [line[:9] for line in lines] == [f"[{at:5} s]" for at in (20, 80, 140, 200, 260, 300, 300)]
     assert lines[-2:] == ["[  300 s] a: done  val 2.000", "[  300 s] b: failed  one line"]
 
-
-def test_a_terminal_has_one_bar_and_lines_above_it(clock):
-    text = io.StringIO()
+    text, clock[0] = io.StringIO(), 0.0
     with Bar(Console(file=text, width=100, force_terminal=True)) as bar:
         bar.entries.append(Entry("a"))
         clock[0] = 30.0

@@ -9,8 +9,8 @@ import yaml
 from bench_runs import refusal
 from laws import each
 
-from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import read_axis
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import MOST_RUNS, check_count, count_points, plan_sweep
@@ -22,16 +22,6 @@ LR = {"optimizer.lr": {"min": 1e-5, "max": 1.0}}
 SEEDS = {"seed": {"min": 1, "max": 10**9, "scale": "linear", "points": 10**6}}
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the refusal of a command line, which takes at most two seconds of a core."""
-    begun = time.process_time()
-    assert main(list(words)) == 2
-    assert time.process_time() - begun < 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    return said
-
-
 def sweep(folder: Path, **content: Any) -> Path:
     path = folder / "my.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -41,16 +31,17 @@ def sweep(folder: Path, **content: Any) -> Path:
 @pytest.mark.parametrize(
     ("content", "words", "count"),
     [
-        ({"axes": {**MILLION, **SEEDS}}, (), "1,000,000,000,000"),
         ({"axes": {**MILLION, **SEEDS, "train.max_steps": {**SEEDS["seed"], "points": 10**30}}}, (), "about 10^42"),
         ({"axes": LR, "search": "random", "samples": 10**9}, (), "1,000,000,000"),
         ({"axes": {"seed": list(range(101)), "rule": ["sgd"], "eval.batches": list(range(1, 101))}}, (), "10,100"),
         ({"axes": {"model.format": ["E4M3"], "seed": SEEDS["seed"]}}, ("--sensitivity",), "1,000,000"),
     ],
 )  # fmt: skip
-def test_a_sweep_of_too_many_runs(tmp_path, capsys, content, words, count):
-    path = sweep(tmp_path, **content)
-    said = refused(capsys, "sweep", str(path), *words, "--out", str(tmp_path / "out"), "--data.dir=missing")
+def test_a_sweep_of_too_many_runs(tmp_path, refused, content, words, count):
+    """It takes at most two seconds of a core."""
+    path, begun = sweep(tmp_path, **content), time.process_time()
+    said = refused("sweep", path, *words, "--out", tmp_path / "out", "--data.dir=missing")
+    assert time.process_time() - begun < 2
     assert f"asks for {count} runs; at most {MOST_RUNS:,} are planned" in said
     assert [each.name for each in tmp_path.iterdir()] == ["my.yaml"]
 
@@ -78,7 +69,6 @@ def test_values_that_are_there_twice_are_found_among_many():
     ("text", "part"),
     [
         ("seed: " + "9" * 399, "seed: 9"),
-        ("optimizer: {lr: " + "9" * 399 + "}", "optimizer.lr: 9"),
         ("model: {formats: {1: E4M3}}", "1 is not allowed as the name of an entry"),
         ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the name of an entry"),
         ('"\\e[2J\\u202E\\u2028": 1', "unknown key '\\x1b[2J\\u202e\\u2028'"),
@@ -86,12 +76,12 @@ def test_values_that_are_there_twice_are_found_among_many():
     ],
 )  # fmt: skip
 def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
-    from nanogpt_bench.setup.resolve import resolve
 
     path = tmp_path / "a.yaml"
     path.write_text(text, encoding="utf-8")
     with refusal() as caught:
         resolve(load_config(path))
-    assert part in str(caught.value)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) <= LONGEST_MESSAGE
+    said = str(caught.value)
+    assert part in said
+    assert said.isprintable()
+    assert len(said) <= LONGEST_MESSAGE

@@ -4,6 +4,7 @@ import geoopt
 import pytest
 import torch
 from bench_runs import recorded, refusal, resolved, train, trainer_of
+from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -16,9 +17,9 @@ from nanogpt_bench.report import report
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
 
-STIEFEL = {"model__constraint": "stiefel"}
-SPHERE = {"model__constraint": "sphere"}
+STIEFEL, SPHERE = ({"model__constraint": name} for name in ("stiefel", "sphere"))
 MASTER = {"model__format": "E4M3"}
+MLP = {"model__formats": "{mlp: E5M2}"}
 #: constraints beside every storage that has room for them
 CASES = {
     "stiefel": STIEFEL,
@@ -27,12 +28,7 @@ CASES = {
     "sphere": SPHERE,
     "sphere under a format": {**SPHERE, **MASTER},
     "sphere beside one-byte weights": {**SPHERE, "rule": "riemannian", "model__formats": "{'*': E4M3, attn: none}"},
-    "stiefel beside a grid": {
-        **STIEFEL,
-        "rule": "riemannian-sgd",
-        "model__storage": "grid",
-        "model__formats": "{mlp: E5M2}",
-    },
+    "stiefel beside a grid": {**STIEFEL, "rule": "riemannian-sgd", "model__storage": "grid", **MLP},
 }
 
 
@@ -80,18 +76,15 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
 @pytest.fixture(scope="module")
 def watched(tiny, tmp_path_factory):
     """Folders of a run under each constraint, with a format that is read through a copy."""
-    folders = {}
-    for name, settings in {"stiefel": STIEFEL, "sphere": SPHERE, "float": {"model__constraint": "stiefel"}}.items():
-        folders[name] = tmp_path_factory.mktemp(name) / "r"
-        run(tiny(**settings, **({} if name == "float" else MASTER)), folders[name])
+    folders = {name: tmp_path_factory.mktemp(name) / "r" for name in ("stiefel", "sphere", "float")}
+    for folder, settings in zip(folders.values(), (STIEFEL | MASTER, SPHERE | MASTER, STIEFEL), strict=True):
+        run(tiny(**settings), folder)
     return folders
 
 
-@pytest.mark.parametrize(
-    ("name", "figure"),
-    [("stiefel", "geometry/orthogonality"), ("sphere", "geometry/off_sphere"), ("float", "geometry/orthogonality")],
-)
-def test_the_monitor_watches_what_is_constrained(watched, name, figure):
+@each("name", ["stiefel", "sphere", "float"])
+def test_the_monitor_watches_what_is_constrained(watched, name):
+    figure = "geometry/off_sphere" if name == "sphere" else "geometry/orthogonality"
     looks = [record for record in recorded(watched[name]) if figure in record]
     assert [record["step"] for record in looks] == [2, 4, 6]
     keys = [f"{figure}/blocks.0.{layer}.weight" for layer in ("attn.qkv", "attn.proj")]
@@ -113,13 +106,10 @@ def test_the_report_draws_its_figures_and_a_checkpoint_is_evaluated_as_any_other
     assert main(["evaluate", str(watched["stiefel"]), "--formats", "none,E5M2", "--out", str(tmp_path / "e")]) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- settings
-
-
 def test_a_constraint_fills_in_what_it_calls_for():
     config = resolved(model__constraint="stiefel")
-    assert config.model.storage == "float32"
     optimizer = config.optimizer
+    assert config.model.storage == "float32"
     assert (optimizer.name, optimizer.constrained_lr, optimizer.weight_decay) == ("riemannian_adam", 0.01, 0.0)
     assert (optimizer.lr, optimizer.float_lr) == (1e-3, 1e-3)
     config = resolved(model__constraint="sphere", model__format="E4M3", optimizer__float_lr=3e-3)
@@ -128,27 +118,17 @@ def test_a_constraint_fills_in_what_it_calls_for():
     assert (config.model.storage, config.optimizer.lr, config.optimizer.weight_decay) == ("fp8", 2.0, 0.1)
 
 
-REFUSED = {
-    r"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*; add --model.formats.attn "
-    "none, or give --model.storage master": {"rule": "riemannian", **MASTER},
-    r"has format E4M3 under model.storage 'grid'": {**MASTER, "model__storage": "grid"},
-    r"has format E4M3 under model.storage 'continuous'": {**MASTER, "model__storage": "continuous"},
-    r"train.parallel: 'ddp' can't be used with .*model.constraint": {"train__parallel": "ddp"},
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_constrained_is_refused(said):
-    with refusal(said):
-        resolved(**{"model__constraint": "stiefel"} | REFUSED[said])
-
-
-def test_a_row_of_zeros_has_no_nearest_point_and_a_comparison_constrains_what_it_can(tiny):
+def test_what_cannot_be_constrained_is_refused_and_a_comparison_constrains_what_it_can(tiny):
+    advice = "; add --model.formats.attn none, or give --model.storage master"
+    with refusal(f"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*{advice}"):
+        resolved(**STIEFEL, **MASTER, rule="riemannian")
+    for storage in ("grid", "continuous"):
+        with refusal(f"has format E4M3 under model.storage '{storage}'"):
+            resolved(**STIEFEL, **MASTER, model__storage=storage)
     config = resolve(tiny(**SPHERE))
     corpus = open_corpus(config)
     model = initial_model(config, corpus)
-    with torch.no_grad():
-        model.blocks[0].attn.qkv.weight[3] = 0.0
+    model.blocks[0].attn.qkv.weight.data[3] = 0.0  # a row without a nearest point
     with refusal(r"the weight of 'blocks.0.attn.qkv' has a row of zeros"):
         Trainer(config, corpus, torch.device("cpu"), start=model)
     assert applies("model.constraint", "stiefel", RULES["riemannian"])

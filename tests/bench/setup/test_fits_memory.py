@@ -1,7 +1,5 @@
 """Memory: what a run needs by arithmetic and has on this machine, and machines without a GPU."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +9,9 @@ import pytest
 import torch
 from bench_runs import refusal
 from laws import each
-from torch import Tensor, nn
+from torch import nn
 
-from nanogpt_bench.cli import main
+import fp8manifold as fm
 from nanogpt_bench.config.rules import available_rules
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, find_config, load_config, shipped_configs
@@ -32,15 +30,10 @@ from nanogpt_bench.system.signals import StopRequest
 
 GIB = 2**30
 TOO_MUCH = ("model.n_embd 2000000", f"model.n_embd {10**18}", f"train.batch_size {10**9}", f"eval.batches {10**11}")
-AXES = "axes: {seed: [1, 2]}\nsettings: {rule: stochastic, model.format: E4M3}\n"
+SWEEP = "axes: {optimizer.beta1: [0.9]}\nsettings: {rule: stochastic, model.format: E4M3}\n"
 TUNED = "tune: {seeds: [1]}\nconfirm: {seeds: [2]}\n"
-TRAINING = {
-    "run": "run fp32.yaml",
-    "run in a format": "run e4m3.yaml --train.precision bf16-mixed",
-    "compare": "compare --max-steps 2",
-    "sweep": "sweep axes.yaml --out out",
-    "tune": "sweep tuned.yaml --out out",
-}
+TRAINING = ["run fp32.yaml", "run e4m3.yaml --train.precision bf16-mixed", "compare --max-steps 2"]
+TRAINING += ["sweep axes.yaml --out out", "sweep tuned.yaml --out out"]
 
 
 @pytest.fixture
@@ -49,12 +42,12 @@ def folder(here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
     monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
-    Path("axes.yaml").write_text(AXES)
-    Path("tuned.yaml").write_text(AXES.replace("seed: [1, 2]", "optimizer.beta1: [0.9]") + TUNED)
+    Path("axes.yaml").write_text(SWEEP)
+    Path("tuned.yaml").write_text(SWEEP + TUNED)
     return here
 
 
-@each("command", TRAINING.values(), ids=TRAINING)
+@each("command", TRAINING)
 @each("asked", TOO_MUCH)
 def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(asked, command, folder, refused):
     key, value = asked.split()
@@ -78,25 +71,24 @@ def test_nor_is_a_model_trained_further(folder, refused):
 
 
 def test_layers_and_threads_have_a_limit(corpus_dir, refused):
-    said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, "--runtime.threads", "100000")
-    assert "runtime.threads: 100000 is out of range; give a whole number >= 1 and <= 1024" in said
-    said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, "--model.n_layer", str(10**9))
-    assert f"model.n_layer: {10**9} is out of range; give a whole number >= 1 and <= 4096" in said
+    for key, value, most in (("runtime.threads", 10**6, 1024), ("model.n_layer", 10**9, 4096)):
+        said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, f"--{key}", value)
+        assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {most}" in said
 
 
-def test_what_is_counted_is_what_a_model_has(tiny):
+def test_what_is_counted_is_what_a_model_has_in_the_fewest_bytes_of_its_rule(tiny):
     config = resolve(tiny())
     shape = model_shape(config, open_corpus(config))
     matrices = [parameter for parameter in build_model(shape, 0).parameters() if parameter.dim() == 2]
     assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
-
-
-@each(
-    ("rule", "fmt", "fewest"),
-    [("fp32", None, 12), ("bf16-pure", None, 6), ("stochastic", "E4M3", 9), ("stochastic-8bit", "E4M3", 6)],
-)
-def test_no_weight_takes_fewer_bytes(rule, fmt, fewest):
-    assert bytes_each(resolve(build_config({"rule": rule} | ({"model.format": fmt} if fmt else {})))) == fewest
+    e4m3 = {"model.format": "E4M3"}
+    for rule, more, fewest in (
+        ("fp32", {}, 12),
+        ("bf16-pure", {}, 6),
+        ("stochastic", e4m3, 9),
+        ("stochastic-8bit", e4m3, 6),
+    ):
+        assert bytes_each(resolve(build_config({"rule": rule, **more}))) == fewest, rule
 
 
 def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
@@ -116,9 +108,7 @@ def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
     check_fits(resolve(build_config({"rule": "fp32", "model.size": "124M", "train.batch_size": 12})))
 
 
-def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_documents_do_not_count(
-    labelled_dir, monkeypatch
-):
+def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_no_more(labelled_dir, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: GIB)
     check_fits(resolve(Config()))
@@ -143,49 +133,26 @@ def test_what_was_read_counts_as_free(tmp_path, monkeypatch):
         assert free_memory.free_memory() == free
 
 
-def test_what_fits_is_trained(corpus_dir, folder, monkeypatch):
+def test_what_fits_is_trained(tiny, folder, monkeypatch):
     monkeypatch.setattr(free_memory, "free_memory", lambda: 10_000_000)
-    small = ["--model.block_size", "16", "--model.n_layer", "1", "--model.n_head", "1", "--train.batch_size", "2"]
-    words = ["run", "fp32.yaml", "--data.dir", str(corpus_dir), "--model.n_embd", "32", *small]
-    assert main([*words, "--train.max_steps", "1", "--eval.batches", "1"]) == 0
-
-
-class Packed(Tensor):
-    """A wrapper that looks like float32 and holds one byte an element, and a scale."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, codes):
-        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-        made.codes, made.scale = codes, torch.ones(())
-        return made
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError(function)
-
-
-def bytes_with(**kept: Any) -> int:
-    """The bytes that an optimizer is counted to hold with these entries in its state."""
-    layer = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    optimizer.state[layer.weight].update(kept)
-    return held_bytes(layer, optimizer) - 4
+    assert run(tiny(), folder / "run")["status"] == "finished"
 
 
 def test_each_memory_counts_once_and_a_wrapper_as_what_is_inside_it():
-    whole = torch.zeros(100)
-    assert bytes_with(kept=Packed(torch.zeros(100, dtype=torch.uint8))) == 100 + 4
-    assert bytes_with(kept=[whole, whole.view(10, 10), whole[:3]]) == 400
-    assert bytes_with(kept={whole: 1, "b": [2.0, (whole[:3], {"c": torch.zeros(1)})]}) == 404
-    assert bytes_with(kept=whole[:3]) == 400  # a view keeps all of its memory
-    assert bytes_with(kept=[torch.zeros(0), torch.zeros(0)]) == 0
     layer = nn.Linear(1, 1, bias=False)
+
+    def bytes_with(kept):
+        """The bytes that an optimizer is counted to hold with this in its state."""
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        optimizer.state[layer.weight]["kept"] = kept
+        return held_bytes(layer, optimizer) - 4
+
+    whole, packed = torch.zeros(100), fm.FP8Tensor(torch.ones(4, 25), "E4M3")
+    assert bytes_with(packed) == sum(getattr(packed, name).nbytes for name in packed.__tensor_flatten__()[0]) < 200
+    assert bytes_with([whole, whole.view(10, 10), whole[:3]]) == 400
+    assert bytes_with({whole: 1, "b": [2.0, (whole[:3], {"c": torch.zeros(1)})]}) == 404
+    assert bytes_with(whole[:3]) == 400  # a view keeps all of its memory
+    assert bytes_with([torch.zeros(0), torch.zeros(0)]) == 0
     optimizer = torch.optim.SGD(layer.parameters(), lr=torch.tensor(0.1))
     vars(optimizer).update(scratch=SimpleNamespace(room=torch.zeros(10)))  # which is made anew
     assert held_bytes(layer, optimizer) == 4 + 4  # the weight and the rate
@@ -220,15 +187,10 @@ def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make, per_pa
     assert held_bytes(layer, optimizer) == bytes_of([layer.weight], optimizer) == per_parameter * 2048 + steps
 
 
-class Asked(StopRequest):
+def asked_at(step: int) -> dict[str, Any]:
     """A stop request that comes when a step is reached."""
-
-    def at(self, step):
-        def follow(progress):
-            if progress.step == step:
-                self.note(signal.SIGTERM)
-
-        return follow
+    stop = StopRequest()
+    return {"stop": stop, "on_progress": lambda progress: progress.step == step and stop.note(signal.SIGTERM)}
 
 
 @pytest.mark.parametrize("rule", ["stochastic", "fisher"])
@@ -236,8 +198,7 @@ def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, r
     """The last step was watched or not, another follows, or the run was resumed with or without a step to do."""
     config = tiny(rule=rule, model__format="E4M3", monitor__interval=100, train__max_steps=5)
     ends = {"whole": run(config, tmp_path / "whole")}
-    stop = Asked()
-    ends["stopped"] = run(config, tmp_path / "other", stop=stop, on_progress=stop.at(3))
+    ends["stopped"] = run(config, tmp_path / "other", **asked_at(3))
     ends["gone on"] = run(config, tmp_path / "other", resume=True)
     ends["nothing left"] = run(config, tmp_path / "other", resume=True)
     assert len({end["status"] for end in ends.values()}) == 2
@@ -246,79 +207,44 @@ def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, r
 
 
 def test_a_run_that_took_no_step_has_none(tiny, tmp_path):
-    stop = Asked()
-    ended = run(tiny(), tmp_path / "r", stop=stop, on_progress=stop.at(0))
+    ended = run(tiny(), tmp_path / "r", **asked_at(0))
     assert (ended["status"], ended["steps"], ended["bytes_per_parameter"]) == ("stopped", 0, None)
     assert run(tiny(), tmp_path / "r", resume=True)["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
 
 
-ON_CUDA = "axes: {model.format: [E4M3, E5M2]}\nsettings: {rule: stochastic, runtime.device: cuda, data.dir: CORPUS}\n"
 DEVICE = "--runtime.device cuda"
-COMMANDS = {
-    "run": f"run fp32.yaml {DEVICE}",
-    "run, resumed": f"run fp32.yaml --name gone --resume {DEVICE}",
-    "finetune": f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}",
-    "compare": f"compare --max-steps 2 {DEVICE}",
-    "compare of a text": f"compare --max-steps 2 --data.dir CORPUS --out out {DEVICE}",
-    "sweep": f"sweep formats.yaml --data.dir CORPUS {DEVICE}",
-    "sweep, in the file": "sweep axes.yaml --out out",
-    "sweep, an axis": "sweep device.yaml --out out",
-    "sweep of the default text": "sweep default.yaml --out out",
-    "tuned on the default text": "sweep tuned_default.yaml --out out",
-    "sensitivity": f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}",
-    "tuned": "sweep tuned.yaml --out out",
-}
+ON_CUDA = [f"run fp32.yaml {DEVICE}", f"run fp32.yaml --name gone --resume {DEVICE}", f"compare --max-steps 2 {DEVICE}"]
+ON_CUDA += [f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}"]
+ON_CUDA += [f"sweep formats.yaml --data.dir CORPUS {DEVICE}"]
+ON_CUDA += [f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}"]
+ON_CUDA += [f"sweep {name}.yaml --out out" for name in ("setting", "axis", "tuned")]
 
 
-@pytest.fixture
-def places(here, corpus_dir, monkeypatch):
-    """A folder with sweep files, on a machine without a GPU, where no worker can be started."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
-    files = {"axes.yaml": ON_CUDA, "tuned.yaml": ON_CUDA + TUNED, "device.yaml": ON_CUDA.replace("cuda", "cpu")}
-    files["device.yaml"] = files["device.yaml"].replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
-    files["device.yaml"] = files["device.yaml"].replace("runtime.device: cpu, ", "")
-    files |= {
-        name: files[of].replace(", data.dir: CORPUS", "")
-        for name, of in (("default.yaml", "axes.yaml"), ("tuned_default.yaml", "tuned.yaml"))
-    }
-    for name, text in files.items():
-        Path(name).write_text(text.replace("CORPUS", str(corpus_dir)))
-    return {"CORPUS": str(corpus_dir)}
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refused):
+    import causal_models
+
+    places = {"CORPUS": str(corpus_dir), "MODEL": str(causal_models.write(folder / "model"))}
+    setting = SWEEP.replace("{rule", "{runtime.device: cuda, rule")
+    axis = SWEEP.replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
+    for name, text in {"setting": setting, "axis": axis, "tuned": setting + TUNED}.items():
+        Path(f"{name}.yaml").write_text(text)
+    before = sorted(folder.iterdir())
+    for words in ON_CUDA:
+        said = refused(*(places.get(word, word) for word in words.split()))
+        assert "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in said, words
+        assert sorted(folder.iterdir()) == before
 
 
-@each("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, places, tmp_path, capsys):
-    if "MODEL" in words:
-        import causal_models
-
-        places["MODEL"] = str(causal_models.write(tmp_path / "model"))
-    before = sorted(tmp_path.iterdir())
-    assert main([places.get(word, word) for word in words.split()]) == 2
-    said = capsys.readouterr()
-    line = "nanogpt-bench: error: runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu\n"
-    assert (said.out, said.err) == ("", line)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@each("name", ["cuda:7", "mps", "gpu", ""])
-@each("command", ["run fp32.yaml", "compare", "sweep formats.yaml"])
-def test_other_devices_are_not_known(command, name, refused):
-    said = refused(*command.split(), "--runtime.device", name)
+@each("name", ["cuda:7", "mps", ""])
+def test_other_devices_are_not_known(name, refused):
+    said = refused("run", "fp32.yaml", "--runtime.device", name)
     assert f"runtime.device: {name!r} is not known" in said
     assert "allowed: auto, cpu, cuda" in said
 
 
 def test_a_cluster_is_asked_for_its_own_gpus(tmp_path):
-    class Nodes:
-        def __init__(self, gpus):
-            self.gpus = gpus
-
-        def cluster_resources(self):
-            return {"CPU": 4.0} | ({"GPU": self.gpus} if self.gpus else {})
-
-    RayCluster(Nodes(1.0), tmp_path).check_device("cuda")
-    cluster = RayCluster(Nodes(0.0), tmp_path)
+    RayCluster(SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0, "GPU": 1.0}), tmp_path).check_device("cuda")
+    cluster = RayCluster(SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}), tmp_path)
     cluster.check_device("auto")
     with pytest.raises(ValueError, match="not available on any node of the cluster; allowed: auto, cpu"):
         cluster.check_device("cuda")

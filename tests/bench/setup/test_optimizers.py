@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import FP8_FORMATS, PRODUCTS, ROUNDED
 from nanogpt_bench.config.settings import build_config, find_config, read_yaml
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.runs.trained import choose, load
@@ -28,44 +25,33 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.sweep.comparison import choose_rows
 
-SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)
 ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=fp8")
 UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 
-def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once():
-    model = GPT(SHAPE)
+def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once_and_options_reach_the_optimizer():
+    model = GPT(GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True))
     assert len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1  # none without parameters
     decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert all(parameter.dim() >= 2 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
-
-
-def test_options_reach_the_optimizer():
     options = ["--optimizer.lr=0.5", "--optimizer.beta1=0.8", "--optimizer.beta2=0.7"]
-    optimizer = build_optimizer(GPT(SHAPE), resolved(options))
+    optimizer = build_optimizer(model, resolved(options))
     assert isinstance(optimizer, torch.optim.AdamW)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.7), 1e-8)
 
 
-def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
+def on_one_byte(name, *arguments):
     config = resolved([*ONE_BYTE, "--optimizer.name", name, *arguments])
     return build_optimizer(quantize(GPT(UNTIED), config), config)
 
 
-BUILT = {
-    "adamw": fm.optim.StiffnessAdamW,
-    "stiffness_adamw": fm.optim.StiffnessAdamW,
-    "sgd": fm.optim.StiffnessSGD,
-    "stiffness_sgd": fm.optim.StiffnessSGD,
-    "stiffness_lion": fm.optim.StiffnessLion,
-    "madam": fm.optim.Madam,
-    "riemannian_adam": fm.optim.RiemannianAdam,
-    "riemannian_sgd": fm.optim.RiemannianSGD,
-}
+BUILT = {"adamw": fm.optim.StiffnessAdamW, "sgd": fm.optim.StiffnessSGD, "stiffness_lion": fm.optim.StiffnessLion}
+BUILT |= {"stiffness_adamw": fm.optim.StiffnessAdamW, "stiffness_sgd": fm.optim.StiffnessSGD, "madam": fm.optim.Madam}
+BUILT |= {"riemannian_adam": fm.optim.RiemannianAdam, "riemannian_sgd": fm.optim.RiemannianSGD}
 
 
 def test_what_all_of_the_library_s_optimizers_take_reaches_them():
@@ -91,36 +77,23 @@ def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value
     assert {group[option] for group in on_one_byte(name, *words).param_groups} == {value}
 
 
-@each(
-    ("name", "arguments", "parts"),
-    [
-        ("madam", ["--optimizer.writeback=momentum"], ["writeback='momentum'", "Madam"]),
-        ("stiffness_lion", ["--optimizer.writeback=momentum"], ["writeback='momentum'", "StiffnessLion"]),
-        ("adamw", ["--optimizer.writeback=momentum", "--optimizer.moments=8bit"], ["momentum", "8bit"]),
-        ("sgd", ["--optimizer.writeback=momentum", "--optimizer.momentum=0"], ["momentum"]),
-    ],
-)
-def test_a_combination_the_library_refuses_is_one_line(name, arguments, parts):
-    with refusal() as caught:
-        on_one_byte(name, *arguments)
-    for part in ("optimizer: ", *parts):
-        assert part in str(caught.value)
-
-
-def test_fisher_names_its_package_where_it_is_missing(monkeypatch):
-    config = resolved([*ONE_BYTE, "--optimizer.name=fisher"])
-    monkeypatch.setitem(sys.modules, "nngeometry", None)
-    with refusal(r"optimizer: .*nngeometry"):
-        build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
+def test_a_combination_the_library_refuses_is_one_line():
+    for words, parts in (("madam", ["'momentum'", "Madam"]), ("adamw --optimizer.moments=8bit", ["momentum", "8bit"])):
+        with refusal("^optimizer: ") as caught:
+            on_one_byte(*words.split(), "--optimizer.writeback=momentum")
+        assert [part for part in parts if part not in str(caught.value)] == []
 
 
 @pytest.mark.extra("nngeometry")
-def test_fisher_takes_its_options():
+def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monkeypatch):
     config = resolved([*ONE_BYTE, "--optimizer.name=fisher", "--optimizer.momentum=0.5"])
     optimizer = build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
     assert type(optimizer) is fm.optim.FisherNaturalGradient
     for group in optimizer.param_groups:
         assert (group["momentum"], group["refresh"], group["damping"], group["eps"]) == (0.5, 10, 0.1, 1e-8)
+    monkeypatch.setitem(sys.modules, "nngeometry", None)
+    with refusal(r"optimizer: .*nngeometry"):
+        build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
 
 
 @each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
@@ -170,9 +143,8 @@ def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
 def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp_path):
     config = tiny(rule="stiffness-unrounded", model__format="E4M3", optimizer__lr=0.02, train__max_steps=40)
     trainer = trainer_of(config)
-    layers = quantized_layers(trainer.model)
+    layers, drawn = quantized_layers(trainer.model), trainer_of(tiny(rule="fp32"))
     start = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    drawn = trainer_of(tiny(rule="fp32"))
     for name, layer in layers.items():  # the float weights of the same seed, not their roundings
         assert torch.equal(start[name], drawn.model.get_submodule(name).weight)
         assert layer.weight_format is not None
@@ -182,8 +154,7 @@ def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
     assert (summary["storage"], summary["stall"], summary["stall_metric"]) == ("continuous", None, None)
     assert 12 <= summary["bytes_per_quantized_parameter"] < 12.5
-    records = recorded(tmp_path / "r")
-    assert records[1]["stiffness/exponent"] == 1.0
+    assert recorded(tmp_path / "r")[1]["stiffness/exponent"] == 1.0
 
 
 def test_a_residual_begins_with_the_float_weights(tiny):
@@ -225,26 +196,22 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
         assert id(own) in quantized or torch.equal(own, other)
 
 
-def products_of(**settings: Any) -> dict[str, tuple[str, str]]:
-    """Products of each layer of one block, and of its weight's gradient, where the shipped file has other settings."""
-    file = read_yaml(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
-    formats = {"*": file.pop("model.format"), **settings.pop("formats", {})}
-    layers = resolve(build_config(file | {"model.formats": formats} | settings)).layers
-    return {name.removeprefix("blocks.0."): (spec.products, spec.gradient_products) for name, spec in layers.items()}
-
-
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
+    def products_of(formats, **settings):
+        """Products of each layer of one block, and of its weight's gradient, where the shipped file is changed."""
+        file = read_yaml(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
+        formats = {"*": file.pop("model.format"), **formats}
+        layers = resolve(build_config(file | {"model.formats": formats} | settings)).layers
+        return {name.removeprefix("blocks.0."): (s.products, s.gradient_products) for name, s in layers.items()}
+
     fp8, decoded = ("fp8", "bfloat16"), ("decoded", "bfloat16")
     every = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
-    assert products_of() == {**every, "lm_head": decoded}
+    assert products_of({}) == {**every, "lm_head": decoded}
     own = {"attn.qkv": {"weight": "E4M3", "products": "decoded"}, "lm_head": {"weight": "E5M2", "products": "fp8"}}
     own["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
-    assert products_of(formats=own) == {**every, "attn.qkv": decoded, "mlp.fc": ("fp8", "fp8"), "lm_head": fp8}
-    integers = {"rule": None, "model.storage": "fp8", "formats": {"*": "E1M6"}, "model.products": "int8"}
-    assert products_of(**integers)["mlp.fc"] == ("int8", "bfloat16")
-
-
-def test_the_bench_has_the_products_that_the_library_has():
+    assert products_of(own) == {**every, "attn.qkv": decoded, "mlp.fc": ("fp8", "fp8"), "lm_head": fp8}
+    integers = {"rule": None, "model.storage": "fp8", "model.products": "int8"}
+    assert products_of({"*": "E1M6"}, **integers)["mlp.fc"] == ("int8", "bfloat16")
     for products in PRODUCTS:
         assert fm.LayerSpec("E1M6" if products == "int8" else "E4M3", products=products).products == products
     for fmt in ("E4M3", "E5M2", "E1M6", "E2M5", "E3M4"):
@@ -255,12 +222,9 @@ def test_the_bench_has_the_products_that_the_library_has():
 def test_settings_one_by_one_are_the_rule():
     given = {"model.storage": "fp8", "optimizer.writeback": "stochastic", "optimizer.moments": "8bit"}
     given |= {"model.format": "E4M3", "optimizer.name": "adamw"}
-    names = {
-        p: rule_name(resolve(build_config(given | {"model.products": p}))) for p in (None, "decoded", "fp8", "auto")
-    }
-    assert names.pop("fp8") == "stochastic-fp8"
-    assert names.pop("auto") == "custom"
-    assert set(names.values()) == {"stochastic-8bit"}
+    expected = {None: "stochastic-8bit", "decoded": "stochastic-8bit", "fp8": "stochastic-fp8", "auto": "custom"}
+    for products, name in expected.items():
+        assert rule_name(resolve(build_config(given | {"model.products": products}))) == name
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
@@ -277,33 +241,25 @@ def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
 
 
 def test_a_comparison_of_all_rules_leaves_out_formats_that_no_unit_multiplies():
-    def formats(rules):
-        return [row["model.format"] for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"]
-
-    assert formats(["all"]) == ["E4M3"]
-    assert formats(["stochastic-fp8"]) == ["E4M3", "E7M0"]  # refused when it is planned, as it was named
+    # one that is named is refused when it is planned
+    for rules, formats in ((["all"], ["E4M3"]), (["stochastic-fp8"], ["E4M3", "E7M0"])):
+        rows = [row for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"]
+        assert [row["model.format"] for row in rows] == formats
 
 
 OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
 
 
-def embeddings(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-
-
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_embedding_trains_in_its_codes(tiny, corpus_dir, rule, tied):
+def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
     more = {"model__tied": "leave"} if tied else {}
     config = resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more))
-    trainer = Trainer(config, load_corpus(corpus_dir, config.model.block_size or 0), torch.device("cpu"))
-    found = embeddings(trainer.model)
-    assert len(found) == 2
-    before = {}
-    for name, weight in found.items():
-        assert isinstance(weight, fm.FP8Parameter)
-        assert weight.format == fm.FloatFormat.from_string("E3M4")
-        before[name] = weight.codes.clone()
+    trainer = trainer_of(config)
+    found = {name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)}
+    assert {type(weight) for weight in found.values()} == {fm.FP8Parameter}
+    assert [weight.format.name for weight in found.values()] == ["E3M4"] * 2
+    before = {name: weight.codes.clone() for name, weight in found.items()}
     assert (trainer.model.lm_head.weight is trainer.model.token_embedding.weight) is tied
     train(trainer, 1)
     for name, weight in found.items():
@@ -325,9 +281,8 @@ def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys)
     run(floats, tmp_path / "floats")
     held = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
     assert held[0] < held[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
-    for command in (["evaluate", str(tmp_path / "whole")], ["sample", str(tmp_path / "whole"), "--tokens", "3"]):
-        assert main(command) == 0, capsys.readouterr().err
-    assert main(["evaluate", str(tmp_path / "whole"), "--formats", "E5M2"]) == 0
+    for command, *more in (["evaluate"], ["sample", "--tokens", "3"], ["evaluate", "--formats", "E5M2"]):
+        assert main([command, str(tmp_path / "whole"), *more]) == 0, capsys.readouterr().err
 
 
 def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny):

@@ -1,60 +1,43 @@
 """Clipping: before the weights' gradients are quantised, of the sum, and in the backward pass."""
 
-import json
-from typing import Any
-
 import pytest
 import torch
-from bench_runs import flags, one_step, refusal, trainer_of
+from bench_runs import flags, one_step, records_of, refusal, trainer_of
 from laws import each
-from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.clipping import Clipping, ClippingFirst
-from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.monitors import Observer, Step
+from nanogpt_bench.monitors import Observer
 
-Grads = dict[str, Tensor]
 CLIP = 0.02
-SCALES = {
-    "dynamic": {},
-    "static": {"policy": "static"},
-    "delayed": {"policy": "delayed", "history": 2},
-    "fixed": {"scale": 2.0**-24},
-    "global": {"scale": "global"},
-    "block": {"granularity": "block"},
-}
+SCALES = {"dynamic": {}, "static": {"policy": "static"}, "delayed": {"policy": "delayed", "history": 2}}
+SCALES |= {"fixed": {"scale": 2.0**-24}, "global": {"scale": "global"}, "block": {"granularity": "block"}}
 
 
 class Seen(Observer):
     """The gradients that the optimizer is given."""
 
-    def __init__(self):
-        self.gradients = {}
-
     def before_step(self, step):
         self.gradients = grads_of(step.model)
 
 
-def grads_of(model: Any) -> Grads:
+def grads_of(model):
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def norm_of(gradients: Grads) -> float:
+def norm_of(gradients):
     return torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
 
 
-def settings_of(weight: dict[str, Any] | None, accumulation: int, clip: float, **more: Any) -> dict[str, Any]:
+def settings_of(weight, accumulation, clip, **more):
     gradient = {"gradient": {"weight": {"format": "E4M3", **weight}}} if weight is not None else {}
     given = {"rule": "master", "train__precision": "float32", "train__accumulation": accumulation, "model__n_embd": 32}
     return given | {"model__formats": {"*": {"weight": "E4M3", **gradient}}, "optimizer__grad_clip": clip} | more
 
 
-def float_micro_gradients(trainer: Trainer, index: int) -> list[Grads]:
+def float_micro_gradients(trainer, index):
     """The gradients of every micro-batch of a step, over their number; those of weights have no format."""
     found = []
     for micro_step in range(trainer.config.train.accumulation):
@@ -145,7 +128,7 @@ def test_what_is_clipped_first_does_not_saturate(tiny, kind):
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, accumulation, clip):
-    trainer, seen = trainer_of(tiny(**settings_of(None, accumulation, clip))), Seen()
+    trainer = trainer_of(tiny(**settings_of(None, accumulation, clip)))
     assert type(trainer._clipping) is Clipping
     micro = float_micro_gradients(trainer, 0)
     trainer.model.zero_grad()
@@ -154,25 +137,22 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, acc
             parameter.grad = one[name].clone() if parameter.grad is None else parameter.grad.add_(one[name])
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
     expected = grads_of(trainer.model)
-    step = one_step(trainer, 1, seen)
-    assert step.record["grad/norm"] == norm
-    assert step.record["grad/clipped"] == int(clip > 0)
-    assert step.clip_factor == 1.0
+    step = one_step(trainer, 1, seen := Seen())
+    assert (step.record["grad/norm"], step.record["grad/clipped"], step.clip_factor) == (norm, int(clip > 0), 1.0)
     assert all(torch.equal(gradient, expected[name]) for name, gradient in seen.gradients.items())
 
 
 @each("clip", [1e6, 0.0])
 def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny, clip):
     stochastic = {"rounding": "stochastic"}
-    trainer, seen = trainer_of(tiny(**settings_of(stochastic, 2, clip))), Seen()
+    trainer, itself = (trainer_of(tiny(**settings_of(stochastic, 2, clip))) for _ in range(2))
     assert type(trainer._clipping) is ClippingFirst
-    itself = trainer_of(tiny(**settings_of(stochastic, 2, clip)))
     for layer in itself.model.modules():
         if isinstance(layer, fm.QuantizedLinear):
             layer._defers = False
     for micro_step in (0, 1):
         (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
-    step = one_step(trainer, 1, seen)
+    step = one_step(trainer, 1, seen := Seen())
     assert step.record["grad/clipped"] == 0
     for name, gradient in grads_of(itself.model).items():
         assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
@@ -184,25 +164,20 @@ def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, a
     trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
     before = trainer.model.lm_head.weight.detach().clone()
     handle = trainer.model.final_norm.weight.register_hook(lambda gradient: gradient + bad)
-    step = one_step(trainer)
-    assert step.record["grad_has_nan"] == 1
+    assert one_step(trainer).record["grad_has_nan"] == 1
     assert torch.equal(trainer.model.lm_head.weight, before)
     handle.remove()
-    step = one_step(trainer, 2)
-    assert step.record["grad_has_nan"] == 0
-    assert step.record["grad/norm"] > 0
+    record = one_step(trainer, 2).record
+    assert record["grad_has_nan"] == 0 < record["grad/norm"]
     assert not torch.equal(trainer.model.lm_head.weight, before)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_shadow_is_compared_at_the_same_clipping(tiny, tmp_path, accumulation):
     """If it were not, a clipped gradient's distance to the shadow's would be larger than the gradient itself."""
-    shadow = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
-    config = tiny(
-        **{**settings_of({}, accumulation, CLIP, **shadow), "model__formats": "{'*': {gradient: {weight: E3M4}}}"}
-    )
-    run(config, tmp_path / "r")
-    last = json.loads((tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    more = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
+    more |= {"model__formats": "{'*': {gradient: {weight: E3M4}}}"}
+    *_, last = records_of(tiny(**settings_of({}, accumulation, CLIP, **more)), tmp_path / "r")
     assert last["grad/clipped"] == 1
     assert last["grad/cosine_min"] > 0.99
     assert last["grad/quant_snr_db"] > 20
@@ -214,18 +189,15 @@ RULES = {
     "adamw": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon": {"rule": "muon-stochastic", "model__format": "E4M3"},
     "dropout": {"rule": "stochastic", "model__dropout": 0.3, "model__format": "E4M3"},
-    "gradients": {
-        "rule": "stochastic",
-        "model__formats": {"*": {"weight": "E4M3", "gradient": {"activation": "E5M2"}}},
-    },
+    "gradients": {"rule": "stochastic", "model__formats": "{'*': {weight: E4M3, gradient: {activation: E5M2}}}"},
 }
 
 
-def stepped(rule: str, **more: Any) -> dict[str, Any]:
+def stepped(rule, **more):
     return {"optimizer__grad_clip": CLIP, "train__max_steps": STEPS, **RULES[rule], **more}
 
 
-def taken(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
+def taken(config):
     """The records of some steps, and the weights after them."""
     trainer, records = trainer_of(config), []
     torch.manual_seed(0)  # of dropout
@@ -233,21 +205,19 @@ def taken(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
         step = trainer.new_step(number, last=number == STEPS)
         trainer.train_step(step, [])
         records.append({k: v for k, v in step.record.items() if k in KEYS})
-    assert isinstance(step, Step)
     return records, [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def check_same(plain, within):
+    assert plain[0] == within[0]
+    assert any(record["grad/clipped"] for record in plain[0])
+    assert all(torch.equal(one, other) for one, other in zip(plain[1], within[1], strict=True))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_exact_is_the_plain_loop(rule, tiny):
-    plain = taken(tiny(**stepped(rule)))
-    within = taken(tiny(**stepped(rule, train__step_in_backward=True, optimizer__clip_by="exact")))
-    assert plain[0] == within[0]
-    assert any(record["grad/clipped"] for record in plain[0])
-    assert same(plain[1], within[1])
+    within = tiny(**stepped(rule, train__step_in_backward=True, optimizer__clip_by="exact"))
+    check_same(taken(tiny(**stepped(rule))), taken(within))
 
 
 def test_previous_clips_by_the_norm_of_the_step_before(tiny):
@@ -285,7 +255,4 @@ def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp
     given = {"model.pretrained": model, "data.dir": law, "model.block_size": 16, "train.batch_size": 2}
     given |= {"rule": "stochastic-8bit", "optimizer.grad_clip": 0.5, "train.max_steps": STEPS, "train.recompute": True}
     within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
-    plain, two = (taken(load_config(find_config("finetune.yaml"), [*flags(given), *more])) for more in ([], within))
-    assert plain[0] == two[0]
-    assert any(record["grad/clipped"] for record in plain[0])
-    assert same(plain[1], two[1])
+    check_same(*(taken(load_config(find_config("finetune.yaml"), [*flags(given), *more])) for more in ([], within)))

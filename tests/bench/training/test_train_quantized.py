@@ -2,47 +2,37 @@
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, train, trainer_of
+from bench_runs import recorded, train, trainer_of
 from covering import covering
 from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules
-from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config
+from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import quantized_layers
 
 QUANTIZED = [name for name in available_rules() if RULES[name].storage not in WITHOUT_FORMATS]
 ON_GRID = [name for name in QUANTIZED if RULES[name].storage in ROUNDED]
 #: larger than the defaults, for runs of few steps; the unit is the optimizer's
-LR = {
-    "riemannian_adam": 0.5,
-    "riemannian_sgd": 2e3,
-    "sgd": 0.1,
-    "stiffness_sgd": 0.005,  # at four times this rate, and Lion's at six times, every second seed diverges
-    "stiffness_lion": 0.003,
-    "madam": 0.1,
-}
-ENUMERATED = list(enumerate(QUANTIZED))
+LR = {"riemannian_adam": 0.5, "riemannian_sgd": 2e3, "sgd": 0.1, "madam": 0.1}
+LR |= {"stiffness_sgd": 0.005, "stiffness_lion": 0.003}  # at four and six times these rates every second seed diverges
 KEYS = ("storage", "optimizer", "writeback", "moments")
 SAMPLE = covering([{key: getattr(RULES[rule], key) for key in KEYS} for rule in QUANTIZED], 1)
 STALL = {"master": "stall/code_unchanged", "fp8": "stall/update_lost", "grid": "stall/update_lost"}
 
 
-def config_of(tiny: Tiny, rule: str, **overrides: object) -> Config:
+def config_of(tiny, rule, **overrides):
     lr = LR.get(RULES[rule].optimizer, 0.02)
     return tiny(**{"rule": rule, "model__format": "E4M3", "optimizer__lr": lr, **overrides})
 
 
 @pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=[] if place in SAMPLE else pytest.mark.slow) for place, rule in ENUMERATED]
+    "rule", [pytest.param(rule, marks=[] if at in SAMPLE else pytest.mark.slow) for at, rule in enumerate(QUANTIZED)]
 )
 def test_a_rule_repeats_however_often_one_looks(tiny, tmp_path, rule):
-    losses = set()
-    for name, interval in enumerate((12, 12, 4)):
-        config = config_of(tiny, rule, train__max_steps=12, monitor__interval=interval)
-        losses.add(run(config, tmp_path / f"{name}")["final_val_loss"])
-    assert len(losses) == 1
+    configs = [config_of(tiny, rule, train__max_steps=12, monitor__interval=interval) for interval in (12, 12, 4)]
+    assert len({run(config, tmp_path / f"{at}")["final_val_loss"] for at, config in enumerate(configs)}) == 1
 
 
 @pytest.mark.parametrize("rule", QUANTIZED)
@@ -59,10 +49,8 @@ def test_a_rule_runs_and_reports(tiny, tmp_path, rule):
     # What is told on the way is what the table says: means, of what says something under this rule.
     assert (told[-1].stall, told[-1].arrived) == (summary["stall"] if losing else None, summary["arrived"])
     if RULES[rule].storage in ROUNDED and not losing:
-        if RULES[rule].stiffness:  # at this rate stiff weights are sent beyond the largest value, where they can't go
-            assert 0 < summary["arrived"] < 1.1
-        else:
-            assert summary["arrived"] == pytest.approx(1.0, abs=0.1)
+        # at this rate stiff weights are sent beyond the largest value, where they can't go
+        assert (0 if RULES[rule].stiffness else 0.9) < summary["arrived"] < 1.1
     if metric is None:  # nothing is rounded
         assert summary["stall"] is None
         return

@@ -1,4 +1,4 @@
-"""Entropy of attention by hand, and zones without gradient, found by trial."""
+"""Entropy of attention by hand, and zones without gradient by trial: two monitors that share their models."""
 
 import math
 from typing import Any
