@@ -37,7 +37,7 @@ FIRST = (
     "tests/library/optim/test_stiffness_adamw.py",
     "tests/library/optim/test_writebacks.py",
     "tests/bench/config/test_settings.py",
-    "tests/bench/data/test_data.py",
+    "tests/bench/data/test_dataset.py",
     "tests/bench/failures/test_classify.py",
     "tests/bench/monitors/test_attention_and_zones.py",
     "tests/bench/report/test_tables.py",

@@ -13,51 +13,28 @@ from _paired import in_figures
 from _study import FOLDER, against_baseline
 
 #: of each line: the results files (one for all texts, or one per text), the rule, its title, and its float32 baseline
-LINES = (
-    ("study_q1", "fp32", "AdamW, float32", "fp32"),
-    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
-    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
-    ("study_q1", "muon", "Muon, float32", "muon"),
-    ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=independent", "Muon, E4M3", "muon"),
-    ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", "Muon, E2M5", "muon"),
+ADAMW = (
+    ("study_q16_adamw", "fp32", "AdamW, float32", "fp32"),
+    ("study_q16_adamw", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
+    ("study_q16_adamw", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
 )
-#: the lines that the page on optimizers has besides README's
-MORE = (
+E4M3_MUON = ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=independent", "Muon, E4M3", "muon")
+E2M5_MUON = ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", "Muon, E2M5", "muon")
+MUON = (("study_q1", "muon", "Muon, float32", "muon"), E4M3_MUON, E2M5_MUON)
+LINES = ADAMW + MUON
+#: all rules at rates of the first search, on the page on optimizers too
+OTHERS = (
+    ("study_q1", "bf16-mixed", "AdamW, bfloat16 autocast", "fp32"),
+    ("study_q1", "E4M3 master", "AdamW, E4M3, float32 copy", "fp32"),
     ("study_q1", "E4M3 stochastic-8bit", 'AdamW, E4M3, `moments="8bit"`', "fp32"),
     ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
     ("study_q1", "E4M3 residual8", "AdamW, E4M3, `residual8`", "fp32"),
     ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, `stiffness` from 1 to 0", "fp32"),
     ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3, against AdamW", "fp32"),
     ("study_q1", "E4M3 nearest", "AdamW, E4M3, `nearest`", "fp32"),
-    (
-        "study_q11_e4m3 study_q11_e4m3_law",
-        "E4M3 muon-stochastic draws=independent",
-        'Muon, E4M3, `moments="8bit"`',
-        "muon",
-    ),
-    ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
-    ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", 'Muon, E2M5, `moments="8bit"`', "muon"),
-)
-#: the lines of the results page: all of the study's rules at 2,000 steps
-FOUND = (
-    ("study_q1", "fp32", "AdamW, float32", "fp32"),
-    ("study_q1", "bf16-mixed", "AdamW, bfloat16 autocast", "fp32"),
-    ("study_q1", "E4M3 master", "AdamW, E4M3, float32 copy", "fp32"),
-    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3, one-byte moments", "fp32"),
-    ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
-    ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, stiffness from 1 to 0", "fp32"),
-    ("study_q1", "E4M3 residual8", "AdamW, E4M3, residual of 8 bits", "fp32"),
-    ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3", "fp32"),
-    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
-    ("study_q1", "muon", "Muon, float32", "muon"),
-    ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", "Muon, E2M5, one-byte moments", "muon"),
-    (
-        "study_q11_e4m3 study_q11_e4m3_law",
-        "E4M3 muon-stochastic draws=independent",
-        "Muon, E4M3, one-byte moments",
-        "muon",
-    ),
-    ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, residual of 8 bits", "muon"),
+    (*E4M3_MUON[:2], 'Muon, E4M3, `moments="8bit"`', "muon"),
+    ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, `residual8`", "muon"),
+    (*E2M5_MUON[:2], 'Muon, E2M5, `moments="8bit"`', "muon"),
 )
 HEADER = ("training", "bytes per parameter", "loss minus the same optimizer's in float32, STDLIB", "the same, EULAW")
 
@@ -73,7 +50,7 @@ def _line(stems: str, rule: str, name: str, baseline: str) -> list[str]:
     return [name, f"{own[0].bytes_per_parameter:.2f}", *(loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses)]
 
 
-def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
+def found_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
     """The results page's table: differences to the same optimizer in float32 and to float32 AdamW."""
     against = [[_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines]
     header = ("training", "bytes", "minus itself in float32, STDLIB", "EULAW", "minus float32 AdamW, STDLIB", "EULAW")
@@ -81,7 +58,8 @@ def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
 
 
 def write_front(folder: Path) -> None:
-    """Write the table of the results page, and that of Q16."""
+    """Write the tables of the results page, and that of Q16."""
     (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
+    (folder / "study-others.md").write_text(found_table(OTHERS), encoding="utf-8")
     claims = claims_table(FOLDER / "study_q16_adamw.json", "fp32")
     (folder / "study-claims.md").write_text(claims, encoding="utf-8")
