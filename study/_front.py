@@ -22,7 +22,7 @@ E4M3_MUON = ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=in
 E2M5_MUON = ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent", "Muon, E2M5", "muon")
 MUON = (("study_q1", "muon", "Muon, float32", "muon"), E4M3_MUON, E2M5_MUON)
 LINES = ADAMW + MUON
-#: all rules at rates of the first search, on the page on optimizers too
+#: all rules at rates of the first search
 OTHERS = (
     ("study_q1", "bf16-mixed", "AdamW, bfloat16 autocast", "fp32"),
     ("study_q1", "E4M3 master", "AdamW, E4M3, float32 copy", "fp32"),
@@ -36,6 +36,8 @@ OTHERS = (
     ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, `residual8`", "muon"),
     (*E2M5_MUON[:2], 'Muon, E2M5, `moments="8bit"`', "muon"),
 )
+#: those on the page on optimizers
+MORE = OTHERS[2:]
 HEADER = ("training", "bytes per parameter", "loss minus the same optimizer's in float32, STDLIB", "the same, EULAW")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "docs")]
 
-from _front import OTHERS, front_table  # noqa: E402
+from _front import MORE, front_table  # noqa: E402
 from _frontier import write_pictures  # noqa: E402
 from _generated import Maker, Pages  # noqa: E402
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--front", action="store_true", help="print the first tables and draw README's pictures")
     arguments = parser.parse_args()
     if arguments.front:
-        print(f"{front_table()}\n{front_table(OTHERS)}")
+        print(f"{front_table()}\n{front_table(MORE)}")
         write_pictures()
     else:
         STUDY.write(arguments.all)
