@@ -142,6 +142,14 @@ def test_settings_that_changed_are_refused(interrupted, small_corpus):
     assert (out / "sweep.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("content", ["[1", "{}"])
+def test_a_record_that_can_not_be_read_is_refused(tmp_path, content):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(ValueError, match="can't be read"):
+        compared(out=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 #: steps taken in the backward pass, whose hooks have to outlive what a checkpoint does to the optimizer
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0.0, "shadow.enabled": False}
 

@@ -140,3 +140,13 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(with_wha
     assert main(["sweep", str(whole), "--workers", "1", "--out", str(tmp_path / "whole")]) == 0
     for run in ("fp32-seed=1", "sgd-seed=1"):
         assert loss_of(tmp_path / "out" / run) == loss_of(tmp_path / "whole" / run)
+
+
+@pytest.mark.slow  # Ray takes its time to give up
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path):
+    code = "from pathlib import Path; from nanogpt_bench.sweep.workers import executor_of\n"
+    code += "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
+    env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "BenchError: --address '127.0.0.1:1': no Ray cluster answers" in done.stderr.splitlines()[-1]
