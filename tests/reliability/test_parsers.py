@@ -226,7 +226,8 @@ def fuzz(inputs, once, examples, full):
 @pytest.mark.parametrize(
     ("parse", "inputs", "examples"),
     [
-        pytest.param(config, st.tuples(CONFIG_FILES, st.just([]) | OVERRIDES), 100, id="config files"),
+        pytest.param(config, st.tuples(CONFIG_FILES, st.just([])), 100, id="config files"),
+        pytest.param(config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"),
         pytest.param(config, st.tuples(st.just(b"{}"), OVERRIDES), 100, id="overrides"),
         pytest.param(sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
     ],

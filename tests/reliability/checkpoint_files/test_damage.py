@@ -83,6 +83,11 @@ def in_place_of(path, make):
     make(path)
 
 
+def at_the_end_of_a_link(path, elsewhere):
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
 DAMAGES = {
     "missing": lambda path: path.unlink(),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
@@ -90,6 +95,7 @@ DAMAGES = {
     "folder": lambda path: in_place_of(path, Path.mkdir),
     "pipe": lambda path: in_place_of(path, os.mkfifo),
     "link": lambda path: in_place_of(path, lambda at: at.symlink_to("/dev/zero")),
+    "link to the same": lambda path: at_the_end_of_a_link(path, path.parent.parent / "same"),
 }
 
 
