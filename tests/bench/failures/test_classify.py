@@ -327,7 +327,7 @@ def runs(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["float", "one byte", "scale as it should be"])
 def test_a_healthy_run_shows_none(runs, name):
-    assert diagnose(runs(name)).found == []
+    assert not diagnose(runs(name)).found
     states = {finding.kind: finding.state for finding in classify(runs(name))}
     assert {state for kind, state in states.items() if kind != "off_manifold"} == {"clear"}
     assert states["off_manifold"] == ("clear" if name == "one byte" else "not judged")
