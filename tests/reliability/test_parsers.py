@@ -180,7 +180,7 @@ CONFIG_FILES = SETTINGS.map(as_yaml) | edited_files(FOLDER) | ANY_FILES
 CALM_SWEEPS = st.builds(
     lambda axes, other, more: {"axes": axes} | ({} if more else other), CALM_AXES, SWEEPS, st.booleans()
 )
-SWEEP_FILES = (CALM_SWEEPS | SWEEPS).map(as_yaml) | edited_files(sweep_file.FOLDER) | ANY_FILES
+SWEEP_FILES = CALM_SWEEPS.map(as_yaml) | SWEEPS.map(as_yaml) | edited_files(sweep_file.FOLDER) | ANY_FILES
 OVERRIDES = st.lists(
     PAIRS.map(lambda pair: f"--{pair[0]}={pair[1]}")
     | st.builds(
