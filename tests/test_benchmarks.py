@@ -308,7 +308,7 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, monkey
         monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
     for checked in (False, True):
         script.step_alone(config, opened, checked=checked)()
-    assert calls == ["before", "after"]
+        assert calls == ["before", "after"] * checked
 
 
 def rows_by_name(script, corpus, count):

@@ -20,6 +20,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import train as loop
 from nanogpt_bench.loop.observers import LineFile
+from nanogpt_bench.runs.load import has_ended
 from nanogpt_bench.system import files
 from nanogpt_bench.system.files import LOCK, locked, new_folder
 
@@ -121,6 +122,7 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
         summary = json.loads((run_dir / "summary.json").read_text())
         assert (summary["status"], summary["stop"]["kind"], summary["failure"]) == ("stopped", "disk", None)
         assert summary["steps"] == steps
+        assert not has_ended(summary)  # a sweep goes on with it
     assert check_run(run_dir).problems == []
     assert main(words(KIND, small_corpus)) == 0
     assert differences(whole, traces(run_dir)) == []
