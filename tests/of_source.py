@@ -32,7 +32,7 @@ FOLDERS: dict[str, str] = {
     **{f"nanogpt_bench/{folder.name}/": f"tests/bench/{folder.name}" for folder in (ROOT / "tests/bench").glob("*/")},
     "nanogpt_bench/loop/": "tests/bench/training",
     "nanogpt_bench/system/": "tests/bench/runs tests/bench/data tests/bench/training",
-    "benchmarks/": "tests/test_benchmarks.py tests/test_gpu_benchmark.py tests/test_measured.py",
+    "benchmarks/": "tests/test_benchmarks.py tests/test_gpu_benchmark.py tests/test_generated.py",
     "docs/": "tests/test_docs.py tests/test_generated.py",
     "examples/": "tests/test_examples.py",
     "study/": "tests/test_study.py tests/test_generated.py",

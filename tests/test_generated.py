@@ -1,41 +1,43 @@
-"""The tables and figures on the pages are fresh."""
+"""The tables and figures on the pages are fresh, and show all that the benchmarks wrote."""
 
+import datetime
+import json
+import re
+import sys
 from importlib import import_module
 from pathlib import Path
 
+import ml_dtypes
 import pytest
+
+from nanogpt_bench.failures import KINDS
 
 ROOT = Path(__file__).parent.parent
 #: pages draw their figures with it, and are made to compare their tables
-pytestmark = pytest.mark.extra("matplotlib")
-FOLDERS = (ROOT / "docs", ROOT / "study")
+DRAWN = pytest.mark.extra("matplotlib")
 
 
-@pytest.fixture
-def generated(monkeypatch):
-    for folder in FOLDERS:
-        monkeypatch.syspath_prepend(folder)
-    return import_module("_generated")
+@pytest.fixture(autouse=True)
+def _on_path(monkeypatch):
+    for folder in ("docs", "study", "benchmarks"):
+        monkeypatch.syspath_prepend(ROOT / folder)
 
 
-@pytest.fixture
-def docs(generated):
-    return generated.DOCS
+def pages_of(folder):
+    return import_module("_generated").DOCS if folder == "docs" else import_module("make").STUDY
 
 
-@pytest.fixture
-def study(generated):
-    return import_module("make").STUDY
-
-
+@DRAWN
 @pytest.mark.parametrize("folder", ["docs", "study"])
-def test_every_table_and_figure_is_fresh(folder, request):
-    pages = request.getfixturevalue(folder)
+def test_every_table_and_figure_is_fresh(folder):
+    pages = pages_of(folder)
     assert list(pages.report(pages.stale())) == []
 
 
-def test_what_is_stale_is_named_with_the_command(docs, study, monkeypatch):
-    """A table edited by hand, a figure that is gone, and results that changed after they were drawn."""
+@DRAWN
+def test_what_is_stale_is_named_with_the_command(monkeypatch):
+    """A table edited by hand, and results that changed after they were drawn."""
+    docs = pages_of("docs")
     there, record = docs.shown(), docs.recorded()
     monkeypatch.setattr(docs, "shown", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"})
     assert set(docs.stale()) == {"formats.md"}
@@ -44,20 +46,17 @@ def test_what_is_stale_is_named_with_the_command(docs, study, monkeypatch):
     monkeypatch.setattr(docs, "shown", lambda: there)
     monkeypatch.setattr(docs, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}})
     assert set(docs.stale()) == record["finetune"]["pieces"].keys()
-    of_study = study.shown() | {"study_q3.svg": None}
-    monkeypatch.setattr(study, "shown", lambda: of_study)
-    (line,) = study.report(study.stale())
-    assert line.endswith("`python study/make.py` makes them again")
 
 
+@DRAWN
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "name"), [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry")]
 )
-def test_what_is_made_again_is_what_stands_there(generated, folder, name, request):
+def test_what_is_made_again_is_what_stands_there(folder, name):
     """Tables whole; of figures, whose bytes are those of a release of matplotlib, that they are drawn."""
-    pages = request.getfixturevalue(folder)
-    again, there = generated.made([pages.makers[name]]), pages.shown()
+    pages = pages_of(folder)
+    again, there = import_module("_generated").made([pages.makers[name]]), pages.shown()
     of_maker = pages.recorded()[name]["pieces"]
     assert of_maker.keys() <= again.keys()
     for piece in of_maker:
@@ -65,3 +64,47 @@ def test_what_is_made_again_is_what_stands_there(generated, folder, name, reques
             assert again[piece] == there[piece], piece
         else:
             assert again[piece].startswith(("<?xml", "<svg")), piece
+
+
+def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_page():
+    pages = [page.read_text(encoding="utf-8") for folder in ("docs", "study") for page in (ROOT / folder).glob("*.md")]
+    for path in (ROOT / "docs" / "measured").glob("*.json"):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        assert facts.keys() == {"command", "date", "machine", "versions", "peer", "columns", "rows"}
+        assert facts["command"].startswith(f"python benchmarks/{path.stem}.py")
+        assert (ROOT / "benchmarks" / f"{path.stem}.py").exists()
+        assert datetime.date.fromisoformat(facts["date"]) <= datetime.date.today()
+        assert re.fullmatch(r"\d+-core (x86|Arm|\w+) CPU|NVIDIA [\w ]+", facts["machine"])
+        assert {"Python", "torch"} <= facts["versions"].keys()
+        assert {len(row) for row in facts["rows"]} == {len(facts["columns"])}
+        for ratio in (cell for row in facts["rows"] for cell in row if isinstance(cell, list)):
+            median, *ends = ratio
+            assert not ends or ends[0] <= median <= ends[1]
+        assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1, path.stem
+        shown = import_module("_measured").table(facts)
+        assert all(facts[name] in shown for name in ("command", "date", "machine"))
+
+
+def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch, tmp_path):
+    recorder = import_module("_record")
+    monkeypatch.setattr(recorder, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["somewhere/round_to_grid.py", "--record"])
+    rows = [("E4M3", (1.23456, 1.0, 2.0), ""), ("E5M2", (1.5,), None), ("E3M4", 7, 2.5)]
+    packages = ("ml_dtypes", "no-such-package")
+    path = recorder.record("`torch.clone`", ("function", "ratio", "goal"), rows, packages=packages)
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert (path.name, facts["command"]) == ("round_to_grid.json", "python benchmarks/round_to_grid.py --record")
+    assert list(facts["versions"]) == ["Python", "torch", "ml_dtypes"]
+    assert facts["versions"]["ml_dtypes"] == ml_dtypes.__version__
+    assert facts["rows"] == [["E4M3", [1.23, 1.0, 2.0], ""], ["E5M2", [1.5], None], ["E3M4", 7, 2.5]]
+    lines = import_module("_measured").table(facts).splitlines()
+    assert lines[:2] == ["| function | ratio | goal |", "| --- | ---: | --- |"]
+    assert lines[2].split() == ["|", "E4M3", "|", "1.23x", "(1.00", "..", "2.00)", "|", "|"]
+    assert lines[3:5] == ["| E5M2 | 1.50x |  |", "| E3M4 | 7 | 2.5 |"]
+    assert facts["date"] in lines[6]
+
+
+def test_every_class_of_failure_is_explained():
+    page = (ROOT / "docs" / "bench-reference.md").read_text(encoding="utf-8")
+    advice = page.partition("\n### Failures\n")[2].partition("\n### ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", advice, re.MULTILINE) == list(KINDS)

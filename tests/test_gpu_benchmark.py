@@ -7,11 +7,9 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
@@ -45,18 +43,10 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
     assert tuple(parts) == PARTS
     assert not any(case for name in PARTS[:2] for case in parts[name].values())
     assert parts["launches"] == {"steps": 3}
-    reference, *others = parts["losses"].values()
-    assert reference["loss over bfloat16's"] == 0
-    assert all(abs(other["loss over bfloat16's"]) < 0.1 for other in others)
-    ways = {"compiled", "eager"}
-    for name, expected in (
-        ("training_768", ways | {"graphed"}),
-        ("training_2048", ways | {"graphed"}),
-        ("one_block", ways),
-    ):
-        assert {what.rpartition(", ")[2] for what in parts[name]} == expected
+    reference, *others = (row["loss over bfloat16's"] for row in parts["losses"].values())
+    assert reference == 0
+    assert all(abs(other) < 0.1 for other in others)
     assert all(row["loss"] < row["first loss"] for row in parts["eight_billion"].values())
-    assert [row["steps"] for row in parts["gpt2"].values()] == [2, 2, 2, 2]
     assert recorded.read_bytes() == before  # a dry run records nothing
 
 
@@ -67,19 +57,16 @@ def test_without_a_card_it_says_so():
     assert done.stderr.splitlines()[-1] == "gpu.py: there is no GPU here: --dry runs it on a CPU"
 
 
-def exact_broken(session: Any) -> Any:
-    raise ValueError("broken")
-
-
-def exact_other(session: Any) -> Any:
-    return {"E4M3": 2, "E5M2": 0, "sums": {"count": 1, "largest share of the bound": 1.7}}
-
-
-def rows_of(session: Any) -> Any:
-    return {"first": {"ms": 1.23456, "peak GB": "out of memory"}, "second": {"error": "killed"}}
-
-
 def test_a_part_that_fails_leaves_the_others_and_the_file(gpu, tmp_path):
+    def exact_broken(session):
+        raise ValueError("broken")
+
+    def exact_other(session):
+        return {"E4M3": 2, "E5M2": 0, "sums": {"count": 1, "largest share of the bound": 1.7}}
+
+    def rows_of(session):
+        return {"first": {"ms": 1.23456, "peak GB": "out of memory"}, "second": {"error": "killed"}}
+
     parts = tuple(gpu.Part(part, 1) for part in (exact_broken, exact_other, rows_of))
     result = gpu.run(gpu.Session(True), parts, tmp_path / "gpu.json")
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == result
@@ -94,20 +81,6 @@ def test_a_part_that_fails_leaves_the_others_and_the_file(gpu, tmp_path):
     assert rows[1] == {"what": "rows_of: first", "a call, ms": 1.235, "peak GB": "out of memory"}
 
 
-def test_a_second_call_does_what_is_left_of_the_same_code_and_card(gpu, tmp_path, monkeypatch):
-    broken, other, late = parts = tuple(gpu.Part(part, 60) for part in (exact_broken, exact_other, rows_of))
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    session, out, facts = gpu.Session(True), tmp_path / "gpu.json", gpu.facts(gpu.Session(True))
-    gpu.run(session, (broken, other), out)
-    assert gpu.chosen([], gpu.before(facts, out)) == (broken, late)
-    assert gpu.chosen(["exact_other"], gpu.before(facts, out)) == (other,)
-    assert list(gpu.run(session, (late,), out)["parts"]) == ["exact_broken", "exact_other", "rows_of"]
-    assert gpu.chosen([], gpu.before({**facts, "code": "another"}, out)) == parts
-    session.dry = False
-    monkeypatch.setattr(gpu, "facts", lambda session: facts)
-    assert list(gpu.run(session, (other,), tmp_path / "other.json", minutes=0.5)["parts"]) == []
-
-
 def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     bits, session = sys.modules["_gpu.bits"], gpu.Session(True)
     assert bits.differing_conversions(session) == 0
@@ -116,16 +89,16 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     assert found == {"count": 0, "largest share of the bound": 0.0}
     encode, rounded, copied = bits.fm.encode, bits.fm.round_to_grid, []
 
-    def one_higher(x: Any, *args: Any) -> Any:
+    def one_higher(x, *args):
         codes = encode(x, *args)
         codes[5000] += 1
         return codes
 
-    def one_off(x: Any, *args: Any) -> Any:
+    def one_off(x, *args):
         return torch.cat([rounded(x[:-1], *args), rounded(x[-1:], *args) / 2])
 
-    def one_code_off(layer: nn.Sequential) -> nn.Sequential:
-        layer[0].weight.codes[3, 5] ^= 8 * len(copied)  # type: ignore[index, operator, union-attr]
+    def one_code_off(layer):
+        layer[0].weight.codes[3, 5] ^= 8 * len(copied)
         copied.append(layer)
         return layer
 
@@ -139,46 +112,16 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     assert found["largest share of the bound"] > 1
 
 
-def test_flops_are_counted_as_the_bench_does(gpu):
+def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_do(gpu):
     training = sys.modules["_gpu.training"]
     shape = GPTShape(2, 2, 32, 16, vocab_size=64, tie_weights=True)
     model = GPT(shape)
     config = build_config({f"model.{name}": getattr(shape, name) for name in ("n_layer", "n_embd", "block_size")})
     assert training.flops_per_token(model) == flops_per_token(model, config)
+    llama = sys.modules["_gpu.llama"]
     with torch.device("meta"):
         gpt2 = GPT(SIZES["124M"])
+        for name, count in (("Llama-3.1-8B", 8_030_261_248), ("Llama-2-7B", 6_738_415_616)):  # their publishers' own
+            assert sum(p.numel() for p in llama.Llama(llama.SHAPES[name]).parameters()) == count
     # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup shares; attention of 1,024
     assert training.flops_per_token(gpt2) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
-
-
-def test_llama_is_that_of_transformers(gpu):
-    import transformers
-
-    llama = sys.modules["_gpu.llama"]
-    for name, count in (("Llama-3.1-8B", 8_030_261_248), ("Llama-2-7B", 6_738_415_616)):  # their publishers' own
-        with torch.device("meta"):
-            assert sum(p.numel() for p in llama.Llama(llama.SHAPES[name]).parameters()) == count
-    torch.manual_seed(0)
-    shape = llama.SHAPES["tiny"]
-    ours = llama.Llama(shape)
-    sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner, "num_hidden_layers": shape.layers}
-    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    more: Any = {"vocab_size": shape.vocabulary, "rms_norm_eps": 1e-5, "rope_theta": shape.base}
-    config = transformers.LlamaConfig(**sizes, **more)
-    theirs = transformers.LlamaForCausalLM(config)
-    state = zip(
-        ours.state_dict().values(), [theirs.state_dict()[renamed(name)] for name in ours.state_dict()], strict=True
-    )
-    for ours_of, theirs_of in state:
-        theirs_of.copy_(ours_of)
-    tokens = torch.randint(0, shape.vocabulary, (2, 17))
-    expected = nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:], chunk=5), expected)
-
-
-def renamed(name: str) -> str:
-    own = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
-    own |= {"norm2": "post_attention_layernorm"} | {part: f"self_attn.{part}_proj" for part in "qkvo"}
-    own |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-    path = ".".join(own.get(part, part) for part in name.split("."))
-    return path if name.startswith("lm_head") else f"model.{path}"

@@ -1,13 +1,13 @@
 """The house: which room may import from which, no circle of modules, short files, and a map from each to its tests."""
 
 import ast
+import inspect
 import re
 import sys
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from graphlib import TopologicalSorter
 
-import pytest
+import torch
 from of_source import FOLDERS, ROOT, where_tested
 
 import fp8manifold as fm
@@ -29,70 +29,82 @@ FLOORS = {
 } | {"fp8manifold": ABOVE, "nanogpt_bench.cli": 90, "nanogpt_bench": 90, "nanogpt_bench.__main__": 91}
 
 
-@cache
-def modules() -> dict[str, Path]:
-    found = {}
-    for package in ("fp8manifold", "nanogpt_bench"):
-        for path in (ROOT / package).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+#: name, and its file
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("fp8manifold", "nanogpt_bench")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
 
 
 @cache
-def imported(module: str) -> frozenset[str]:
-    names = set()
-    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(source):
+    """(module, name) of every import: `import a.b` is ("a.b", None), `from a import b` is ("a", "b")."""
+    for node in ast.walk(source):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names |= {name if name in modules() else node.module for name in whole}
-    return frozenset(names & modules().keys() - {module})
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
 
 
-def room_of(module: str) -> str:
-    parts = module.split(".")
-    return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in FLOORS)
+def imported(module):
+    """The modules that one imports."""
+    names = {f"{of}.{name}" if f"{of}.{name}" in MODULES else of for of, name in imports(tree(MODULES[module]))}
+    return names & MODULES.keys() - {module}
 
 
-def test_modules_have_rooms_and_import_nothing_from_above() -> None:
-    assert FLOORS.keys() == {room_of(m) for m in modules()}
-    floor = {m: FLOORS[room_of(m)] for m in modules()}
-    assert [f"{m} imports {t}" for m in modules() for t in imported(m) if floor[t] > floor[m]] == []
+def test_modules_have_rooms_and_import_nothing_from_above_and_not_each_other():
+    own = {m: [m.rsplit(".", i)[0] for i in range(m.count(".") + 1)] for m in MODULES}
+    rooms = {m: next(name for name in names if name in FLOORS) for m, names in own.items()}
+    assert FLOORS.keys() == set(rooms.values())
+    floor = {m: FLOORS[room] for m, room in rooms.items()}
+    assert [f"{m} imports {t}" for m in MODULES for t in imported(m) if floor[t] > floor[m]] == []
     doors = ("fp8manifold", "nanogpt_bench")
-    assert [m for m in modules() if m not in doors and room_of(m) in doors] == []
-
-
-def test_no_modules_import_each_other() -> None:
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path[path.index(module) :], module))
-        if module not in done:
-            for other in sorted(imported(module)):
-                visit(other, (*path, module))
-            done.add(module)
-
-    for module in sorted(modules()):
-        visit(module, ())
-
-
-def test_there_are_few_rooms() -> None:
-    rooms = {path.parent for path in modules().values()}
-    assert len(rooms) <= MOST_ROOMS
+    assert [m for m, room in rooms.items() if m not in doors and room in doors] == []
+    TopologicalSorter({m: imported(m) for m in MODULES}).prepare()  # which names a circle
+    assert len({path.parent for path in MODULES.values()}) <= MOST_ROOMS
 
 
 #: a docstring opens with the thing, and not with one of these
 LEADS = {"How", "It", "Of", "That", "They", "Those", "What", "Where", "Whether", "Which", "Who"}
 
 
-def test_docstrings_open_with_the_thing() -> None:
+def test_docstrings_open_with_the_thing():
     folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study", "tests/library", "tests/reliability")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
             assert not text or text.split()[0].rstrip(",") not in LEADS, f"{path}: {text}"
+
+
+#: values at the edge, of which all that takes a tensor has to speak
+EDGES = (r"NaN", r"Inf|infinite", r"-0", r"empty")
+
+
+def test_public_docstrings_say_what_goes_in_what_is_raised_and_what_becomes_of_the_edges_and_show_an_example():
+    houses = (fm, fm.optim, fm.ops, fm.huggingface, fm.reference)
+    for name, thing in ((name, getattr(house, name)) for house in houses for name in house.__all__):
+        if not callable(thing) or (isinstance(thing, type) and issubclass(thing, Warning)):
+            continue
+        text = inspect.getdoc(thing) or ""
+        assert re.match(r"[A-Z`0-9|(\[].*[.:](\n|$)", text), name
+        if hasattr(thing, "__dataclass_fields__") and "__post_init__" not in vars(thing):
+            continue  # something to read, not to call
+        arguments, raised = (re.search(rf"^{part}:\n((?: {{4}}.*\n?|\n)+)", text, re.M) for part in ("Args", "Raises"))
+        parameters = inspect.signature(thing).parameters
+        heads = re.findall(r"^ {4}(\w[^:]*):", arguments[1], re.M) if arguments else []
+        assert parameters.keys() - {"self", "cls"} <= {*re.findall(r"\w+", " ".join(heads))}, name
+        assert raised, name
+        assert re.search(r">>> .*\n[^>]", text), name
+        optimizes = isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer)
+        tensors = any(re.fullmatch(r"[^\[]*\bTensor\b[^\[]*", str(each.annotation)) for each in parameters.values())
+        assert not (tensors or optimizes) or re.search(r"\.\. math::|Source:", text), name
+        unsaid = [edge for edge in EDGES if not re.search(rf"(?<!\w)({edge})(?!\w)", text)]
+        assert not tensors or optimizes or not unsaid, f"{name}: {unsaid}"
 
 
 #: names of torch that are private and have no public way, each with what it is for; whoever adds one says why here
@@ -122,13 +134,13 @@ PRIVATE = {
 }
 
 
-def torch_names(tree: ast.AST) -> set[str]:
+def torch_names(tree):
     """Dotted names of torch that a module imports, or reads attribute by attribute."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found |= {f"{node.module}.{name.name}" for name in node.names}
-        parts: list[str] = []
+        parts = []
         while isinstance(node, ast.Attribute):
             parts, node = [node.attr, *parts], node.value
         if parts and isinstance(node, ast.Name) and node.id == "torch":
@@ -136,44 +148,22 @@ def torch_names(tree: ast.AST) -> set[str]:
     return found
 
 
-def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-
-
-def test_private_names_of_torch_are_listed_with_their_reasons() -> None:
+def test_private_names_of_torch_are_listed_with_their_reasons():
     """The library inspects no call stack either."""
     found = set()
-    for name, path in modules().items():
-        if name.startswith("fp8manifold"):
-            text = path.read_text(encoding="utf-8")
-            assert "_getframe" not in text, name
-            assert "f_back" not in text, name
-            found |= {each for each in torch_names(ast.parse(text)) if is_private(each)}
+    for path in (path for name, path in MODULES.items() if name.startswith("fp8manifold")):
+        assert not re.search("_getframe|f_back", path.read_text(encoding="utf-8")), path
+        found |= {name for name in torch_names(tree(path)) if re.search(r"\._(?!_)", name)}
     overloads = {name for name in found if name.startswith("torch.ops.aten.") and name.count(".") > 3}
     assert found - overloads == PRIVATE.keys()
 
 
-#: files that ship, and those that a reader takes for examples
-PACKAGES = [*(ROOT / "fp8manifold").rglob("*.py"), *(ROOT / "nanogpt_bench").rglob("*.py")]
-SHIPPED = [*PACKAGES, *(path for name in ("examples", "docs", "study") for path in (ROOT / name).glob("*.py"))]
-PARTS = {"optim": fm.optim, "ops": fm.ops, "reference": fm.reference}
-NAMESPACES = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in PARTS.items()}}
+#: what the bench and the examples may use
+PARTS = {"fp8manifold.optim": fm.optim, "fp8manifold.ops": fm.ops, "fp8manifold.reference": fm.reference}
+NAMESPACES = {"fp8manifold": fm, **PARTS}
 
 
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imports(source: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """(module, name) of every import: `import a.b` is ("a.b", None), `from a import b` is ("a", "b")."""
-    for node in ast.walk(source):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module or "", alias.name) for alias in node.names)
-
-
-def private_uses(source: ast.Module) -> list[str]:
+def private_uses(source):
     """Names that a file uses of fp8manifold beyond the public namespaces, which are imported whole or by name."""
     of_ours = [(module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"]
     known = {f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__} | {*NAMESPACES}
@@ -185,39 +175,36 @@ def private_uses(source: ast.Module) -> list[str]:
     return sorted({*found} - known)
 
 
-def test_the_library_imports_its_core_dependencies_only() -> None:
+def test_the_library_imports_its_core_dependencies_only():
     allowed = {"fp8manifold", "torch", "geoopt", "numpy", "__future__"} | sys.stdlib_module_names
     for path in (ROOT / "fp8manifold").rglob("*.py"):
         more = {"triton"} if path.parent.name == "_triton" else set()
         assert {name.split(".")[0] for name, _ in imports(tree(path))} <= allowed | more, path
 
 
-def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone() -> None:
-    paths = [
-        path for path in SHIPPED if path.is_relative_to(ROOT / "nanogpt_bench") or path.parent == ROOT / "examples"
-    ]
+def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone():
+    paths = [*(ROOT / "nanogpt_bench").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     assert {path.name: found for path in paths if (found := private_uses(tree(path)))} == {}
-    codes = ["from fp8manifold.grid import encode", "from fp8manifold import _charts", "import fp8manifold.optim._slot"]
-    codes += ["import fp8manifold as fm\nfm.grid.encode(x)", "import fp8manifold as fm\nfm.optim._optimizer"]
+    codes = ["from fp8manifold.grid import encode", "import fp8manifold as fm\nfm.grid.encode(x)"]
     assert [code for code in codes if not private_uses(ast.parse(code))] == []
     code = "import fp8manifold as fm\nfm.optim.StiffnessAdamW.step\nfm.encode(x)\nfrom fp8manifold.optim import anneal"
     assert private_uses(ast.parse(code)) == []
 
 
-def test_files_are_short_and_compile_nothing() -> None:
+def test_files_are_short_and_compile_nothing():
     """Files that ship call neither `compile` nor `__import__`; ruff finds what unpickles or evaluates."""
-    for path in SHIPPED:
+    for path in [
+        *MODULES.values(),
+        *(path for name in ("examples", "docs", "study") for path in (ROOT / name).glob("*.py")),
+    ]:
         assert path.read_text(encoding="utf-8").count("\n") <= 500, path
         assert path.stem != "utils", path
         called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
         assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}, path
 
 
-SOURCES = [path for package in ("fp8manifold", "nanogpt_bench") for path in sorted((ROOT / package).rglob("*.py"))]
-
-
-def test_every_source_has_tests_and_every_test_a_source() -> None:
-    for source in SOURCES:
+def test_every_source_has_tests_and_every_test_a_source():
+    for source in MODULES.values():
         itself, *tests = where_tested(source.relative_to(ROOT).as_posix())
         assert ROOT / itself == source
         assert tests, source
@@ -226,9 +213,3 @@ def test_every_source_has_tests_and_every_test_a_source() -> None:
     assert [place for place in places if not place.exists()] == []
     of_packages = [path for folder in ("library", "bench") for path in (ROOT / "tests" / folder).rglob("test_*.py")]
     assert [path.name for path in of_packages if not {path, *path.parents} & {*places}] == ["test_missing_packages.py"]
-
-
-@pytest.mark.parametrize("source", ["fp8manifold/optim/_slots.py", "LICENSE", "slot"])
-def test_what_is_no_source_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match=f"^source: '{source}'; allowed: a file below benchmarks/, "):
-        where_tested(source)

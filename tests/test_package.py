@@ -1,13 +1,12 @@
 """The project as pip builds it: a wheel and an sdist that install without extras, and a quick import."""
 
 import os
-import statistics
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,46 +19,45 @@ NOT_WITHOUT_EXTRAS = ("pydantic", "rich", "vl_convert", "yaml")
 WITHOUT_WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script`")
 
 
-def run(command: Sequence[str | Path], cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(command, cwd, path=None):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    words = [str(word) for word in command]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    environment |= {} if path is None else {"PYTHONPATH": str(path)}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def checked(command: Sequence[str | Path], cwd: Path, path: Path | None = None) -> str:
+def checked(command, cwd, path=None):
     done = run(command, cwd, path)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def modules_after(statement: str) -> set[str]:
+def modules_after(statement):
     code = f"{statement}\nimport sys\nprint(*sorted(sys.modules))"
     return set(checked([sys.executable, *WITHOUT_WARNINGS, "-c", code], ROOT, ROOT).split())
 
 
-def test_importing_the_library_warns_of_nothing_and_imports_no_extras() -> None:
+def test_imports_warn_of_nothing_and_bring_no_extras():
+    """The command line begins without its packages, so that it can say which are missing."""
     checked([sys.executable, "-W", "error", "-c", "import fp8manifold"], ROOT, ROOT)
     loaded = modules_after("import fp8manifold") - modules_after("import torch, geoopt")
-    assert {name for name in loaded if name.split(".")[0] in (*NOT_WITHOUT_EXTRAS, "nanogpt_bench")} == set()
+    assert not {name.split(".")[0] for name in loaded} & {*NOT_WITHOUT_EXTRAS, "nanogpt_bench"}
     assert not {"torch._dynamo", "torch._inductor"} & loaded
-
-
-def import_seconds(statement: str) -> float:
-    """The fastest of three fresh Pythons, in CPU seconds of the process: a busy machine only ever adds."""
-    code = f"import time\nstart = time.process_time()\n{statement}\nprint(time.process_time() - start)"
-    return min(float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT)) for _ in range(3))
+    assert not {name.split(".")[0] for name in modules_after("import nanogpt_bench.cli")} & {*NOT_WITHOUT_EXTRAS}
 
 
 @pytest.mark.slow
-def test_the_import_is_quick() -> None:
-    torch_alone = statistics.fmean(import_seconds("import torch") for _ in range(2))
-    assert import_seconds("import torch, fp8manifold") - torch_alone < SECONDS
+def test_the_import_is_quick():
+    """In CPU seconds of a process, the fewest of three: a busy machine only ever adds."""
+
+    def seconds(statement):
+        code = f"import time\nstart = time.process_time()\n{statement}\nprint(time.process_time() - start)"
+        return min(float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT)) for _ in range(3))
+
+    assert seconds("import torch, fp8manifold") - seconds("import torch") < SECONDS
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """The folder with the sdist, and the wheel that is made of it."""
     folder = tmp_path_factory.mktemp("dist")
     pytest.importorskip("build", reason="needs the package build (extra dev)")
@@ -67,26 +65,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def only(folder: Path, pattern: str) -> Path:
+def only(folder, pattern):
     (found,) = folder.glob(pattern)
     return found
 
 
 @pytest.mark.slow
-def test_the_sdist_has_everything_and_nothing_else(built: Path) -> None:
+def test_sdist_and_wheel_have_what_they_need_and_nothing_else(built):
     with tarfile.open(only(built, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for needed in ("fp8manifold/__init__.py", "tests/test_package.py", "examples/geoopt_drop_in.py", "docs/conf.py"):
-        assert needed in names
-    assert {"docs/figures/number-line.svg", "docs/_generated.json", "SECURITY.md", "hatch_urls.py"} <= names
-    assert {"study/make.py", "study/study.md", "study/results/study_q1.json", "study/sweeps/study_q1.yaml"} <= names
-    assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "noxfile.py"} <= names
+    needed = """docs/_generated.json docs/conf.py docs/figures/number-line.svg examples/geoopt_drop_in.py hatch_urls.py
+        fp8manifold/__init__.py noxfile.py study/make.py study/results/study_q1.json study/study.md LICENSE
+        study/sweeps/study_q1.yaml tests/test_package.py CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md"""
+    assert {*needed.split()} <= names
     made = ("runs/", "data/", "docs/_build/", "docs/examples/", "docs/generated/")  # also where the site was built
     assert [name for name in names if name.startswith(made)] == []
-
-
-@pytest.mark.slow
-def test_the_wheel_has_both_packages_and_no_tests(built: Path) -> None:
     with zipfile.ZipFile(only(built, "*.whl")) as archive:
         names = archive.namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"fp8manifold", "nanogpt_bench"}
@@ -97,7 +90,7 @@ def test_the_wheel_has_both_packages_and_no_tests(built: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
-def test_it_installs_without_extras(built: Path, tmp_path: Path, pattern: str) -> None:
+def test_it_installs_without_extras(built, tmp_path, pattern):
     """An environment with nothing in it but pip; torch, geoopt and numpy alone are lent by the one the tests run in."""
     python = empty_environment(tmp_path / "env", tmp_path / "lent")
     # Without an index pip fails unless what the wheel asks for is lent. To build an sdist it fetches hatchling.
@@ -111,7 +104,7 @@ def test_it_installs_without_extras(built: Path, tmp_path: Path, pattern: str) -
     assert "pip install 'fp8manifold[bench]'" in bench.stderr
 
 
-def empty_environment(folder: Path, lent: Path) -> Path:
+def empty_environment(folder, lent):
     """Make an environment that sees, of this one, only the core dependencies and theirs; return its Python."""
     checked([sys.executable, "-m", "venv", folder], folder.parent)
     # Python 3.11 puts one there that is older than torch asks for; the lent one must not be reached by this.
@@ -126,17 +119,8 @@ def empty_environment(folder: Path, lent: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def needed_by_core(name: str) -> bool:
+def needed_by_core(name):
     """True for entries of site-packages that torch, geoopt or numpy need."""
-    core = ("torch", "geoopt", "numpy", "scipy", "sympy", "mpmath", "jinja2", "markupsafe", "networkx", "fsspec")
-    more = ("filelock", "typing_extensions", "nvidia", "triton", "setuptools", "functorch", "torchgen", "cuda")
-    stem = name.lower().replace("-", "_").partition(".")[0]
-    return any(
-        stem == word or stem.startswith((f"{word}_", f"{word}.")) or name.lower().startswith(f"{word}-")
-        for word in (*core, *more)
-    )
-
-
-def test_the_command_line_begins_without_its_packages() -> None:
-    """So that it can say which are missing."""
-    assert not {name.partition(".")[0] for name in modules_after("import nanogpt_bench.cli")} & {*NOT_WITHOUT_EXTRAS}
+    core = "torch geoopt numpy scipy sympy mpmath jinja2 markupsafe networkx fsspec filelock typing_extensions nvidia"
+    words = [*core.split(), *["triton", "setuptools", "functorch", "torchgen", "cuda"]]
+    return re.match(rf"({'|'.join(words)})([._-]|$)", name.lower()) is not None

@@ -1,15 +1,29 @@
-"""A repository that can be depended on: a wheel's own test, URLs that are true, one version, no workflow amiss."""
+"""A repository that can be depended on: a wheel's own test, URLs that are true, one version, any processor."""
 
+import ast
+import os
+import platform
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import fp8manifold as fm
+from fp8manifold.optim import _muon
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def hatch_urls(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return import_module("hatch_urls")
 
 
 def test_the_smoke_test_passes_here(capsys, monkeypatch):
@@ -18,41 +32,23 @@ def test_the_smoke_test_passes_here(capsys, monkeypatch):
     assert capsys.readouterr().out.endswith(": passed\n")
 
 
-ORIGINS = {
-    "https://example.org/own/fp8.git": "https://example.org/own/fp8",
-    "https://name:word@example.org/own/fp8": "https://example.org/own/fp8",
-    "git@example.org:own/fp8.git": "https://example.org/own/fp8",
-    "ssh://git@example.org/own/fp8/": "https://example.org/own/fp8",
-    "ssh://git@example.org:2222/own/fp8.git": "https://example.org/own/fp8",
-    "git@github.com:own/fp8.git": "https://github.com/own/fp8",
-    "/somewhere/on/a/disk": None,
-    "../beside": None,
-}
-
-
-@pytest.mark.parametrize(("origin", "source"), ORIGINS.items())
-def test_urls_are_those_of_the_repository_or_none(tmp_path, monkeypatch, origin, source):
-    monkeypatch.syspath_prepend(ROOT)
-    urls = import_module("hatch_urls").urls
-    assert urls(tmp_path) == {}
+def test_urls_are_those_of_the_repository_or_none_and_an_sdist_keeps_them(tmp_path, hatch_urls):
+    assert hatch_urls.urls(tmp_path) == {}
     config = tmp_path / ".git" / "config"
     config.parent.mkdir()
-    config.write_text(
-        f'[core]\n\tbare = false\n[remote "origin"]\n\turl = {origin}\n\tfetch = +refs\n[branch "main"]\n'
-    )
-    assert urls(tmp_path).get("Source") == source
-    assert ("Issues" in urls(tmp_path)) == (source is not None and "github.com" in source)
-    other = config.read_text(encoding="utf-8").replace("origin", "upstream")
-    config.write_text(other, encoding="utf-8")
-    assert urls(tmp_path) == {}
-
-
-def test_an_sdist_keeps_its_urls(tmp_path, monkeypatch):
-    """Files around a copy of the sources don't change them."""
-    monkeypatch.syspath_prepend(ROOT)
+    for origin, source in {
+        "https://name:word@example.org/own/fp8.git": "https://example.org/own/fp8",
+        "ssh://git@example.org:2222/own/fp8/": "https://example.org/own/fp8",
+        "git@github.com:own/fp8.git": "https://github.com/own/fp8",
+        "/somewhere/on/a/disk": None,
+    }.items():
+        for remote, expected in (("origin", source), ("upstream", None)):
+            config.write_text(f'[core]\n\tbare = false\n[remote "{remote}"]\n\turl = {origin}\n\tfetch = +refs\n')
+            assert hatch_urls.urls(tmp_path).get("Source") == expected
+            assert ("Issues" in hatch_urls.urls(tmp_path)) == ("github.com" in (expected or ""))
     text = "Name: fp8manifold\nProject-URL: Source, https://example.org/own/fp8\n\nProject-URL: not, metadata\n"
     (tmp_path / "PKG-INFO").write_text(text, encoding="utf-8")
-    assert import_module("hatch_urls").urls(tmp_path) == {"Source": "https://example.org/own/fp8"}
+    assert hatch_urls.urls(tmp_path) == {"Source": "https://example.org/own/fp8"}
 
 
 README = """![a](RAW/docs/a.svg) [b](BLOB/docs/b.md#c), [d](#e) [f](https://e.org) [h](BLOB/CONTRIBUTING.md) `[i](j)`
@@ -62,13 +58,15 @@ m = n["o"](p)
 ```"""
 
 
-def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    described = import_module("hatch_urls").described
+def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(hatch_urls):
     source, here = "https://github.com/own/fp8", README.replace("RAW/", "").replace("BLOB/", "")
     there = README.replace("RAW", f"{source}/raw/v1.2").replace("BLOB", f"{source}/blob/v1.2")
-    assert described(here, source, "1.2") == there
-    assert described(here, "", "1.2") == described(here, "https://example.org/own/fp8", "1.2") == here
+    assert hatch_urls.described(here, source, "1.2") == there
+    assert (
+        hatch_urls.described(here, "", "1.2")
+        == hatch_urls.described(here, "https://example.org/own/fp8", "1.2")
+        == here
+    )
 
 
 def test_one_version_everywhere():
@@ -79,19 +77,20 @@ def test_one_version_everywhere():
     assert f"version = {{{fm.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_missing_package_is_the_markers_business():
-    """`pytest -m extra` finds what is marked; what a test asks for itself is in no extra of the tests, or torch's."""
-    asked = r'importorskip\(\s*"(\w+)'
-    found = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(asked, path.read_text("utf-8"))}
-    assert found == {"build", "sdnq", "triton"}
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86-64")
+def test_the_baseline_is_a_processor_without_products_in_bfloat16():
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    variables = ast.literal_eval(re.search(r"^BASELINE = (\{.*?\})", text, re.MULTILINE | re.DOTALL)[1])
+    code = "import torch; from fp8manifold.optim._muon import product_dtype as dtype\n"
+    code += "print(torch.backends.cpu.get_cpu_capability(), dtype(torch.device('cpu')))"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, env=os.environ | variables)
+    assert said.split() == ["DEFAULT", "torch.float32"]
 
 
-def test_a_package_in_the_way_of_the_default_tests_is_marked():
-    """An import of a `test-all` package at a test module's top level would stop collecting."""
-    only = {"datasets", "diffusers", "lightning", "matplotlib", "nngeometry", "optimi", "peft", "PIL", "ray", "sklearn"}
-    only |= {"sphinx", "tensorboard", "trl", "wandb"}
-    marked = r"mark\.extra\(([^*)]*)\)"
-    names = [re.findall(marked, path.read_text("utf-8")) for path in (ROOT / "tests").rglob("test_*.py")]
-    assert {name.strip('" ') for found in names for given in found for name in given.split(",")} <= only
-    imports = re.compile(rf"^(?:import|from) (?:{'|'.join(sorted(only))})\b", re.MULTILINE)
-    assert [path.name for path in (ROOT / "tests").rglob("*.py") if imports.search(path.read_text("utf-8"))] == []
+def test_torch_without_onednn_has_products_in_float32(monkeypatch):
+    """Its builds for Macs of ARM lack the operator that is asked, too."""
+    for has_onednn, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True) if has_onednn else SimpleNamespace()
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda there=has_onednn: there)
+        monkeypatch.setattr(torch.ops, "mkldnn", operators)
+        assert _muon.product_dtype(torch.device("cpu")) is dtype

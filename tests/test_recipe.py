@@ -4,7 +4,6 @@ import copy
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,14 +31,10 @@ NAME = "HuggingFaceTB/SmolLM2-135M"
 SHAPE = (2, 64, 96, 128, 64, 32)
 
 
-def recipe(page: str, after: str = "") -> str:
+def recipe(page, after=""):
     found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(page, page.index(after))
     assert found is not None
     return found[1]
-
-
-def table(page: str, first: str) -> str:
-    return page[page.index(f"| {first} |") :].partition("\n\n")[0] + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +51,11 @@ def llama(tmp_path_factory):
     return folder
 
 
-def run(code: str, llama: Path) -> dict[str, Any]:
+def run(code, llama):
     """The names that the lines leave behind, the model's name replaced, over a few batches of one text."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
-    names: dict[str, Any] = {"batches": [text] * 40, "before": before}
+    names = {"batches": [text] * 40, "before": before}
     assert code.count(NAME) == 1
     exec(compile(code.replace(NAME, llama.as_posix()), "README.md", "exec"), names)
     return names
@@ -93,7 +88,7 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
     code = recipe(PAGE, "## Fine-tune an FP8 checkpoint").replace("Qwen/Qwen3-8B-FP8", published.as_posix())
     code = code.replace('"trained"', repr(str(trained))).replace("lr=2e-4", "lr=5e-3")
     exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
-    decoded: Any = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
+    decoded = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
     read = transformers.AutoModelForCausalLM.from_pretrained
     before, after = (read(each, **decoded)(input_ids=text, labels=text).loss for each in (published, trained))
     assert after < before - 0.5
@@ -126,7 +121,7 @@ def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(ran,
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
     """The lines of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
-    names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
+    names = {"batches": [text] * 60, "device": "cpu"}
     code = recipe(PAGE, "### Does 7B fit").replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
     code = code.replace("lr=2e-4", "lr=5e-3").replace('"trained"', repr((tmp_path / "trained").as_posix()))
     assert code.count(llama.as_posix()) == 1
@@ -174,27 +169,25 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
     assert f"step_in_backward(optimizer, {clipping}" in recipe(README)
     assert f"# {STEPS} tensors of token ids, (1, {TOKENS + 1}) each" in recipe(README)
     assert (config.train.max_steps, config.train.batch_size, config.model.block_size) == (STEPS, 1, TOKENS)
-    assert weights_of(ran["model"]) == weights_of(model)
-
-
-def weights_of(model: torch.nn.Module) -> dict[str, Any]:
-    return {
-        name: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None
-        for name, p in model.named_parameters()
-    }
+    ours, theirs = (
+        {n: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None for n, p in named}
+        for named in (ran["model"].named_parameters(), model.named_parameters())
+    )
+    assert ours == theirs
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return import_module("recipe")
+def cards(monkeypatch):
+    for folder in ("docs", "benchmarks"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+    return import_module("_cards")
 
 
-def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(measured, cards, llama):
+def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
+    measured = import_module("recipe")
     corpus = Corpus(llama, *(np.arange(700, dtype=np.uint16) * 7 % 128 for _ in range(2)), {})
-    assert measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME).replace(", seed=7", "") == recipe(
-        README
-    )
+    code = measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME)
+    assert code.replace(", seed=7", "") == recipe(README)
     ways = ("readme", "float32", "bfloat16")
     begun, found = ({way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12))
     assert all(found[way]["loss"] < begun[way]["loss"] - 0.01 for way in ways)
@@ -204,38 +197,6 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(measured, cards, ll
         assert found[way]["bytes"] == pytest.approx(counted.held, rel=0.02), way
     assert found["float32"]["loss"] == found["float32"]["loss_in_float32"]
     assert found["readme"]["loss"] == pytest.approx(found["readme"]["loss_in_float32"], abs=0.01)
-
-
-def test_the_benchmark_goes_on_where_it_ended(measured, monkeypatch, tmp_path, capsys):
-    made: list[tuple[str, int]] = []
-
-    def run(way: str, folder: Path, corpus: Any, seed: int, steps: int) -> dict[str, Any]:
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        made.append((way, seed))
-        loss = seed / 10 + (0.01 * seed if way == "readme" else 0.0)
-        same = {"way": way, "seed": seed, "steps": steps, "bytes": 6, "parameters": 2}
-        return same | {"loss": loss, "loss_in_float32": loss}
-
-    for name, function in (("run", run), ("write_floats", lambda *_: None), ("load_corpus", lambda *_: None)):
-        monkeypatch.setattr(measured, name, function)
-    words = ["recipe.py", "model", "data", str(tmp_path / "runs.jsonl"), "--seeds", "1,2", "--ways", "readme,float32"]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(KeyboardInterrupt):
-        measured.main()
-    assert made == [("readme", 1), ("float32", 1), ("readme", 2)]
-    made.clear()
-    measured.main()
-    assert made == [("float32", 2)]
-    readme, exact = (re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()[-2:])
-    assert readme == ["readme", "1, 2", "0.1100, 0.2200", "+0.0150 ± 0.0635", "0.1100, 0.2200", "3.00"]
-    assert exact == ["float32", "1, 2", "0.1000, 0.2000", "0.1000, 0.2000", "3.00"]
-
-
-@pytest.fixture
-def cards(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    return import_module("_cards")
 
 
 def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_measured(cards):
@@ -251,24 +212,27 @@ def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_m
         assert [size / 2**20 for size in (memory.held, peak)] == pytest.approx(sizes, abs=1.0), name
 
 
+def check_arithmetic(model, optimizer, memory, rel):
+    """After a step, what is held is what is counted."""
+    tokens = torch.arange(16).view(1, 16)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    gradients = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    assert (memory.gradients, memory.largest) == (sum(gradients), max(gradients))
+    # What a layer has one of (a step, a counter, a table of inverse frequencies) counts for little in a larger model.
+    assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=rel)
+
+
 @pytest.mark.parametrize("muon", [False, True])
 def test_the_arithmetic_gives_what_a_live_model_holds(cards, llama, muon):
-    layers, width, inner, vocabulary, queries, keys = SHAPE
-    counted = cards.Model("llama", layers, width, inner, vocabulary, queries, keys, tied=True)
+    counted = cards.Model("llama", *SHAPE, tied=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(llama)
     assert counted.parameters() == sum(p.numel() for p in model.parameters())
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
     made = (
         fm.optim.StiffnessMuon.for_model if muon else lambda m, **more: fm.optim.StiffnessAdamW(m.parameters(), **more)
     )
-    optimizer = made(model, lr=1e-3, moments="8bit")
-    model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long)).loss.backward()
-    gradients = [p.grad.nbytes for p in model.parameters()]
-    optimizer.step()
-    memory = cards.in_one_byte(counted, muon=muon)
-    assert (memory.gradients, memory.largest) == (sum(gradients), max(gradients))
-    # What a layer has one of (a step, a counter, a table of inverse frequencies) counts for little in a larger model.
-    assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=0.02)
+    check_arithmetic(model, made(model, lr=1e-3, moments="8bit"), cards.in_one_byte(counted, muon=muon), rel=0.02)
 
 
 def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards):
@@ -281,10 +245,4 @@ def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards):
     assert counted.parameters() == sum(p.numel() for p in model.parameters())
     fm.quantize_model(model, "E4M3", storage="fp8", parameters="*.experts.*", embeddings="E4M3")
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=1e-3, moments="8bit")
-    tokens = torch.arange(16).view(1, 16)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    gradients = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
-    optimizer.step()
-    memory = cards.all_in_codes(counted, muon=True)
-    assert (memory.gradients, memory.largest) == (sum(gradients), max(gradients))
-    assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=0.03)
+    check_arithmetic(model, optimizer, cards.all_in_codes(counted, muon=True), rel=0.03)

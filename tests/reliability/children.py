@@ -37,10 +37,6 @@ def start(folder: Path, words: Sequence[str], told: bench_child.Told | None = No
 def wait_for(child: Any, seconds: float) -> int | None:
     """Return a child's exit code, -N if signal N ended it, or None if it goes on after `seconds`."""
     wait([child.sentinel], seconds)
-    return exit_code(child)
-
-
-def exit_code(child: Any) -> int | None:
     with _ONE_AT_A_TIME:
         code: int | None = child.exitcode
     return code

@@ -7,9 +7,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-#: needs the fuzzer, and is a program that the tests start
-collect_ignore = ["guided.py"]
-
 TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(120))
 
 

@@ -1,9 +1,6 @@
 """NaN and Inf in every place of a step, and steps that are not taken: the documented policy, and nothing else."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +9,14 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import read, step_file, steps, verify
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop import train
 from nanogpt_bench.loop.anomalies import first_bad_weight
 from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.system.errors import BenchError
 
-KINDS = ("gradient", "weight", "state", "loss", "activation")
 #: where each is first seen
 WHERE = {
     "gradient": "gradient of lm_head.weight",
@@ -32,19 +25,18 @@ WHERE = {
     "loss": "loss",
     "activation": "activation of blocks.0.mlp.fc",
 }
-LASTING = ("weight", "state")
 VALUES = (math.nan, math.inf, -math.inf)
 STEPS = 20
 
 
 @pytest.fixture
 def make(small_corpus):
-    base: dict[str, object] = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
+    base = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
     base |= {"eval.interval": STEPS, "optimizer.warmup_steps": 0, "checkpoint.every": 2, "monitor.interval": 1000}
     base["monitor.watch"] = "[stall, zones, ranges, bits, gradients, geometry, resources, trend]"
     del base["checkpoint.keep"]
 
-    def config(**overrides: object) -> Config:
+    def config(**overrides):
         settings = base | {key.replace("__", "."): value for key, value in overrides.items()}
         return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
 
@@ -52,60 +44,50 @@ def make(small_corpus):
 
 
 class Injector:
-    """Puts a value into one place of the steps that read some batches; keeps the state around the first of them."""
+    """Puts a value into one place of a step; keeps the state before and after it."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, kind: str, at: set[int], value: float) -> None:
-        self.kind, self.at, self.value = kind, at, value
-        self.before: Any = None
-        self.after: Any = None
-        self.spoiling = False
+    def __init__(self, patch, kind, at, value):
+        self.before = self.after = None
+        spoiling = False
         accumulate, train_step, made = Trainer._accumulate, Trainer.train_step, Trainer.__init__
 
-        def make_trainer(trainer: Trainer, *arguments: Any, **options: Any) -> None:
-            made(trainer, *arguments, **options)
-            trainer.model.blocks[0].mlp.fc.register_forward_hook(self._spoil_activation)
+        def spoil_activation(module, inputs, output):
+            if spoiling and module.training:
+                output = output.clone()
+                output[0, 0, 0] = value
+            return output
 
-        def step_once(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
-            hit = self._hit(trainer, step)
-            if self.before is not None and self.after is None:
+        def make_trainer(trainer, *arguments, **options):
+            made(trainer, *arguments, **options)
+            trainer.model.blocks[0].mlp.fc.register_forward_hook(spoil_activation)
+
+        def step_once(trainer, step, observers):
+            nonlocal spoiling
+            if step.number == at + 1:
                 self.after = capture(0, trainer, [], {})
-            if hit and self.before is None:
+            if step.number == at:
                 self.before = capture(0, trainer, [], {})
-            if hit:
-                self._spoil(trainer)
-            self.spoiling = hit and kind == "activation"
+                bias = trainer.model.blocks[0].mlp.fc.bias
+                if kind == "weight":
+                    bias.data[3] = value
+                elif kind == "state":
+                    kept = [entry for entry in trainer.optimizer.state[bias].values() if isinstance(entry, Tensor)]
+                    next(entry for entry in kept if entry.numel() > 1).view(-1)[1] = value
+            spoiling = step.number == at and kind == "activation"
             return train_step(trainer, step, observers)
 
-        def add_up(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
-            loss, hit = accumulate(trainer, step, observers), self._hit(trainer, step)
-            if hit and kind == "gradient":
+        def add_up(trainer, step, observers):
+            loss = accumulate(trainer, step, observers)
+            if step.number == at and kind == "gradient":
                 trainer.model.lm_head.weight.grad[0, 0] = value
-            return value if hit and kind == "loss" else loss
+            return value if step.number == at and kind == "loss" else loss
 
         patch.setattr(Trainer, "__init__", make_trainer)
         patch.setattr(Trainer, "train_step", step_once)
         patch.setattr(Trainer, "_accumulate", add_up)
 
-    def _hit(self, trainer: Trainer, step: Step) -> bool:
-        return step.number in self.at
 
-    def _spoil(self, trainer: Trainer) -> None:
-        bias = trainer.model.blocks[0].mlp.fc.bias
-        if self.kind == "weight":
-            bias.data[3] = self.value
-        elif self.kind == "state":
-            kept = [entry for entry in trainer.optimizer.state[bias].values() if isinstance(entry, Tensor)]
-            next(entry for entry in kept if entry.numel() > 1).view(-1)[1] = self.value
-
-    def _spoil_activation(self, module: Any, inputs: Any, output: Tensor) -> Tensor | None:
-        if not self.spoiling or not module.training:
-            return None
-        spoiled = output.clone()
-        spoiled[0, 0, 0] = self.value
-        return spoiled
-
-
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     own, others = (
         {name: each for name, each in bits(state).items() if name.startswith(("model/", "optimizer/"))}
         for state in (one, other)
@@ -113,28 +95,14 @@ def same(one: Any, other: Any) -> bool:
     return own == others
 
 
-def check_checkpoints(run_dir: Path) -> None:
-    for number in steps(run_dir):
-        verify(step_file(run_dir, number))
-        contents = read(step_file(run_dir, number))
-        floats = [
-            t for stem in ("model", "optimizer") for t in contents.tensors[stem].values() if t.is_floating_point()
-        ]
-        assert all(bool(tensor.float().isfinite().all()) for tensor in floats)  # codes are float8
-
-
-def settings_of(count: int, policy: str) -> dict[str, object]:
+def inject(make, run_dir, kind, policy, number, count):
     rule = ("fp32", "stiffness", "master")[count % 3]
     formats = {} if rule == "fp32" else {"model__formats": "{mlp.fc: E4M3}"}
-    return {"rule": rule, "train__on_anomaly": policy, **formats}
-
-
-def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, number: int, count: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        injector = Injector(patch, kind, {number}, VALUES[count % 3])
-        summary = run(make(**settings_of(count, policy)), run_dir)
+        injector = Injector(patch, kind, number, VALUES[count % 3])
+        summary = run(make(rule=rule, train__on_anomaly=policy, **formats), run_dir)
     alerts = recorded(run_dir, "alerts.jsonl")
-    fails = kind in LASTING or policy == "stop"
+    fails = kind in ("weight", "state") or policy == "stop"
     assert summary["status"] == ("failed" if fails else "finished"), summary["failure"]
     assert [record["step"] for record in recorded(run_dir)] == list(range((number if fails else STEPS) + 1))
     assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
@@ -146,13 +114,17 @@ def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, n
         assert WHERE[kind] in summary["failure"]["message"]
     elif policy == "skip" and number < STEPS:
         assert same(injector.before, injector.after)
-    check_checkpoints(run_dir)
+    for at in steps(run_dir):
+        verify(step_file(run_dir, at))
+        tensors = read(step_file(run_dir, at)).tensors
+        floats = [t for stem in ("model", "optimizer") for t in tensors[stem].values() if t.is_floating_point()]
+        assert all(bool(tensor.float().isfinite().all()) for tensor in floats)  # codes are float8
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("number", [2, 7, 11, 16, STEPS])
 @pytest.mark.parametrize("policy", ["skip", "stop"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WHERE)
 def test_what_is_injected_is_named_and_meets_the_policy(make, tmp_path, kind, policy, number, full, tally):
     chosen = range(number, min(number + 5, STEPS + 1)) if full else (number,)
     for one in chosen:
@@ -163,7 +135,7 @@ def test_what_is_injected_is_named_and_meets_the_policy(make, tmp_path, kind, po
 def test_scales_and_counters_of_a_step_left_out_are_as_before(make, tmp_path, monkeypatch):
     operand = "{format: E4M3, policy: delayed, history: 4, rounding: stochastic}"
     formats = f"{{mlp: {{weight: E4M3, activation: {operand}, gradient: {operand}}}}}"
-    injector = Injector(monkeypatch, "activation", {5}, math.nan)
+    injector = Injector(monkeypatch, "activation", 5, math.nan)
     summary = run(make(rule="master", model__formats=formats), tmp_path / "r")
     assert summary["status"] == "finished"
     assert any("history" in name for name in injector.before.tensors["model"])
@@ -171,7 +143,7 @@ def test_scales_and_counters_of_a_step_left_out_are_as_before(make, tmp_path, mo
 
 
 def test_a_finite_state_whose_norm_overflows_is_no_anomaly(make, tmp_path, monkeypatch):
-    Injector(monkeypatch, "state", {3}, 3e38)
+    Injector(monkeypatch, "state", 3, 3e38)
     config = make(rule="fp32", optimizer__lr=1e-44, optimizer__weight_decay=0, train__max_steps=4)
     summary = run(config, tmp_path / "r")
     assert (summary["status"], summary["steps"]) == ("finished", 4)
@@ -179,20 +151,16 @@ def test_a_finite_state_whose_norm_overflows_is_no_anomaly(make, tmp_path, monke
 
 
 def test_codes_that_stand_for_nan_are_found():
-    layer: Any = torch.nn.Linear(4, 2)
+    layer = torch.nn.Linear(4, 2)
     layer.weight = fm.FP8Parameter(torch.ones(2, 4), "E5M2")
     assert first_bad_weight(layer) is None
     layer.weight.codes[1, 2] = 0x7F
     assert first_bad_weight(layer) == "weight of weight"
 
 
-KIND = "fp8 stochastic"
-WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}
-
-
-def config(corpus: Path, **more: object) -> Any:
-    overrides = words(KIND, corpus, {**WITHIN, **{key.replace("__", "."): value for key, value in more.items()}})[5:]
-    return load_config(find_config("e4m3.yaml"), overrides)
+def config(corpus):
+    within = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}
+    return load_config(find_config("e4m3.yaml"), words("fp8 stochastic", corpus, within)[5:])
 
 
 def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(small_corpus, tmp_path, monkeypatch):
@@ -202,12 +170,12 @@ def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(small_corpus,
 
 
 def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(small_corpus, tmp_path, monkeypatch):
-    real, alerts, arrived = Trainer._backward, list[Alert](), dict[int, float | None]()
+    real, alerts, arrived = Trainer._backward, [], {}
 
-    def deaf(trainer: Trainer, loss: Any, step: Any, observers: Any) -> None:
+    def deaf(trainer, loss, step, observers):
         real(trainer, loss if step.number <= 12 else loss.detach() * nn.Parameter(loss.new_ones(())), step, observers)
 
-    def show(progress: train.Progress) -> None:
+    def show(progress):
         alerts.extend(progress.alerts)
         arrived[progress.step] = progress.arrived
 

@@ -6,13 +6,12 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 from time import perf_counter
-from typing import Any
+from typing import NamedTuple
 
 import children
 import forked
@@ -24,10 +23,9 @@ from nanogpt_bench import checkpoint
 from nanogpt_bench.checkpoint import newest, step_file, steps, verify
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.system import signals
 from nanogpt_bench.system.signals import RESUMABLE
 
-POINTS = ("data", "forward", "backward", "step", "eval", "save")
 FEW, EVERY = 8, 2
 
 
@@ -37,38 +35,32 @@ def overrides(small_corpus):
     return words("fp8 stochastic", small_corpus, more)[5:]
 
 
-def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambda: None, **options: Any) -> int:
-    def command() -> int:
+def child(folder, overrides, before=lambda: None, **options):
+    def command():
         before()
         return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])
 
     return forked.finish(forked.start(folder, command))
 
 
-def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Callable[[], None]:
+def send_at(point, number, what, times=1):
     """Return what makes a process signal itself once it reaches a point of a step."""
-    now = {"step": 0}
-    sent: list[bool] = []
+    now, sent = {"step": 0}, []
 
-    def send(at: str) -> None:
+    def send(at):
         if at == point and now["step"] == number and not sent:
             sent.append(True)
             for _ in range(times):
                 os.kill(os.getpid(), what)
 
-    def wrap(owner: Any, name: str, at: str) -> None:
+    def wrap(owner, name, at):
         original = getattr(owner, name)
+        setattr(owner, name, lambda *arguments, **options: (send(at), original(*arguments, **options))[1])
 
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            send(at)
-            return original(*arguments, **options)
-
-        setattr(owner, name, wrapped)
-
-    def prepare() -> None:
+    def prepare():
         train_step = Trainer.train_step
 
-        def numbered(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
+        def numbered(trainer, step, observers):
             now["step"] = step.number
             if step.number == 1:
                 trainer.model.blocks[0].register_forward_hook(lambda *_: send("forward"))
@@ -76,18 +68,15 @@ def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Ca
                 wrap(trainer.optimizer, "step", "step")
             return train_step(trainer, step, observers)
 
-        Trainer.train_step = numbered  # type: ignore[method-assign,assignment]
-        for owner, name, at in (
-            (Trainer, "_draw", "data"),
-            (Trainer, "validation_losses", "eval"),
-            (checkpoint, "_write_file", "save"),
-        ):
-            wrap(owner, name, at)
+        Trainer.train_step = numbered
+        wrap(Trainer, "_draw", "data")
+        wrap(Trainer, "validation_losses", "eval")
+        wrap(checkpoint, "_write_file", "save")
 
     return prepare
 
 
-def assert_alike(run: Path, other: Path) -> None:
+def assert_alike(run, other):
     """Two runs left the same, but for the checkpoint of a stop and what it displaced."""
     left, right = (traces(folder / "runs" / "r") for folder in (run, other))
     assert [name for name in differences(left, right) if not name.startswith("checkpoints/")] == []
@@ -95,9 +84,9 @@ def assert_alike(run: Path, other: Path) -> None:
     assert left[last] == right[last]
 
 
-def cases(full: bool) -> Iterator[tuple[str, int, signal.Signals]]:
+def cases(full):
     """Every point at every step that has it, each with one of the signals, or both."""
-    for point in POINTS:
+    for point in ("data", "forward", "backward", "step", "eval", "save"):
         possible = range(EVERY, FEW, EVERY) if point in ("eval", "save") else range(1, FEW)
         for count in range(34 if full else 5):
             yield point, possible[count % len(possible)], (signal.SIGTERM, signal.SIGINT)[count // len(possible) % 2]
@@ -118,15 +107,13 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
         assert what.name in summary["stop"]["message"]
         assert child(folder, overrides, resume=True) == 0, (point, number)
         assert_alike(folder, tmp_path / "whole")
-    tally("SIGTERM and SIGINT", len(tried), ", ".join(POINTS))
+    tally("SIGTERM and SIGINT", len(tried))
 
 
 @pytest.mark.parametrize("point", ["forward", "save"])
 def test_a_second_signal_leaves_the_checkpoint_before_whole(overrides, tmp_path, point):
-    def prepare() -> None:
+    def prepare():
         send_at(point, 4, signal.SIGTERM, times=2)()
-        import nanogpt_bench.system.signals as signals
-
         signals.SAME_REQUEST_SECONDS = 0.0
 
     assert child(tmp_path / "a", overrides, prepare) == 128 + signal.SIGTERM
@@ -149,45 +136,42 @@ RENAMED = "between its rename and the folder's fsync"
 REMOVING = "while an old one, or litter, is removed"
 
 
-@dataclass(frozen=True)
-class Undisturbed:
+class Undisturbed(NamedTuple):
     """A run that nothing happened to: what it left, what it did to its checkpoints, and how long it took."""
 
     folder: Path
-    words: list[str]
-    traces: dict[str, Any]
-    operations: list[str]
+    words: list
+    traces: dict
+    operations: list
     seconds: float
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A child that was killed: whether at an operation chosen beforehand, where, and before the first commit or not."""
+class Kill(NamedTuple):
+    """A kill: whether at an operation chosen beforehand, where, and before the first commit or not."""
 
     aimed: bool
     where: str
     first: bool
 
     @property
-    def counts(self) -> bool:
+    def counts(self):
         """True for a kill after a committed checkpoint or during a save."""
         return not self.first or self.where in (SAVING, RENAMING)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(small_corpus, tmp_path_factory):
-    return {kind: _undisturbed(words(kind, small_corpus), tmp_path_factory.mktemp("whole")) for kind in KINDS}
+    runs = {}
+    for kind in KINDS:
+        folder, line, begun = tmp_path_factory.mktemp("whole"), words(kind, small_corpus), perf_counter()
+        child = children.start(folder, line, Record(folder / "operations"))
+        assert children.finish(child, folder) == 0, children.output(folder)
+        operations = (folder / "operations").read_text(encoding="utf-8").splitlines()
+        runs[kind] = Undisturbed(folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - begun)
+    return runs
 
 
-def _undisturbed(line: list[str], folder: Path) -> Undisturbed:
-    begun = perf_counter()
-    child = children.start(folder, line, Record(folder / "operations"))
-    assert children.finish(child, folder) == 0, children.output(folder)
-    operations = (folder / "operations").read_text(encoding="utf-8").splitlines()
-    return Undisturbed(folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - begun)
-
-
-def place(operation: str) -> str:
+def place(operation):
     """Return in which part of a checkpoint's life an operation on the checkpoints falls."""
     name, path = operation.split(" ", 1)
     if name == "remove":
@@ -197,15 +181,11 @@ def place(operation: str) -> str:
     return RENAMED if (name, path) == ("fsync", ".") else SAVING
 
 
-def test_an_undisturbed_run_passes_every_place_that_kills_are_aimed_at(undisturbed):
+def test_an_undisturbed_run_passes_every_place_and_killed_before_its_summary_writes_the_same(undisturbed, tmp_path):
     for kind, whole in undisturbed.items():
         passed = Counter(map(place, whole.operations))
         assert set(passed) == {SAVING, RENAMING, RENAMED, REMOVING}, kind
         assert passed[RENAMING] == STEPS // 3, kind  # a rename commits a checkpoint, every three steps
-
-
-def test_a_run_killed_before_its_summary_writes_the_same(undisturbed, tmp_path):
-    for kind, whole in undisturbed.items():
         folder = tmp_path / kind
         shutil.copytree(whole.folder, folder)
         (folder / "runs" / "r" / "summary.json").unlink()
@@ -217,28 +197,22 @@ def test_a_run_killed_before_its_summary_writes_the_same(undisturbed, tmp_path):
 def test_killed_runs_end_as_if_nothing_had_happened(undisturbed, tmp_path, full, tally, enough):
     wanted, kills, runs = FULL if full else enough, [], 0
     with ThreadPoolExecutor(CHILDREN) as pool:
-        for seeds in _batches(8):
-            for found in pool.map(lambda seed: _survive(undisturbed, seed, tmp_path / f"run-{seed}"), seeds):
+        while sum(kill.counts for kill in kills) < wanted:
+            for found in pool.map(partial(_survive, undisturbed, tmp_path), range(runs, runs + 8)):
                 kills += found
-                runs += 1
-            if sum(kill.counts for kill in kills) >= wanted:
-                break
-    _report(kills, runs, tally)
+            runs += 8
+    counted = [kill for kill in kills if kill.counts]
+    early = len(kills) - len(counted)
+    tally("kill", len(counted), f"in {runs} runs, all ended bit-identical; {early} more came too early to count")
+    for (aimed, where), number in sorted(Counter((kill.aimed, kill.where) for kill in counted).items()):
+        tally(f"kill, {'aimed' if aimed else 'random'}, {where}", number)
     assert {kill.where for kill in kills if kill.aimed} == {SAVING, RENAMING, RENAMED, REMOVING}
     assert any(kill.first and kill.counts for kill in kills)
 
 
-def _batches(size: int) -> Iterator[range]:
-    number = 0
-    while True:
-        yield range(number, number + size)
-        number += size
-
-
-def _survive(undisturbed: dict[str, Undisturbed], seed: int, folder: Path) -> list[Kill]:
-    chance = random.Random(seed)
-    kind = list(undisturbed)[seed % len(undisturbed)]
-    whole, run_dir, kills = undisturbed[kind], folder / "runs" / "r", list[Kill]()
+def _survive(undisturbed, above, seed):
+    chance, kind, folder = random.Random(seed), list(undisturbed)[seed % len(undisturbed)], above / f"run-{seed}"
+    whole, run_dir, kills = undisturbed[kind], folder / "runs" / "r", []
     folder.mkdir()
     code = -SIGKILL
     for _ in range(chance.randint(1, MOST_KILLS)):
@@ -246,7 +220,9 @@ def _survive(undisturbed: dict[str, Undisturbed], seed: int, folder: Path) -> li
         if kill is None:
             break
         kills.append(kill)
-        _check_newest(run_dir, f"run {seed}, {kind}, killed {kill.where}")
+        # the last commit must be whole, whatever has been left beside it
+        there = _steps(folder)
+        assert newest(run_dir) == (step_file(run_dir, max(there)) if there else None, []), f"run {seed}, {kind}, {kill}"
     if code == -SIGKILL:
         last = max(_steps(folder), default=0)
         code = children.finish(children.start(folder, whole.words), folder)
@@ -258,7 +234,7 @@ def _survive(undisturbed: dict[str, Undisturbed], seed: int, folder: Path) -> li
     return kills
 
 
-def _kill(whole: Undisturbed, chance: random.Random, folder: Path) -> tuple[int, Kill | None]:
+def _kill(whole, chance, folder):
     """Start the run, or go on with it, and kill it; return its exit code, and no kill if it ended before."""
     aimed = chance.random() < 0.5
     first, litter = not _steps(folder), _litter(folder)
@@ -268,22 +244,21 @@ def _kill(whole: Undisturbed, chance: random.Random, folder: Path) -> tuple[int,
     else:
         child = children.start(folder, whole.words)
         rest = 1 - STEPPING * max(_steps(folder), default=0) / STEPS
-        code = children.wait_for(child, chance.uniform(0, whole.seconds * rest)) or _kill_now(child, folder)
+        code = children.wait_for(child, chance.uniform(0, whole.seconds * rest))
+        if code is None:
+            child.kill()
+            code = children.finish(child, folder)
     assert code in (0, -SIGKILL), f"exit code {code}: {children.output(folder)}"
     if code == 0:
         return code, None
     first = first and not _steps(folder)
-    where = place(_last_line(folder / "died")) if aimed else (SAVING if _litter(folder) - litter else "between saves")
+    where = SAVING if _litter(folder) - litter else "between saves"
+    if aimed:
+        where = place((folder / "died").read_text(encoding="utf-8").splitlines()[-1])
     return code, Kill(aimed, where, first)
 
 
-def _kill_now(child: Any, folder: Path) -> int:
-    if children.exit_code(child) is None:
-        child.kill()
-    return children.finish(child, folder)
-
-
-def _operation(operations: list[str], chance: random.Random) -> int:
+def _operation(operations, chance):
     """Choose an operation: first the part of a checkpoint's life, so that its short parts are not missed.
 
     One choice in five lies in the first save, the rename that ends it included.
@@ -295,14 +270,7 @@ def _operation(operations: list[str], chance: random.Random) -> int:
     return chance.choice([index for index, found in enumerate(places) if found == wanted])
 
 
-def _check_newest(run_dir: Path, what: str) -> None:
-    """The last commit must be whole, whatever has been left beside it."""
-    found, skipped = newest(run_dir)
-    assert skipped == [], what
-    assert found == (step_file(run_dir, max(steps(run_dir))) if steps(run_dir) else None), what
-
-
-def _forget_unpruned(run_dir: Path, whole: Undisturbed) -> None:
+def _forget_unpruned(run_dir, whole):
     """Remove whole checkpoints that are older than those the undisturbed run kept.
 
     A kill between the last commit and the removal of older checkpoints leaves them: no later commit removes them.
@@ -315,25 +283,9 @@ def _forget_unpruned(run_dir: Path, whole: Undisturbed) -> None:
             step_file(run_dir, step).with_suffix(".safetensors.sha256").unlink()
 
 
-def _steps(folder: Path) -> list[int]:
+def _steps(folder):
     return steps(folder / "runs" / "r")
 
 
-def _litter(folder: Path) -> set[tuple[str, int]]:
+def _litter(folder):
     return {(path.name, path.stat().st_ino) for path in (folder / "runs/r/checkpoints").glob(".step-*")}
-
-
-def _last_line(path: Path) -> str:
-    return path.read_text(encoding="utf-8").splitlines()[-1]
-
-
-def _report(kills: list[Kill], runs: int, tally: Callable[..., None]) -> None:
-    counted = [kill for kill in kills if kill.counts]
-    early = len(kills) - len(counted)
-    tally("kill", len(counted), f"in {runs} runs, all ended bit-identical; {early} more came too early to count")
-    for aimed in (False, True):
-        places = Counter(kill.where for kill in counted if kill.aimed is aimed)
-        how = "aimed" if aimed else "random"
-        for where, number in sorted(places.items()):
-            tally(f"kill, {how}, {where}", number)
-    tally("kill during the first save", sum(kill.first for kill in counted))

@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +23,7 @@ from nanogpt_bench.sweep import workers as pool
 from nanogpt_bench.sweep.comparison import comparison as comparison_of
 from nanogpt_bench.sweep.comparison import read_given
 from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.sweep.plan import PlannedRun, plan_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
 
 #: time enough for a signal to reach a worker
@@ -51,33 +49,30 @@ def _quick():
 
 
 #: runs that take a second or two, one after the other
-ROWS: dict[str, Any] = {"formats": ["E4M3"], "rules": ["stochastic", "nearest"], "max_steps": STEPS}
+ROWS = {"formats": ["E4M3"], "rules": ["stochastic", "nearest"], "max_steps": STEPS}
 
 
-def words(settings: dict[str, Any]) -> list[str]:
+def words(settings):
     return [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def interrupt_in(pid: int, metrics: Path) -> int:
+def await_that(condition):
     end = time.monotonic() + 100
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 30:
+    while not condition():
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.01)
-    os.kill(pid, signal.SIGTERM)
-    return finish(pid)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def taken_up_at(run_dir: Path) -> list[int]:
+def taken_up_at(run_dir):
     return [entry["step"] for entry in read_json(run_dir / "environment.json").get("resumed", [])]
 
 
-def table(folder: Path) -> list[dict[str, str]]:
-    lines = csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines())
-    return list(lines)
+def table(folder):
+    return [*csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines())]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,10 @@ def interrupted(small_corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     out, going = folder / "again" / "out", comparison(small_corpus)
     pid = start(folder / "again", going)
-    assert interrupt_in(pid, out / "E4M3-stochastic-seed=42" / "metrics.jsonl") == RESUMABLE, said(folder / "again")
+    metrics = out / "E4M3-stochastic-seed=42" / "metrics.jsonl"
+    await_that(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 30)
+    os.kill(pid, signal.SIGTERM)
+    assert finish(pid) == RESUMABLE, said(folder / "again")
     os.rename(folder / "again" / "output.txt", folder / "first.txt")
     statuses = {path.parent.name: read_json(path)["status"] for path in out.glob("*/summary.json")}
     assert statuses == {"bf16-mixed-seed=42": "finished", "E4M3-stochastic-seed=42": "stopped"}
@@ -96,16 +94,16 @@ def interrupted(small_corpus, tmp_path_factory):
     return folder
 
 
-def comparison(corpus: Path, **settings: Any) -> Callable[[], int]:
+def comparison(corpus, **settings):
     asked = {"data_dir": corpus, "out": Path("out"), "overrides": words(SMALL | settings), **ROWS}
     return lambda: compared(**asked)
 
 
-def compared(**asked: Any) -> int:
+def compared(**asked):
     return command.main(argparse.Namespace(**{**vars(parse(["compare"])), **asked}))
 
 
-def planned_of(corpus: Path, **settings: Any) -> list[PlannedRun]:
+def planned_of(corpus, **settings):
     return plan_sweep(comparison_of(**ROWS, data_dir=corpus, given=read_given(words(SMALL | settings))))
 
 
@@ -144,10 +142,10 @@ def test_settings_that_changed_are_refused(interrupted, small_corpus):
     assert (out / "sweep.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("content", "named"), [("[1", "can't be read"), ("{}", "can't be read"), (None, "is in use")])
-def test_a_folder_that_is_no_comparison_is_refused(tmp_path, content, named):
-    (tmp_path / ("mine.txt" if content is None else "sweep.json")).write_text(content or "mine")
-    with pytest.raises(ValueError, match=named):
+@pytest.mark.parametrize("content", ["[1", "{}"])
+def test_a_record_that_can_not_be_read_is_refused(tmp_path, content):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(ValueError, match="can't be read"):
         compared(out=tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -156,18 +154,8 @@ def test_a_folder_that_is_no_comparison_is_refused(tmp_path, content, named):
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0.0, "shadow.enabled": False}
 
 
-def await_checkpoint(run_dir: Path) -> None:
-    end = time.monotonic() + 100
-    while not any((run_dir / "checkpoints").glob("step-*.safetensors")):
-        assert time.monotonic() < end, "nothing happened in time"
-        time.sleep(0.01)
-
-
-def kill_worker_in(pid: int, run_dir: Path) -> None:
-    """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
-    await_checkpoint(run_dir)
-    (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(worker), signal.SIGKILL)
+def await_checkpoint(run_dir):
+    await_that(lambda: any((run_dir / "checkpoints").glob("step-*.safetensors")))
 
 
 def test_a_command_that_is_killed_takes_its_workers_along(small_corpus, tmp_path):
@@ -177,14 +165,9 @@ def test_a_command_that_is_killed_takes_its_workers_along(small_corpus, tmp_path
     await_checkpoint(run_dir)
     os.kill(pid, signal.SIGKILL)
     assert finish(pid) == -signal.SIGKILL
-    end = time.monotonic() + 100
-    while not (run_dir / "summary.json").is_file():
-        assert time.monotonic() < end, "its run goes on"
-        time.sleep(0.05)
+    await_that((run_dir / "summary.json").is_file)
     assert read_json(run_dir / "summary.json")["stop"]["kind"] == "signal"
-    while os.path.exists(run_dir / ".lock"):  # so that the same command can have the folder
-        assert time.monotonic() < end, "its worker is still there"
-        time.sleep(0.05)
+    await_that(lambda: not os.path.exists(run_dir / ".lock"))  # so that the same command can have the folder
     assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, said(tmp_path)
     assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
@@ -197,7 +180,9 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     first, second = plan_sweep(read_sweep(path))
     words = ["sweep", str(path), "--out", "out", "--workers", "1"]
     pid = start(tmp_path, lambda: main(words))
-    kill_worker_in(pid, out / first.name)
+    await_checkpoint(out / first.name)
+    (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)  # as the OOM killer does
     assert finish(pid) == 1, said(tmp_path)
     assert "runs that did not reach their end: 1; the same command continues them" in said(tmp_path)
     assert "its process was killed" in said(tmp_path)
@@ -215,12 +200,11 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
 @pytest.mark.parametrize(
     ("status", "settings", "kept"),
     [
-        ("finished", {}, False),
-        ("finished", {"checkpoint.last": True}, True),
-        ("finished", {"checkpoint.best": True}, True),
-        ("failed", {}, True),
-        ("stopped", {}, True),
-        (None, {}, True),
+        *(
+            ("finished", settings, bool(settings))
+            for settings in ({}, {"checkpoint.last": True}, {"checkpoint.best": True})
+        ),
+        *((status, {}, True) for status in ("failed", "stopped", None)),
     ],
 )
 def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(status, settings, kept, tmp_path):

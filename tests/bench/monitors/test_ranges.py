@@ -152,21 +152,3 @@ def test_what_has_no_format_is_measured_without_one_or_in_that_of_the_setting_an
     inputs = torch.cat([torch.ones(3, 32), torch.full((3, 32), 2.0**20)], 1)
     record = one_step(model, observers_of(watched(model), "ranges"), inputs).record
     assert record["quant/overflow/activation/0"] == record["quant/underflow/activation/0"] == 0.0
-
-
-def test_between_two_looks_the_model_has_no_hooks():
-    model = nn.Sequential(nn.Linear(2, 2))
-    capture = watched(model, interval=2).capture
-    step = one_step(nn.Linear(1, 1), [], torch.ones(1))
-    step.model, step.last = model, False
-    capture.before_forward(step)
-    assert not model[0]._forward_hooks
-    step.number = 2
-    capture.before_forward(step)
-    assert model[0]._forward_hooks
-    model(torch.ones(1, 2)).sum().backward()
-    capture.after_forward(step)
-    assert not model[0]._forward_hooks
-    assert set(capture.inputs) == set(capture.gradients) == {"0"}
-    capture.written(step)
-    assert not capture.inputs

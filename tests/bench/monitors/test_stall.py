@@ -82,28 +82,26 @@ def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates():
     assert update_arrived(tiny, 2 * tiny, 1.5 * tiny).share == pytest.approx(0.5)
 
 
-def model_on(storage: str) -> nn.Module:
+def model_on(storage):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
     return fm.quantize_model(model, "E4M3", storage)
 
 
-def watch(model: nn.Module, interval: int = 1) -> tuple[Stall, UpdateObserver]:
+def watch(model, interval=1):
     of_run = watched(model, interval=interval)
     stall = Stall(of_run)
     return stall, UpdateObserver(of_run, [stall])
 
 
-def step_once(
-    model: nn.Module, optimizer: torch.optim.Optimizer, observer: UpdateObserver, number: int, *, last: bool = False
-) -> Step:
+def step_once(model, optimizer, observer, number, *, last=False):
     step = Step(number, model, optimizer, last)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     observer.before_step(step)
     optimizer.step()
     observer.after_step(step)
-    return step
+    return step.record
 
 
 @pytest.mark.parametrize(("lr", "stalled"), [(1e-6, 1.0), (10.0, 0.0)])
@@ -111,7 +109,7 @@ def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr, stalled)
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=lr, stiffness=0.0, writeback="nearest")
     stall, observer = watch(model)
-    record = step_once(model, optimizer, observer, 1).record
+    record = step_once(model, optimizer, observer, 1)
     lost = {key: value for key, value in record.items() if key.startswith("stall/update_lost")}
     assert lost == dict.fromkeys(("stall/update_lost", "stall/update_lost/0", "stall/update_lost/1"), stalled)
     assert stall.mean == stalled
@@ -124,14 +122,13 @@ def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr, stalled)
 def test_with_a_master_copy_the_codes_are_compared(lr, stalled):
     model = model_on("master")
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    stall, observer = watch(model)
     for layer in quantized_layers(model).values():
         layer.weight.data.fill_(1.0)
         layer.weight.data[:, 0] = -4.0  # the row's amax, so that its scale stays when the others move
-    stall, observer = watch(model)
-    if stalled == 0.0:
-        for layer in quantized_layers(model).values():
+        if stalled == 0.0:
             layer.weight.data.normal_()
-    record = step_once(model, optimizer, observer, 1).record
+    record = step_once(model, optimizer, observer, 1)
     assert stall.metric == "stall/code_unchanged"
     assert record["stall/code_unchanged"] == pytest.approx(stalled, abs=0.25)
 
@@ -140,7 +137,7 @@ def test_it_looks_at_its_interval_and_at_the_last_step():
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
     stall, observer = watch(model, interval=3)
-    seen = [step_once(model, optimizer, observer, number, last=number == 7).record for number in range(1, 8)]
+    seen = [step_once(model, optimizer, observer, number, last=number == 7) for number in range(1, 8)]
     assert [number for number, record in enumerate(seen, start=1) if "stall/update_lost" in record] == [3, 6, 7]
     assert stall.arrived is not None
     step = Step(9, model, optimizer)  # in which no weight is asked to move
@@ -155,7 +152,7 @@ def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_
     model = fm.quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8, bias=False)), "E4M3", "fp8")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-4, stiffness=1.0, writeback=writeback)
     stall, observer = watch(model)
-    records = [step_once(model, optimizer, observer, number).record for number in range(1, 6)]
+    records = [step_once(model, optimizer, observer, number) for number in range(1, 6)]
     shares = [record["stall/arrived"] for record in records]
     assert stall.arrived == pytest.approx(sum(shares) / 5)
     assert stall.arrived == pytest.approx(share, abs=0.1)
@@ -170,6 +167,6 @@ def test_what_arrived_of_all_layers_is_of_their_movement_together():
     model = model_on("grid")
     groups = [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}]
     optimizer = fm.optim.StiffnessAdamW(groups, stiffness=0.0, writeback="nearest")
-    record = step_once(model, optimizer, watch(model)[1], 1).record
+    record = step_once(model, optimizer, watch(model)[1], 1)
     assert record["stall/arrived/0"] == 0.0
     assert record["stall/arrived"] == pytest.approx(record["stall/arrived/1"])

@@ -1,11 +1,7 @@
 """Files that sweeps leave in the current folder, and sweeps that train in the test's own process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-
-import pytest
 
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
@@ -37,13 +33,13 @@ class PoolOfNone:
             yield Event(job, "done")
 
 
-def train_here(patch: pytest.MonkeyPatch) -> None:
+def train_here(patch):
     """Have sweeps train in this process, and leave out the pictures of their reports."""
     patch.setattr(session, "Pool", PoolOfNone)
     patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
 
 
-def small(corpus_dir: Path, more: dict[str, object]) -> dict[str, object]:
+def small(corpus_dir, more):
     """Settings of a model that trains in a moment, and more."""
     settings = {"data.dir": str(corpus_dir), "runtime.threads": 1}
     settings |= {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16}
@@ -51,15 +47,15 @@ def small(corpus_dir: Path, more: dict[str, object]) -> dict[str, object]:
     return settings | more
 
 
-def read_json(path: Path) -> dict:
+def read_json(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def runs_of(folder: Path) -> dict[str, dict]:
+def runs_of(folder):
     return {entry["name"]: entry for entry in read_json(folder / "sweep.json")["runs"]}
 
 
-def trained() -> list[str]:
+def trained():
     """The runs that stub workers were given since the last call, in order."""
     path = Path("done.txt")
     names = path.read_text().split() if path.exists() else []

@@ -16,20 +16,16 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.sweep import workers as pool_module
 from nanogpt_bench.sweep.workers import cores
 
-# Sessions, with workers that only write what a training would have found
-
-
-def dies(job):
-    os._exit(1)
-
 
 @pytest.mark.usefixtures("_stub_workers")
 def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys, monkeypatch):
+    def swept(*rates):
+        path = write(axes={"optimizer.lr": [*rates]}, settings={"rule": "sgd"})
+        return main(["sweep", str(path), "--out", "out", "--workers", "1"])
+
     monkeypatch.setenv("STUB_MEMORY", "too little")
-    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4]}, settings={"rule": "sgd"})
-    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
-    out = Path("out")
-    names = [f"sgd-lr={lr}-seed=42" for lr in ("0.1", "0.2", "13", "0.4")]
+    assert swept(0.1, 0.2, 13, 0.4) == 1
+    out, names = Path("out"), [f"sgd-lr={lr}-seed=42" for lr in ("0.1", "0.2", "13", "0.4")]
     assert [name for name in names if name != names[2]] == trained()
     runs = runs_of(out)
     assert list(runs) == names
@@ -40,21 +36,16 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     output = capsys.readouterr()
     assert output.out.strip().splitlines()[-1] == str(out / "report.html")
     assert "runs that did not reach their end: 1; the same command continues" in output.err
-
     # A failure of the training stays, a crash is tried again.
-    path = write(axes={"optimizer.lr": [0.1, 0.2, 0.4]}, settings={"rule": "sgd"})
-    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert swept(0.1, 0.2, 0.4) == 0
     assert trained() == []
-    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4]}, settings={"rule": "sgd"})
     monkeypatch.setenv("STUB_MEMORY", "enough")
-    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert swept(0.1, 0.2, 13, 0.4) == 0
     assert trained() == [names[2]]
     assert runs_of(out)[names[2]]["status"] == "finished"
-
     # One run was cut off, and the axis has grown: these two are done, the others left as they are.
     (out / names[1] / "summary.json").unlink()
-    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4, 0.05]}, settings={"rule": "sgd"})
-    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    assert swept(0.1, 0.2, 13, 0.4, 0.05) == 0
     assert sorted(trained()) == ["sgd-lr=0.05-seed=42", names[1]]
     assert len(runs_of(out)) == 5
 
@@ -68,7 +59,7 @@ def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
     before, gone = runs_of(Path("out")), "sgd-lr=0.2-seed=2"
     shutil.rmtree(Path("out") / gone)
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "SERVE", dies)
+        patch.setattr(pool_module, "SERVE", lambda job: os._exit(1))
         assert main(command) == 1
         assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
     assert main(command) == 0
@@ -102,8 +93,15 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     line = ["sweep", str(write(settings=settings, axes=axes)), "--out", "out", "--workers", "2"]
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     short, endless = (f"sgd-max_steps={steps}-lr=0.1-seed=42" for steps in (3, 100_000))
+    begun = Path("out") / endless / "metrics.jsonl"
     try:
-        wait_until(lambda: (Path("out") / short / "summary.json").exists() and _begun(Path("out") / endless))
+        wait_until(
+            lambda: (
+                (Path("out") / short / "summary.json").exists()
+                and begun.exists()
+                and begun.read_bytes().count(b"\n") > 3
+            )
+        )
         os.killpg(group, signal.SIGINT)
         assert forked.finish(group) == 75, forked.said(tmp_path)
     finally:
@@ -123,8 +121,3 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     wild = runs["sgd-max_steps=3-lr=1e+30-seed=42"]
     assert (wild["status"], wild["failure"], wild["final_val_loss"]) == ("failed", "nan", None)
     assert endless in runs
-
-
-def _begun(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
-    return metrics.exists() and len(metrics.read_text().splitlines()) > 3

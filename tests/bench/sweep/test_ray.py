@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,25 +25,28 @@ def cluster(tmp_path_factory):
         yield found
 
 
-def job(run_dir: Path, corpus_dir: Path, steps: int) -> dict[str, object]:
+def job(run_dir, corpus_dir, steps):
     given = small(corpus_dir, {"train.max_steps": steps, "rule": "fp32", "checkpoint.every": 10})
     return {"settings": given, "run_dir": str(run_dir), "argv": ["test"], "resume": run_dir.exists()}
 
 
-def workers_of(run_dir: Path) -> list[int]:
-    """The worker processes that have a run's folder locked."""
+def processes(kind, is_one):
+    """Processes one of whose files under /proc is one, by what that reads."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(path) == str(run_dir / ".lock"):
+    for path in Path("/proc").glob(f"[0-9]*/{kind}"):
+        with suppress(OSError):
+            if is_one(path):
                 found.append(int(path.parts[2]))
-        except OSError:
-            continue
     return found
 
 
-def loss_of(run_dir: Path) -> float:
-    return float(summary_of(run_dir)["final_val_loss"])
+def workers_of(run_dir):
+    """The worker processes that have a run's folder locked."""
+    return processes("fd/*", lambda path: os.readlink(path) == str(run_dir / ".lock"))
+
+
+def loss_of(run_dir):
+    return summary_of(run_dir)["final_val_loss"]
 
 
 def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster, corpus_dir, tmp_path):
@@ -82,7 +86,7 @@ def test_a_folder_that_a_node_does_not_see_is_named(cluster, corpus_dir, tmp_pat
     )
 
 
-def sweep_file(folder: Path, corpus_dir: Path, steps: int, **more: object) -> Path:
+def sweep_file(folder, corpus_dir, steps, **more):
     content = {
         "settings": small(corpus_dir, {"train.max_steps": steps, **more}),
         "axes": {"rule": ["fp32", "sgd"], "seed": [1]},
@@ -91,7 +95,7 @@ def sweep_file(folder: Path, corpus_dir: Path, steps: int, **more: object) -> Pa
     return folder / "runs.yaml"
 
 
-def command(*words: str) -> list[str]:
+def command(*words):
     return [sys.executable, "-m", "nanogpt_bench", "sweep", *words]
 
 
@@ -109,16 +113,14 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
     wait_until(lambda: not marked(tmp_path), 30)
 
 
-def marked(folder: Path) -> list[str]:
-    """Processes that descend from a command, by what it was given in its environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"MARKER={folder}\0".encode() in (path / "environ").read_bytes():
-                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80])
-        except OSError:
-            continue
-    return found
+def marked(folder, word=b""):
+    """Processes that descend from a command, by what it was given in its environment, and by how theirs begins."""
+    marker = f"MARKER={folder}\0".encode()
+
+    def is_one(path):
+        return marker in path.read_bytes() and word in path.with_name("cmdline").read_bytes()[:80].lower()
+
+    return processes("environ", is_one)
 
 
 @pytest.mark.slow
@@ -131,7 +133,7 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(with_wha
     begun.send_signal(with_what)
     begun.wait(120)
     assert begun.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)
-    wait_until(lambda: not [line for line in marked(tmp_path) if "worker" in line.lower()], 30)
+    wait_until(lambda: not marked(tmp_path, b"worker"), 30)
     wait_until(lambda: not marked(tmp_path), 150)  # two agents of Ray's own notice later
     assert main(["sweep", *words]) == 0
     whole = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
@@ -142,13 +144,9 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(with_wha
 
 @pytest.mark.slow  # Ray takes its time to give up
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path):
-    code = (
-        "from pathlib import Path; from nanogpt_bench.sweep.workers import executor_of\n"
-        "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
-    )
+    code = "from pathlib import Path; from nanogpt_bench.sweep.workers import executor_of\n"
+    code += "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
     env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "BenchError: --address '127.0.0.1:1': no Ray cluster answers" in done.stderr.splitlines()[-1]

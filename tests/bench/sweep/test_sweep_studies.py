@@ -21,11 +21,6 @@ from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.tuning import Tuning
 
 
-def vocabulary(run: Path) -> int:
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    return read_json(Path(config["data"]["dir"]) / "meta.json")["vocab_size"]
-
-
 @pytest.mark.usefixtures("_forked_workers")
 def test_sensitivity_of_patterns_and_blocks(write, capsys):
     options = {"patterns": ["mlp.fc", "lm_head", "*"]}
@@ -46,7 +41,9 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     entry = next(run for run in runs_of(Path("out")).values() if run["label"] == "E7M0 lm_head")
     assert found["gap"][1][1] == pytest.approx(summaries[entry["name"]]["final_val_loss"] - reference)
     assert entry["axes"] == {"pattern": "lm_head", "model.format": "E7M0"}
-    assert summaries[entry["name"]]["quantized_parameters"] == 16 * vocabulary(Path("out") / entry["name"])
+    corpus = yaml.safe_load((Path("out") / entry["name"] / "config.yaml").read_text())["data"]["dir"]
+    words = read_json(Path(corpus) / "meta.json")["vocab_size"]
+    assert summaries[entry["name"]]["quantized_parameters"] == 16 * words
     # E7M0 stalls where E3M4 moves: quantising every layer must cost more, and more than quantising one of them.
     everything = found["gap"][2]
     assert everything[1] > everything[0]
@@ -74,7 +71,7 @@ def test_sensitivity_of_other_operands(write, operand):
 TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
 
 
-def sweep_file(folder: Path, corpus_dir: Path, **more: object) -> Path:
+def sweep_file(folder, corpus_dir, **more):
     path = folder / "sizes.yaml"
     own = {"eval.interval": 100, "eval.batches": 5, "optimizer.warmup_steps": 1, "optimizer.stiffness_end": None}
     settings = small(corpus_dir, own)
@@ -83,7 +80,7 @@ def sweep_file(folder: Path, corpus_dir: Path, **more: object) -> Path:
     return path
 
 
-def swept(folder: Path, path: Path) -> Path:
+def swept(folder, path):
     with pytest.MonkeyPatch.context() as patch:
         train_here(patch)
         assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1"]) == 0

@@ -44,10 +44,8 @@ def stub(job):
 
 
 def on_lists(job):
-    settings = job["settings"]
-    done = stub(job)
-    path = Path(job["run_dir"]) / "summary.json"
-    summary = json.loads(path.read_text())
+    settings, path, done = job["settings"], Path(job["run_dir"]) / "summary.json", stub(job)
+    summary = read_json(path)
     if summary["final_val_loss"] is not None:
         summary["final_val_loss"] += 0.1 * (settings["optimizer.weight_decay"] - 0.3) ** 2
         summary["final_val_loss"] += abs(settings["optimizer.warmup_steps"] - 200) / 1e4
@@ -224,10 +222,8 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ({}, {"factor": 1.0}, "tune.factor: 1.0 is out of range"),
         ({}, {"seed": [1]}, "did you mean 'seeds'"),
         ({}, {"start": {"optimizer.lr": -1}}, "numbers above 0"),
-        ({}, {"start": 0.1}, "such as optimizer.lr: 0.001"),
         # axes and keys that do not go together
         ({"axes": {"rule": ["fp32"], "seed": [1]}}, {}, "axes.seed .* leave one of them out"),
-        ({"axes": {"rule": ["fp32"], "optimizer.lr": [0.1]}}, {}, "axes.optimizer.lr"),
         ({"axes": {"rule": ["fp32"], "train.max_steps": [3]}}, {}, "axes.train.max_steps .*confirm.steps"),
         ({}, {"keys": ["optimizer.lrr"]}, "did you mean 'optimizer.lr'"),
         ({}, {"keys": ["train.max_steps"]}, "no number that can be multiplied"),
@@ -244,8 +240,6 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ({}, {"choices": {"optimizer.weight_decay": [0.0, 0.2]}}, "is 0.1 for fp32"),
         ({}, {"choices": {"optimizer.lr": [0.1, 0.2]}}, "one of tune.keys too"),
         ({}, {"choices": {"data.dir": [0.1, 0.2]}}, "takes no number"),
-        ({}, {"choices": {"optimizer.decay": [0.1, 0.2]}}, "optimizer.decay"),
-        ({}, {"choices": [1]}, "give two or more rising numbers"),
     ],
 )
 def test_a_file_whose_search_contradicts_itself_is_refused(write, content, tune, said):

@@ -1,13 +1,11 @@
 """A checkpoint of three kilobytes, different at every step, and a look at what is in a folder."""
 
-from pathlib import Path
-
 import torch
 
 from nanogpt_bench.checkpoint import Contents
 
 
-def small(step: int, size: int = 24) -> Contents:
+def small(step, size=24):
     random = torch.Generator().manual_seed(step)
     tensors = {
         "model": {"w": torch.randn(3, size, generator=random), "b": torch.randn(3, generator=random)},
@@ -19,5 +17,5 @@ def small(step: int, size: int = 24) -> Contents:
     return Contents(step, tensors, {"model": {"w": "E4M3"}}, facts)
 
 
-def bytes_in(folder: Path) -> dict[str, bytes]:
+def bytes_in(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

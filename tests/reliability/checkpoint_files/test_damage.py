@@ -7,10 +7,8 @@ import pickle
 import random
 import shutil
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,16 +18,15 @@ from watched import watched
 
 from nanogpt_bench.checkpoint import BrokenCheckpoint, commit, newest, read, step_file, steps, verify
 
-FLIPS, FLIPS_IN_FULL = 500, 10_000
 #: the file, and its digest
 LAST = ("", ".sha256")
 
 
-def beside(path: Path, last: str) -> Path:
+def beside(path, last):
     return path.with_name(path.name + last)
 
 
-def seen(path: Path) -> bool:
+def seen(path):
     for look in (verify, read):
         try:
             look(path)
@@ -41,16 +38,15 @@ def seen(path: Path) -> bool:
     return True
 
 
-def assert_passed_over(run_dir: Path) -> None:
+def assert_passed_over(run_dir):
     """The checkpoint of step 2 is broken, that of step 1 is taken, and it is said why."""
-    found, skipped = newest(run_dir)
+    found, (skipped,) = newest(run_dir)
     assert found == step_file(run_dir, 1)
-    assert len(skipped) == 1
-    assert "step-2" in skipped[0]
+    assert "step-2" in skipped
 
 
-def test_every_single_bit_flip_is_detected(run_dir: Path, full: bool, tally: Callable[..., None]) -> None:
-    path, draw, number = step_file(run_dir, 2), random.Random(0), FLIPS_IN_FULL if full else FLIPS
+def test_every_single_bit_flip_is_detected(run_dir, full, tally):
+    path, draw, number = step_file(run_dir, 2), random.Random(0), 10_000 if full else 500
     whole = {last: beside(path, last).read_bytes() for last in LAST}
     bits = [(last, bit) for last, data in whole.items() for bit in range(8 * len(data))]
     missed = []
@@ -65,7 +61,7 @@ def test_every_single_bit_flip_is_detected(run_dir: Path, full: bool, tally: Cal
     tally("bit flips in a checkpoint", number, f"of {len(bits):,} bits, all detected")
 
 
-def test_truncation_at_every_length_is_detected(run_dir: Path, tally: Callable[..., None]) -> None:
+def test_truncation_at_every_length_is_detected(run_dir, tally):
     path, number = step_file(run_dir, 2), 0
     for last in LAST:
         file = beside(path, last)
@@ -82,31 +78,32 @@ def test_truncation_at_every_length_is_detected(run_dir: Path, tally: Callable[.
     tally("truncated files of a checkpoint", number, "every length of both files, all detected")
 
 
-def in_place_of(path: Path, make: Callable[[Path], object]) -> None:
+def in_place_of(path, make):
     path.unlink()
     make(path)
 
 
+def at_the_end_of_a_link(path, elsewhere):
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+DAMAGES = {
+    "missing": lambda path: path.unlink(),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "of step 1": lambda path: shutil.copy(path.with_name(path.name.replace("step-2", "step-1")), path),
+    "folder": lambda path: in_place_of(path, Path.mkdir),
+    "pipe": lambda path: in_place_of(path, os.mkfifo),
+    "link": lambda path: in_place_of(path, lambda at: at.symlink_to("/dev/zero")),
+    "link to the same": lambda path: at_the_end_of_a_link(path, path.parent.parent / "same"),
+}
+
+
 @pytest.mark.parametrize("last", LAST)
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.unlink(),
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),
-        lambda path: shutil.copy(path.with_name(path.name.replace("step-2", "step-1")), path),
-        lambda path: in_place_of(path, Path.mkdir),
-        lambda path: in_place_of(path, os.mkfifo),
-        lambda path: (
-            shutil.copy(path, path.parent.parent / "same"),
-            in_place_of(path, lambda at: at.symlink_to("../same")),
-        ),
-        lambda path: in_place_of(path, lambda at: at.symlink_to("/dev/zero")),
-    ],
-    ids=["missing", "zeros", "of step 1", "folder", "pipe", "link to the same", "link"],
-)
-def test_a_file_that_is_not_the_one_is_detected(run_dir: Path, last: str, damage: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_not_the_one_is_detected(run_dir, last, damage):
     path = step_file(run_dir, 2)
-    damage(beside(path, last))
+    DAMAGES[damage](beside(path, last))
     assert seen(path)
     if path.exists():
         assert_passed_over(run_dir)
@@ -114,20 +111,22 @@ def test_a_file_that_is_not_the_one_is_detected(run_dir: Path, last: str, damage
         assert newest(run_dir) == (step_file(run_dir, 1), [])
 
 
-def test_a_checkpoint_under_another_step_s_name_is_detected(run_dir: Path) -> None:
+def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_its_step_comes_again(run_dir):
     first, second = (step_file(run_dir, step) for step in (1, 2))
     shutil.copy(first, second)
-    digest = beside(first, ".sha256").read_text().replace("step-1", "step-2")
-    beside(second, ".sha256").write_text(digest)
+    beside(second, ".sha256").write_text(beside(first, ".sha256").read_text().replace("step-1", "step-2"))
     assert seen(second)
     assert_passed_over(run_dir)
     assert "holds step 1, not the step of its name" in newest(run_dir)[1][0]
+    commit(run_dir, small(2), keep_last=2)
+    assert newest(run_dir) == (second, [])
+    assert steps(run_dir) == [1, 2]
 
 
-def test_what_can_not_be_read_is_passed_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_read_is_passed_over(run_dir, monkeypatch):
     really_open = Path.open
 
-    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+    def refuse(path, *arguments, **options):
         if path.name == "step-2.safetensors":
             raise PermissionError(13, "Permission denied", path)
         return really_open(path, *arguments, **options)
@@ -137,84 +136,66 @@ def test_what_can_not_be_read_is_passed_over(run_dir: Path, monkeypatch: pytest.
     assert newest(run_dir)[1][0].endswith("step-2.safetensors': Permission denied")
 
 
-def test_a_broken_checkpoint_is_replaced_when_its_step_comes_again(run_dir: Path) -> None:
-    step_file(run_dir, 2).write_text("{}")
-    assert_passed_over(run_dir)
-    commit(run_dir, small(2), keep_last=2)
-    assert newest(run_dir) == (step_file(run_dir, 2), [])
-    assert steps(run_dir) == [1, 2]
-
-
 #: what reading a checkpoint must never lead to, beside what no reader may
 FORBIDDEN = ("exec", "compile", "import", "marshal.loads", "code.__new__", "os.rename", "os.remove")
 MIB = 1 << 20
-FACTS = b'{"step": 5}'
 
 
 class Payload:
     """Pickled, it runs a command when it is loaded."""
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return os.system, ("touch executed",)
 
 
-def tensor_file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+def tensor_file(header, data=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def checkpoint(text: bytes | None = None, tensors: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
-    whole = b'{"format": 2, "texts": {}, "facts": ' + FACTS + b"}" if text is None else text
-    return tensor_file({"__metadata__": {"checkpoint": whole.decode("latin-1")}, **(tensors or {})}, data)
+def checkpoint(text=b'{"format": 2, "texts": {}, "facts": {"step": 5}}', tensors=None, data=b""):
+    return tensor_file({"__metadata__": {"checkpoint": text.decode("latin-1")}, **(tensors or {})}, data)
 
 
-def with_facts(facts: bytes) -> bytes:
+def with_facts(facts):
     return checkpoint(b'{"format": 2, "texts": {}, "facts": ' + facts + b"}")
 
 
-def entry(dtype: str = "U8", shape: Any = (1,), offsets: Any = (0, 1)) -> dict[str, Any]:
+def entry(dtype="U8", shape=(1,), offsets=(0, 1)):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-def with_tensor(**changes: Any) -> bytes:
+def with_tensor(**changes):
     return checkpoint(tensors={"model/a": entry(**changes)}, data=b"x")
 
 
 #: name -> its content; those in WHOLE are odd and nothing else, and are read
-CASES: dict[str, bytes] = {
+CASES = {
     "nothing": b"",
     "a pickle": pickle.dumps(Payload()),
-    "a zip": b"PK\x03\x04" + bytes(200),
     "another safetensors file": tensor_file({"model/a": entry()}, b"x"),
     "facts of ten million lists": with_facts(b'{"step": 5, "a": [' + b"[]," * 10_000_000 + b"[]]}"),
-    "facts of brackets": with_facts(b"]" * (30 * MIB)),
     "facts of forty megabytes": with_facts(b'{"step": 5, "a": "' + b"x" * (40 * MIB) + b'"}'),
     "facts nested deep": with_facts(b'{"step": 5, "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
     "facts with a long number": with_facts(b'{"step": ' + b"5" * 1_000_000 + b"}"),
     "facts with NaN": with_facts(b'{"step": 5, "loss": NaN}'),
     "facts of another step": with_facts(b'{"step": 6}'),
-    "facts without a step": with_facts(b"{}"),
     "facts with a text for a step": with_facts(b'{"step": "5"}'),
     "facts that are a list": with_facts(b"[5]"),
     "texts that are a list": checkpoint(b'{"format": 2, "texts": [], "facts": {"step": 5}}'),
-    "texts that are numbers": checkpoint(b'{"format": 2, "texts": {"model": 5}, "facts": {"step": 5}}'),
     "another version": checkpoint(b'{"format": 3, "texts": {}, "facts": {"step": 5}}'),
     "header of petabytes": tensor_file({}, length=1 << 50),
-    "header of all the file": tensor_file(b" " * (50 * MIB)),
     "header of more than the file": tensor_file(b"{}", length=1000),
     "header nested deep": tensor_file(b"[" * 100_000),
     "header of a million values": tensor_file({"a": [0] * 1_200_000}),
     "header that is a list": tensor_file([]),
-    "header with other texts": tensor_file({"__metadata__": {"checkpoint": 1}}),
     "tensor of petabytes": with_tensor(shape=[1 << 50], offsets=[0, 1 << 50]),
-    "tensor of more than 64 bits": with_tensor(shape=[1 << 40, 1 << 40]),
-    "tensor of many dimensions": with_tensor(shape=[1] * 100_000, offsets=[0, 2]),
     "tensor of a negative size": with_tensor(shape=[-1]),
     "tensor beyond the file": with_tensor(shape=[9], offsets=[0, 9]),
     "tensors in each other": checkpoint(tensors={"model/a": entry(), "model/b": entry()}, data=b"x"),
     "tensor of no type": with_tensor(dtype="OBJECT"),
     "twenty thousand tensors": checkpoint(
-        tensors={f"model/t{index}": entry(shape=[0], offsets=[0, 0]) for index in range(20_000)}
+        tensors={f"model/{i}": entry(shape=[0], offsets=[0, 0]) for i in range(20_000)}
     ),
     "a tensor with a long name": checkpoint(tensors={"a" * MIB: entry()}, data=b"x"),
     "made by someone else": with_tensor(),
@@ -222,14 +203,14 @@ CASES: dict[str, bytes] = {
 WHOLE = ("twenty thousand tensors", "a tensor with a long name", "made by someone else")
 
 
-def lay(folder: Path, data: bytes) -> Path:
+def lay(folder, data):
     path = folder / "step-5.safetensors"
     path.write_bytes(data)
     path.with_name(f"{path.name}.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
     return path
 
 
-def said_of(look: Callable[[Path], Any], path: Path) -> str:
+def said_of(look, path):
     try:
         look(path)
     except BrokenCheckpoint as error:
