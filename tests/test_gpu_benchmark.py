@@ -125,3 +125,27 @@ def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_
             assert sum(p.numel() for p in llama.Llama(llama.SHAPES[name]).parameters()) == count
     # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup shares; attention of 1,024
     assert training.flops_per_token(gpt2) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.extra("transformers")
+def test_llama_is_that_of_transformers(gpu):
+    import transformers
+
+    llama = import_module("_gpu.llama")
+    torch.manual_seed(0)
+    shape = llama.SHAPES["tiny"]
+    sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner, "num_hidden_layers": shape.layers}
+    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "rope_theta": shape.base}
+    ours = llama.Llama(shape)
+    config = transformers.LlamaConfig(**sizes, vocab_size=shape.vocabulary, rms_norm_eps=1e-5)
+    theirs = transformers.LlamaForCausalLM(config)
+    names = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
+    names |= {"norm2": "post_attention_layernorm"} | {part: f"self_attn.{part}_proj" for part in "qkvo"}
+    names |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    state = theirs.state_dict()
+    for name, weight in ours.state_dict().items():
+        path = ".".join(names.get(part, part) for part in name.split("."))
+        state[path if path.startswith("lm_head") else f"model.{path}"].copy_(weight)
+    tokens = torch.randint(0, shape.vocabulary, (2, 17))
+    expected = torch.nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:], chunk=5), expected)

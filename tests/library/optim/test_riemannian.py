@@ -280,3 +280,20 @@ def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding):
         search.step(closure)
     assert on_grid(weight)
     assert closure() < 0.5 * first
+
+
+def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel():
+    """Its ``proju`` is no projection there, and geoopt's own steps with ``stabilize`` end elsewhere."""
+    x, target = geoopt.Stiefel().projx(normal(5, 3, seed=1, dtype=double)), normal(5, 3, seed=2, dtype=double)
+    mine, peer = (on(geoopt.Stiefel(), x.clone()) for _ in range(2))
+    optimizer = RiemannianAdam([mine], 0.02, stabilize=1)
+    theirs = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
+    for t in range(20):
+        for p in (mine, peer):
+            p.grad = p.detach().as_subclass(Tensor) - target + normal(5, 3, seed=t, dtype=double, std=0.1)
+        optimizer.step()
+        theirs.step()
+    momentum, point = optimizer.state[mine]["exp_avg"], mine.detach().as_subclass(Tensor)
+    assert (point.mT @ momentum + momentum.mT @ point).abs().max() < 1e-12
+    assert (mine.manifold.proju(point, momentum) - momentum).abs().max() > 0.1 * momentum.abs().max()
+    assert (mine - peer).abs().max() > 0.01

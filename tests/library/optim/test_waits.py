@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import normal, put_gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,3 +229,31 @@ def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own():
     module[0].weight.data.add_(1.0)
     assert module[0].weight.dtype is torch.bfloat16
     assert not torch.equal(module[0].weight.codes, other[0].weight.codes)
+
+
+def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
+    def reads_of(optimizer):
+        with Reads() as reads:
+            optimizer.step()
+        return reads.counts["_local_scalar_dense"]
+
+    weights = [fm.FP8Parameter(normal(4, 8), "E4M3", seed=i) for i in range(3)]
+    put_gradients(weights, 0)
+    lr = torch.tensor(1e-3)
+    optimizer, plain = optim.StiffnessAdamW(weights, lr), optim.StiffnessAdamW(weights, 1e-3)
+    for each_of in (optimizer, plain):
+        each_of.step()
+    unread = reads_of(plain)
+    assert reads_of(optimizer) == unread
+    lr.fill_(2e-3)
+    assert reads_of(optimizer) == unread + 1
+
+
+@each("gradients", [False, True])
+def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
+    spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)
+    model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")
+    with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
+        model(normal(4, 32)).float().sum().backward()
+    free = ("detach", "alias", "empty_like")
+    assert [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free] == []

@@ -13,7 +13,7 @@ from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import WRITEBACKS, StiffnessSGD, _backends
+from fp8manifold.optim import WRITEBACKS, StiffnessSGD, _backends, _native_step
 from fp8manifold.optim._writeback import to_half
 
 
@@ -154,3 +154,27 @@ def test_the_wrapper_rounds_what_it_scales(dtype):
         optimizer = optim.StiffnessWrapper(torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback)
         step_from(optimizer, p, -torch.ones_like(p))
         assert abs(float((p > 1).double().mean()) - share) < 0.03 * bool(share % 1) + 1e-9
+
+
+def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
+    """As many as the bound allows, a larger one alone, and the bits of all at once."""
+    found, run = [], _native_step.NativeStep.run
+    for bound in (2**20, 64):
+        sizes = []
+        monkeypatch.setattr(_native_step, "_COPIED", bound)
+
+        def counted(step, slots, sizes=sizes):
+            sizes.append(len(slots))
+            return run(step, slots)
+
+        monkeypatch.setattr(_native_step.NativeStep, "run", counted)
+        weights = [nn.Parameter(normal(size, seed=size).bfloat16()) for size in (100, 16, 16, 8)]
+        weights.append(nn.Parameter(normal(40, seed=5)))  # of float32, nothing of which is copied
+        optimizer = optim.StiffnessAdamW(weights, 0.1, seed=1)
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        found.append((sizes, weights))
+    (whole, first), (parts, second) = found
+    assert (whole, parts) == ([5], [1, 2, 2])
+    assert all(map(torch.equal, first, second))
