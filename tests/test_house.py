@@ -92,6 +92,12 @@ def test_public_docstrings_say_what_goes_in_what_is_raised_and_what_becomes_of_t
             continue
         text = inspect.getdoc(thing) or ""
         assert re.match(r"[A-Z`0-9|(\[].*[.:](\n|$)", text), name
+        for method, own in vars(thing).items() if isinstance(thing, type) else ():
+            function = getattr(own, "fget", getattr(own, "__func__", own))
+            if method[0] != "_" and inspect.isfunction(function):
+                said, source = inspect.getdoc(function) or "", inspect.getsource(function)
+                assert re.match(r"[A-Z`0-9|(\[].*[.:](\n|$)", said), f"{name}.{method}"
+                assert "Raises:" in said or not re.search(r"\n +raise (?!NotImpl)", source), f"{name}.{method}"
         if hasattr(thing, "__dataclass_fields__") and "__post_init__" not in vars(thing):
             continue  # something to read, not to call
         arguments, raised = (re.search(rf"^{part}:\n((?: {{4}}.*\n?|\n)+)", text, re.M) for part in ("Args", "Raises"))
