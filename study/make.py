@@ -1,6 +1,6 @@
 """Make the tables and figures of the study's pages from the files in `results`: those that are stale, or all.
 
-With --front it prints README's table of the study and that of the page on optimizers, and draws README's pictures instead.
+With --front it prints README's table of the study and the optimizers page's, and draws README's pictures instead.
 Modules that the study shares with the site's other pages are in `docs`.
 """
 
