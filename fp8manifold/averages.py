@@ -28,7 +28,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     :func:`quantize_model` on its ``module``.  Under ``fully_shard`` each process averages its rows.
 
     Args:
-        model: is not changed; its quantised layers are ordinary ``nn.Linear`` in the average.
+        model: is not changed; its quantised layers are ordinary ones in the average.
         options: ``device``, ``avg_fn`` and ``multi_avg_fn`` of ``AveragedModel``.
 
     Returns:

@@ -84,7 +84,7 @@ def load_fp8(
 
     Raises:
         ImportError, FileNotFoundError: transformers is missing; no such folder, or one without weights or settings.
-        TypeError, ValueError: no weight in codes; a layout, dtype or option that is not read; a tensor that the model
+        TypeError, ValueError: no weight in codes; an unsupported layout, dtype or option; a tensor that the model
             or the files lack; scales that one parameter can't hold where the model fuses weights; floats that ``dtype``
             does not hold exactly; ``activations="as stored"`` where no layer has an ``input_scale``.
 
@@ -225,7 +225,7 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
     """The weights of a published model that are in codes, by the headers of its files: no tensor is read.
 
     Args:
-        folder, options: as in :func:`load_fp8`.
+        folder, options: as in :func:`load_fp8`, but only the options for the Hub, which a local folder ignores.
 
     Returns:
         A description of each weight (format, granularity, file and more) by its name; empty for a model of floats.

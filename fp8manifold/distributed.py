@@ -33,10 +33,8 @@ def sync(model: nn.Module, group: Any = None) -> None:
     ``fully_shard``; with ``init_sync=True`` DDP calls it for a model with one-byte weights.
 
     Args:
-        model: of the same layers, formats and shapes in every process.
+        model: of the same layers, formats and shapes in every process; NaN, Inf, -0 and empty tensors as they are.
         group: the process group; None takes the default one.
-
-    NaN, Inf and -0 are preserved, and empty tensors allowed.
 
     Raises:
         RuntimeError: no process group; a model that is sharded already, or that differs between processes (before
@@ -95,11 +93,16 @@ def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
 
     Args:
         parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
-        own: of any dtype, with any values; no rows are an empty tensor.
+        own: of any dtype; NaN, Inf and -0 as they are; no rows are an empty tensor.
+
+    Raises:
+        AttributeError: after ``fully_shard``, ``own`` is no tensor.
 
     Example:
         >>> in_rows_of(nn.Parameter(torch.zeros(2, 2)), torch.ones(2, 3)).shape
         torch.Size([2, 3])
+
+    Source: ``DTensor.from_local`` of torch.
     """
     return spread(parameter, own)
 
@@ -220,17 +223,14 @@ def check_digest(state: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: the state is another.
-        TypeError: as :func:`digest`.
-        ValueError: it has no digest.
+        TypeError, ValueError: as :func:`digest`; it has no digest.
 
     Example:
         >>> state = {"step": 3}
         >>> check_digest(state | {"digest": digest(state)})
     """
     if not isinstance(state.get(NAME), Tensor):
-        raise ValueError(
-            "the state has no digest: save state['digest'] = fp8manifold.distributed.digest(state) with it"
-        )
+        raise ValueError("the state has no digest: save state['digest'] = fp8manifold.distributed.digest(state)")
     differs = int(state[NAME]) != int(digest(state))
     share = next((share for _, value in _leaves(state, "") if (share := _share(value)) is not None), None)
     if share is not None:

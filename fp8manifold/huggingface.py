@@ -63,8 +63,8 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
 
     Returns:
-        A configuration of transformers; with ``storage="fp8"`` each weight becomes codes as soon as it is read, the
-        same as by :func:`fp8manifold.quantize_model`.  Files of codes and ``state_dict=`` are refused.
+        A configuration of transformers; with ``storage="fp8"`` each weight becomes codes once it is read (one that is
+        tied or has another dtype, at the end), as by ``quantize_model``.  Codes and ``state_dict=`` are refused.
 
     Raises:
         ImportError: as :func:`register`.
@@ -89,7 +89,8 @@ def reading(published: dict[str, Any], reader: Any) -> Any:
 
 def published_of(model: Any) -> dict[str, Any] | None:
     """The layout in which a model in codes was published, from its settings, or None."""
-    found: dict[str, Any] | None = getattr(getattr(model.config, "quantization_config", None), "published", None)
+    config = getattr(model, "config", None)
+    found: dict[str, Any] | None = getattr(getattr(config, "quantization_config", None), "published", None)
     return found
 
 
@@ -397,8 +398,7 @@ def trainer_optimizer(
 
     Args:
         arguments: ``TrainingArguments``, or those of a library that builds on it (``SFTConfig``).
-        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
-            (:class:`~fp8manifold.optim.StiffnessMuon`, by ``for_model``).
+        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon`` (``StiffnessMuon.for_model``).
         in_backward: whether to step in the backward pass.
         options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
 
@@ -423,12 +423,12 @@ def trainer_optimizer(
     Source: the interface of transformers 5 for optimizers that see the model.
     """
     check_choice("rule", rule, _RULES)
-    for name in ("learning_rate", "max_grad_norm", "gradient_accumulation_steps"):
+    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    for name in (*names, "max_grad_norm", "gradient_accumulation_steps"):
         if not hasattr(arguments, name):
             raise TypeError(f"arguments is a {type(arguments).__name__} without {name}: TrainingArguments are needed")
-    shared = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
-    betas, eps = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
-    shared |= {"betas": betas, "adam_eps" if rule == "muon" else "eps": eps}
+    lr, weight_decay, *betas, eps = (getattr(arguments, name) for name in names)
+    shared = {"lr": lr, "weight_decay": weight_decay, "betas": (*betas,), "adam_eps" if rule == "muon" else "eps": eps}
     how: dict[str, Any] | None = None
     if in_backward and getattr(arguments, "fp16", False):
         raise ValueError("in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True")

@@ -1,6 +1,6 @@
 """Make the tables and figures of the study's pages from the files in `results`: those that are stale, or all.
 
-With --front it prints the first tables of README and of the page on optimizers, and draws README's pictures instead.
+With --front it prints README's table of the study and the optimizers page's, and draws README's pictures instead.
 Modules that the study shares with the site's other pages are in `docs`.
 """
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Make the tables and figures, or with --front README's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="make everything, minutes")
-    parser.add_argument("--front", action="store_true", help="print the first tables and draw README's pictures")
+    parser.add_argument("--front", action="store_true", help="print the two tables and draw README's pictures")
     arguments = parser.parse_args()
     if arguments.front:
         print(f"{front_table()}\n{front_table(MORE)}")

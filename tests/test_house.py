@@ -86,7 +86,7 @@ EDGES = (r"NaN", r"Inf|infinite", r"-0", r"empty")
 
 
 def test_public_docstrings_say_what_goes_in_what_is_raised_and_what_becomes_of_the_edges_and_show_an_example():
-    houses = (fm, fm.optim, fm.ops, fm.huggingface, fm.reference)
+    houses = (fm, fm.optim, fm.ops, fm.distributed, fm.huggingface, fm.reference)
     for name, thing in ((name, getattr(house, name)) for house in houses for name in house.__all__):
         if not callable(thing) or (isinstance(thing, type) and issubclass(thing, Warning)):
             continue

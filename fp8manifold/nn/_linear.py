@@ -76,9 +76,9 @@ class QuantizedLinear(nn.Linear):
     repeated pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
 
     Raises:
-        TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
+        TypeError: ``linear`` is no ``nn.Linear``; a weight of a dtype that the storage or its format does not have.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
-        RuntimeError: ``products`` that the device lacks; in a call, a repetition as above, or a weight without codes.
+        RuntimeError: ``products`` the device lacks; ``grid`` in a FakeTensorMode; in a call, a repetition or no codes.
 
     Example:
         >>> from fp8manifold import LayerSpec

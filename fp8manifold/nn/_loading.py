@@ -46,7 +46,7 @@ def load_quantized(
         source: a safetensors file, several, their folder, or a mapping from name to tensor, with the names of
             ``model.state_dict()``; for a tied weight one name is enough.
         formats, options: as in :func:`fp8manifold.quantize_model`, without ``storage``; ``"as stored"`` loads codes,
-            formats and scales of files in a published layout (:func:`fp8manifold.load_fp8`).
+            formats and scales of files in a published layout, with ``rounding``, ``draws`` and ``seed`` as options.
         device: where the weights go, one at a time.
 
     Returns:

@@ -192,7 +192,7 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     float32, or uint8 exponents (E8M0) of blocks and squares; ``w_counter``, int64, stochastic writes; ``w_remainder``,
     int8, the remainder of the first rounding, until an optimizer uses it; ``w_traits``, ten int64: exponent bits,
     mantissa bits, bias, numbers of layout and rounding, seed, number of the dtype, block size or 0 (negative: scales in
-    float32), whether operators' names enter the draws, and how these follow each other.
+    float32), whether operators' names enter the draws, and the draw mode.
 
     ``load_state_dict`` of quantised layers loads them in every storage, and also codes with only scales, as
     compressed-tensors has them.

@@ -164,9 +164,8 @@ class LayerSpec:
             and ``weight``; they become ``activation_gradient`` and ``weight_gradient``.
         rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the backward pass only.
         history: of the policy ``delayed``; None takes 16.
-        products: what multiplies, with storage ``fp8``: ``decoded`` codes; codes on units of ``fp8`` (E4M3, E5M2) or
-            ``int8`` (E1M6), with input and gradient rounded to E4M3 or INT8 at powers of two; or ``auto``.  Numbers
-            differ.
+        products: how the matmul runs, with storage ``fp8``: ``decoded``; on units of ``fp8`` (E4M3, E5M2) or ``int8``
+            (E1M6), where input and gradient are rounded to E4M3 or INT8 and results differ; or ``auto``.
         gradient_products: with products on ``fp8`` units, what the weight's gradient is computed in.
 
     Codes are multiplied if rows and columns are multiples of 16, with one scale per ``tensor`` or ``channel``, and

@@ -59,14 +59,14 @@ def quantize_model(
         storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in float32) or ``master``
             (quantisation-aware training: float weights, rounded in the forward pass).
         granularity: of the weight scales, if only a format is given, as in :class:`OperandSpec`.
-        headroom, keep_remainder: as in :class:`QuantizedLinear`.
+        headroom, keep_remainder: of stored weights, as in :class:`FP8Tensor` and :class:`QuantizedLinear`.
         rounding: of stored weights, for writers without such an option, such as geoopt's and torch's optimizers.
         seed: of stored weights and of stochastic rounding; each layer's seed is derived from it.
         defer_weight_gradients: leave the weights' gradients in float for :func:`quantize_weight_gradients`.
         tied: for a layer that shares its weight with another module: ``refuse``, ``untie`` it (a copy) or ``leave`` it.
         draws: of stored weights: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`); an optimizer's own
             option takes precedence, and other operators that write always have independent ones.
-        products: what multiplies, if only a format is given, as in :class:`LayerSpec`.
+        products: how the matmul runs, if only a format is given, as in :class:`LayerSpec`.
         parameters: with ``fp8``, other parameters of two or more dimensions, by patterns over their names such as
             ``"*.experts.*"``, or a mapping from pattern to format.  Each becomes an :class:`FP8Parameter` of its
             module, with one scale per row of the last dimension, or per filter of a convolution, unless ``granularity``
@@ -78,9 +78,9 @@ def quantize_model(
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
 
     Raises:
-        TypeError, ValueError: a pattern that matches no linear layer, or none that can be replaced; an unknown format
-            or option; a layer that is quantised already, in two places or shared under ``tied="refuse"``; weights not
-            finite.
+        TypeError, ValueError: a pattern that matches no linear layer that can be replaced; an unknown format or option;
+            a layer that is quantised already, in two places or shared under ``tied="refuse"``; weights not finite.
+        RuntimeError: ``products`` that the device lacks; ``grid`` under a ``FakeTensorMode``.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -187,7 +187,7 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
-    """Put ordinary ``nn.Linear`` layers back, with the quantised values of the weights as float parameters.
+    """Put ordinary layers back (``nn.Linear``, ``Conv1D``), with the weights' quantised values as float parameters.
 
     Other parameters in codes become floats too.  Hooks and attributes are transferred as in :func:`quantize_model`.
 

@@ -99,7 +99,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     @eager_only  # it counts, and calls code that no compiler sees into
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; in a function that ``torch.compile`` compiles it is taken between two graphs.
+        """Take one step; in a function that ``torch.compile`` compiles it causes a graph break.
 
         If a gradient or its square is not finite, nothing changes, and the step is counted in ``skipped_steps``.
         Gradients are never modified.  Returns what ``closure`` returns, or None.

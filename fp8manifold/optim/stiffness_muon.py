@@ -143,7 +143,7 @@ class StiffnessMuon(StiffnessOptimizer):
 
         Muon steps matrices, kernels of convolutions and batches of matrices, except embeddings, the head and depthwise
         convolutions.  Vectors, positions, tokens, parameters of state spaces and those that the model marks
-        (``_no_weight_decay``) don't decay.  :func:`muon_report` prints all of this for a model.
+        (``_no_weight_decay``) or lists (``no_weight_decay()``) don't decay.  :func:`muon_report` prints all of this.
 
         Args:
             model: quantised or not; parameters that require no gradient are left out.

@@ -28,6 +28,7 @@ _ALONE = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or r
 """Write-backs that need nothing of the optimizer around them."""
 _OVER_DRAWN = 3
 """A key word for parameters that the wrapped optimizer rounds too, with a stream made of the same values."""
+_NORMALISE = {"betas", "etas", "rho", "centered", "lr_decay", "beta2_decay"}  #: Options of those that do, one of each.
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
@@ -60,8 +61,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of another type or out of range.
 
     Warns:
-        UserWarning: ``on="gradient"`` around an optimizer that divides by the gradient's root mean square, as Adam
-            does: the factor nearly cancels.
+        UserWarning: ``on="gradient"`` around an optimizer of torch that normalises the gradient, such as Adam and
+            RMSprop, or another one with ``betas``: the factor nearly cancels.
 
     Example:
         >>> import fp8manifold as fm
@@ -105,7 +106,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         chart_of(FloatFormat(4, 3), metric)
         scheduled("scale", scale, 0, 0.0, float("inf"))
         scheduled("exponent", exponent, 0, -8.0, 8.0)
-        if on == "gradient" and "betas" in optimizer.defaults:
+        if on == "gradient" and _NORMALISE & optimizer.defaults.keys():
             warnings.warn(
                 f"a stiffness factor on the gradient of {type(optimizer).__name__} cancels in its normalisation: "
                 "use on='update'",

@@ -355,7 +355,7 @@ def load_narrow(name: str) -> Any | None:
 
 def recompute_activations(model: Any) -> None:
     """Let the model store no activations inside a block, and compute them again in the backward pass."""
-    # transformers before 5.23 has the second name
+    # transformers before 5.23 has only the second name
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
 

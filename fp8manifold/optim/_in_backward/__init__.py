@@ -306,7 +306,7 @@ def step_in_backward(
     first: str = "refuse",
     accumulate: str | None = None,
 ) -> InBackward:
-    """Step each parameter as soon as its gradient is computed, and free the gradient: no two need memory at once.
+    """Step each parameter as soon as its gradient is computed, and free it: at most one gradient is alive at a time.
 
     .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i, \\qquad
               g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
@@ -314,8 +314,8 @@ def step_in_backward(
     in place of ``weights + state + sum_i gradient_i``.  Without ``clip`` the numbers are those of ``optimizer.step()``
     after the same pass, and ``step()`` only ends the step.  A used gradient becomes a placeholder without memory; a
     second pass before ``zero_grad()``, ``GradScaler`` and several processes are refused.  If a gradient is not finite,
-    its parameter skips the step, with a warning (with ``clip="exact"`` and with sums all parameters do;
-    ``on_nonfinite="raise"`` ends the pass).  ``docs/in-backward.md`` has each option with an example.
+    its parameter skips the step, with a warning.  With ``clip="exact"`` and with sums all parameters do, in ``step()``;
+    sums warn only after ``warn_after`` in a row.  ``docs/in-backward.md`` has each option with an example.
 
     Args:
         optimizer: any of this library except :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
@@ -324,8 +324,7 @@ def step_in_backward(
             step (``previous_norm`` of groups and states).
         max_norm: the bound of the norm of the whole gradient; inf only measures norms.
         first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``, which steps nothing.
-        accumulate: None or ``bfloat16``: sums of several passes, each rounded stochastically, in ``grad``, 2 bytes per
-            weight.
+        accumulate: None or ``bfloat16``: sums of several passes, rounded stochastically, in ``grad``, 2 bytes a weight.
 
     Returns:
         A handle with ``remove()``, a context manager; groups and parameters that are added or unfrozen later step as
@@ -335,6 +334,7 @@ def step_in_backward(
         TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the reverse, ``clip`` with
             ``accumulate``.
         RuntimeError: a gradient exists, another optimizer steps in backward already, or there are several processes.
+        FloatingPointError: ``on_nonfinite="raise"``, in the pass, or in ``step()`` where that skips the whole step.
 
     Example:
         >>> import fp8manifold as fm

@@ -417,7 +417,15 @@ def test_a_sum_that_is_not_finite_leaves_out_all_steps():
     with pytest.warns(RuntimeWarning, match=r"has skipped 1 steps in a row.*'3.weight'"):
         pass_all(model, optimizer)
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (1, 1)
+    part_of_loss(model, BATCHES[0]).backward()
+    for group in optimizer.param_groups:
+        group["on_nonfinite"] = "raise"
+    with pytest.raises(FloatingPointError, match="not finite"):
+        optimizer.step()
     hook.remove()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["on_nonfinite"] = "skip"
     optimizer.skipped_steps = optimizer.skipped_in_row = 0
     assert everything(model, optimizer) == before
     pass_all(model, optimizer)

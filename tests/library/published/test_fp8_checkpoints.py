@@ -340,8 +340,9 @@ def test_calls_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     coded = {name for name, weight in model.named_parameters() if isinstance(weight, fm.FP8Parameter)}
     assert fm.published_weights(folder).keys() == coded
     floats = library.LlamaForCausalLM(library.LlamaConfig(**{k: v for k, v in config.items() if k != "dtype"}))
-    with refused(ValueError, "was not read by fm.load_fp8", "fm.export_model"):
-        save_fp8(floats, tmp_path / "trained")
+    for other in (floats, torch.nn.Linear(2, 2)):
+        with refused(ValueError, "was not read by fm.load_fp8", "fm.export_model"):
+            save_fp8(other, tmp_path / "trained")
     floats.save_pretrained(tmp_path / "floats")
     assert fm.published_weights(tmp_path / "floats") == {}
     with refused(ValueError, "no weight in FP8 codes", "from_pretrained"):
