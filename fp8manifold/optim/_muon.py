@@ -190,7 +190,7 @@ def _write(
     return views
 
 
-def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.Outcome]:
+def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.Stepped]:
     """Write weights eagerly, and give the momentum the rounding error, as if the step were linear in it."""
     outcomes = _step.run_eager(half, observed=True)
     if not slot.spec.injects:

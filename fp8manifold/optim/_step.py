@@ -19,7 +19,7 @@ from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import RANDOM_BITS, draw_of, word_range
 
 
-class Outcome(NamedTuple):
+class Stepped(NamedTuple):
     """The new values of stored tensors by name, the weights before, and the target in units of the scale."""
 
     stored: dict[str, Tensor]
@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
     target: Tensor
 
 
-def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Outcome:
+def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Stepped:
     """Take a step from ``arrays``, none of which is changed.
 
     The weight, its gradient, the state and the scale broadcast against each other, in rows of whole blocks of 8-bit
@@ -49,7 +49,7 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
         bounds[LARGEST] = prepared.pop(LARGEST)
         arrays = arrays | prepared
     kept = store_moments(spec, moments, arrays, noise.get("moments"), descent.root)
-    return Outcome(stored | kept | bounds, weights, target)
+    return Stepped(stored | kept | bounds, weights, target)
 
 
 def write(
@@ -327,7 +327,7 @@ def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-def run_eager(slot: Slot, *, observed: bool = False) -> list[Outcome]:
+def run_eager(slot: Slot, *, observed: bool = False) -> list[Stepped]:
     """Take the step in place, and if it is observed return the outcome of each part."""
     outcomes = []
     for arrays, start in blocks_of(slot):
@@ -381,7 +381,7 @@ def observed_step(slot: Slot) -> StepView:
     return viewed(slot, lambda: run_eager(slot, observed=True))
 
 
-def viewed(slot: Slot, take: Callable[[], list[Outcome]]) -> StepView:
+def viewed(slot: Slot, take: Callable[[], list[Stepped]]) -> StepView:
     """Show the step of a slot that ``take`` takes, part by part."""
     shape, scale = slot.weight.shape, slot.arrays["scale"]
     before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
