@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from bench_runs import refusal
 from laws import each
 from sweep_runs import read_json, runs_of, train_here, trained
@@ -259,8 +260,6 @@ def test_the_table_says_where_the_best_was_not_inside():
 
 
 STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml"))
-#: studies that a mode of the sweep makes
-MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "grid", "study_q5_mixture.yaml": "grid"}
 
 
 @pytest.mark.usefixtures("_forked_workers")
@@ -270,14 +269,17 @@ MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "grid", "study_q5_mixt
     ids=lambda path: path.name,
 )
 def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, path):
+    if "sdnq" in path.read_text():
+        pytest.importorskip("sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0")
     train_here(monkeypatch)
-    shutil.copytree(corpus_dir, "data/stdlib")
-    mode = MODES.get(path.name, "tune")
-    option = ["--sensitivity"] if mode == "sensitivity" else []
+    for name in ("stdlib", "stdlib_pairs"):
+        shutil.copytree(corpus_dir, f"data/{name}")
+    option = ["--sensitivity"] if path.name == "study_q3.yaml" else []
     assert main(["sweep", str(path), "--smoke", "--workers", "1", *option]) == 0
-    (out,) = Path("runs").glob(f"*/{mode}-smoke")
+    (out,) = Path("runs").glob("*/*-smoke")
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
-    if mode == "tune":
+    assert (out.name == "tune-smoke") == ("tune" in yaml.safe_load(path.read_text()))
+    if out.name == "tune-smoke":
         assert len(rows) == sum(len(row["rows"]) for row in read_json(out / "tuning.json")["rows"])
         assert {row["seeds"] for row in rows} == {"2"}
     assert rows
