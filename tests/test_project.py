@@ -87,6 +87,12 @@ def test_the_baseline_is_a_processor_without_products_in_bfloat16():
     assert said.split() == ["DEFAULT", "torch.float32"]
 
 
+def test_the_first_session_names_files_that_exist():
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    first = ast.literal_eval(re.search(r"^FIRST = (\(.*?\))", text, re.MULTILINE | re.DOTALL)[1])
+    assert [name for name in first if not (ROOT / name.partition("::")[0]).exists()] == []
+
+
 def test_torch_without_onednn_has_products_in_float32(monkeypatch):
     """Its builds for Macs of ARM lack the operator that is asked, too."""
     for has_onednn, dtype in ((True, torch.bfloat16), (False, torch.float32)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold import scaling
-from fp8manifold._encoded.storage import expand_scale, is_traced
+from fp8manifold._encoded.storage import divided, expand_scale, is_traced
 from fp8manifold._numerics.codec import decode_signed, encode_signed, joined_codes, split_codes, unless_special
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
@@ -172,7 +172,7 @@ def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
     new = scaling.refitted_scale(amax, torch.where(amax > 0, 0.0, old) if fresh else old, x.format)
     if torch.equal(new, old):
         return
-    points = round_to_grid(values / x.expanded_scale(), x.format) * x.expanded_scale()
+    points = round_to_grid(divided(values, x.expanded_scale()), x.format) * x.expanded_scale()
     if fresh or not bool(((points == values) | (points.to(x.dtype) == values)).all()):
         _LOG.info("%s of shape %s: %s", x.format.name, tuple(x.shape), describe_change(old, new))
         x.set_scale_(new)

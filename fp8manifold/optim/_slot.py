@@ -35,7 +35,7 @@ _SHORTEST_BLOCK: Final = 32
 
 
 @dataclass(frozen=True)
-class Dims:
+class View:
     """A view of one or two dimensions that every array of a step broadcasts to."""
 
     #: (rows, length), or the length alone; a row is a block of moments in blocks, or the weights that share a scale
@@ -52,7 +52,7 @@ class Dims:
         return math.prod(self.dims)
 
 
-def row_view(scale: Tensor, shape: tuple[int, ...], view: Dims) -> Tensor:
+def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
     """Broadcast one value per scale group to one value per row of a view."""
     if view.row_dims == view.dims and scale.numel() != view.numel:
         scale = scale.expand(shape)
@@ -62,7 +62,7 @@ def row_view(scale: Tensor, shape: tuple[int, ...], view: Dims) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> Dims:
+def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> View:
     """The view that a parameter is stepped in, by its shape, that of its scale, and whether moments are in blocks.
 
     Blocks of ``block_size`` weights share a scale, unless it is None; with 1 each weight has its own.
@@ -82,7 +82,7 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
         rows, row_dims = numel // shape[-1], None
     else:
-        return Dims((numel,), (numel,))
+        return View((numel,), (numel,))
     block = length = numel // rows
     if blocks:  # the longest that divides a row, or the row itself where only a short one does
         longest = range(min(length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1)
@@ -90,9 +90,9 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     repeats = length // block
     dims = (rows * repeats, block) if rows * repeats > 1 else (block,)
     if each:
-        return Dims(dims, dims)
+        return View(dims, dims)
     row_dims = (rows * repeats, 1) if row_dims is None and len(dims) == 2 else ()
-    return Dims(dims, row_dims, repeats if row_dims else 1)
+    return View(dims, row_dims, repeats if row_dims else 1)
 
 
 _FOLLOWING: Final = frozenset(("scale", "arrays", "row"))  #: Attributes of a slot that follow from the others.
@@ -121,7 +121,7 @@ class Slot:
     share: Share | None = None  # the rows that this process holds of a sharded parameter
 
     spec: Spec = field(init=False)
-    view: Dims = field(init=False)
+    view: View = field(init=False)
     numbers: dict[str, float] = field(init=False)
     power: float = 0.0  # the stiffness exponent of this step
     ends: tuple[int, int] = (0, 0)  # exponents of values between which a chart of the ulp follows the format
@@ -172,7 +172,7 @@ class Slot:
         assert self.scale is not None
         return bool(known(self.scale, _are_powers_of_two))
 
-    def view_in(self, *, blocks: bool) -> Dims:
+    def view_in(self, *, blocks: bool) -> View:
         """The view in which the slot is stepped, in rows of blocks or not; without rows that of one row."""
         shape, kept = tuple(self.weight.shape), self.kept_scale
         scale_shape = None if kept is None else tuple(kept.shape)

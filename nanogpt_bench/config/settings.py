@@ -46,7 +46,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
     try:
         return once(flatten(loaded))
-    except GivenAgain as error:
+    except GivenTwice as error:
         raise error.in_file(path) from None
 
 
@@ -59,7 +59,7 @@ def content_of(path: Path, kind: str) -> Any:
             raise BenchError(f"{kind} {str(path)!r} can't be read: {error.strerror or error}") from None
 
 
-class GivenAgain(BenchError):
+class GivenTwice(BenchError):
     """The error of a setting given twice, for example dotted and nested: one of its values would be dropped."""
 
     def __init__(self, key: str) -> None:
@@ -81,7 +81,7 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise GivenAgain(key)
+            raise GivenTwice(key)
         found[key] = value
     return found
 

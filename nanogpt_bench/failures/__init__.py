@@ -46,7 +46,7 @@ class Series:
         return sum(self.values) / len(self.values) if self.values else None
 
 
-class Curves:
+class Evidence:
     """One run's records and settings."""
 
     def __init__(self, run: Run) -> None:
@@ -103,12 +103,12 @@ class Curves:
         return None
 
 
-def read(run: Run | Path) -> Curves:
+def read(run: Run | Path) -> Evidence:
     """Return a run's evidence."""
-    return Curves(load_run(run) if isinstance(run, Path) else run)
+    return Evidence(load_run(run) if isinstance(run, Path) else run)
 
 
-def worst(evidence: Curves, metric: str) -> Series:
+def worst(evidence: Evidence, metric: str) -> Series:
     """The largest value of a metric, over the layers, at every measurement; with turns, each layer's latest counts."""
     names = (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric)))
     found = [dict(zip(series.steps, series.values, strict=True)) for series in map(evidence.series, names)]
@@ -123,7 +123,7 @@ def worst(evidence: Curves, metric: str) -> Series:
     return Series(tuple(steps), tuple(peaks))
 
 
-def _over_median(evidence: Curves) -> Series:
+def _over_median(evidence: Evidence) -> Series:
     """Every gradient norm but the first, over the median of all before it; left out where the median is 0."""
     norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
     ratios: list[tuple[int, float]] = []
@@ -136,7 +136,7 @@ def _over_median(evidence: Curves) -> Series:
     return Series.of(ratios)
 
 
-def _of_uniform(evidence: Curves) -> Series:
+def _of_uniform(evidence: Evidence) -> Series:
     """Attention's entropy, the mean over the heads, over the entropy of uniform attention."""
     series, block = evidence.series(ENTROPY.name), evidence.setting("model.block_size")
     if not isinstance(block, int) or block < 2:
@@ -154,10 +154,10 @@ def uniform_entropy(block: int) -> float:
     return math.lgamma(block + 1) / block
 
 
-def _not_finite(flag: str, *figures: str) -> Callable[[Curves], Series]:
+def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
     """A series: 1 where a flag is set, or one of `figures` is null because it was not finite; 0 elsewhere."""
 
-    def flags(evidence: Curves) -> Series:
+    def flags(evidence: Evidence) -> Series:
         records = evidence.run.metrics
         bad = {row for row, value in records.rows(flag) if value == 1}
         bad |= {row for name in figures for row, value in records.rows(name) if value is None}
@@ -166,10 +166,10 @@ def _not_finite(flag: str, *figures: str) -> Callable[[Curves], Series]:
     return flags
 
 
-def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable[[Curves], Series]:
+def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable[[Evidence], Series]:
     """The smoothed training loss minus a base that `over` returns for it and the first loss."""
 
-    def rises(evidence: Curves) -> Series:
+    def rises(evidence: Evidence) -> Series:
         series = evidence.series(LOSS)
         if len(series) < 2:
             return Series()
@@ -180,7 +180,7 @@ def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable
     return rises
 
 
-def _excess(evidence: Curves) -> Series:
+def _excess(evidence: Evidence) -> Series:
     """The excess of the training loss at validations; null means infinite, as over a reference of 0."""
     known = [
         (int(at), math.inf if value is None else value) for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
@@ -191,7 +191,7 @@ def _excess(evidence: Curves) -> Series:
 _EXCESS = metrics.EXCESS.name
 
 
-def _rest(evidence: Curves) -> Series:
+def _rest(evidence: Evidence) -> Series:
     """One value, at the step where the training loss came to rest: the share of the run until then, 1 if it rose again.
 
     It is at rest once its windowed mean is within a band above the lowest such mean. The band is a share (`FLAT`) of
@@ -221,7 +221,7 @@ def _centred(values: Sequence[float], width: int) -> list[float]:
 
 
 #: series that are computed from others, by the name that the table has for them
-DERIVED: Final[Mapping[str, Callable[[Curves], Series]]] = {
+DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
     OVER_MEDIAN: _over_median,
     ATTENTION: _of_uniform,
     REST: _rest,
@@ -284,7 +284,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Event:
     """One line of a run's timeline: a criterion began to hold, the first alert of a kind, or the end."""
 
     step: int
@@ -340,12 +340,12 @@ def _first_run(beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting
     return None
 
 
-def judge(evidence: Curves, *, running: bool = False) -> tuple[Finding, ...]:
+def judge(evidence: Evidence, *, running: bool = False) -> tuple[Finding, ...]:
     """Return a finding for every class of the table, from the records so far."""
     return tuple(_finding(evidence, kind, running) for kind in KINDS)
 
 
-def _finding(evidence: Curves, kind: str, running: bool) -> Finding:
+def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
     if (excuse := evidence.excuse(kind)) is not None:
         return Finding(kind, CLEAR, None, excuse)
     rows = [row for row in CLASSES if row.kind == kind]
@@ -371,7 +371,7 @@ class Diagnosis:
     """The diagnosis of a run: a finding for every class of failure, and the order of events."""
 
     findings: tuple[Finding, ...]
-    timeline: tuple[Mark, ...]
+    timeline: tuple[Event, ...]
 
     @property
     def found(self) -> tuple[Finding, ...]:
@@ -400,13 +400,13 @@ def failures_of(run: Run | Path) -> list[dict[str, Any]]:
     return [{"kind": f.kind, "step": f.step, "evidence": {"message": f.message, **f.evidence}} for f in found]
 
 
-def _timeline(run: Run, judged: Sequence[Finding]) -> tuple[Mark, ...]:
+def _timeline(run: Run, judged: Sequence[Finding]) -> tuple[Event, ...]:
     """The first step of every criterion that held, of every kind of alert, and the end, in the order of steps."""
     held = [(finding.kind, criterion) for finding in judged for criterion in finding.criteria]
-    events = [Mark(c.step, kind, "criterion", c.describe()) for kind, c in held if c.step is not None]
+    events = [Event(c.step, kind, "criterion", c.describe()) for kind, c in held if c.step is not None]
     firsts = {alert.kind: alert for alert in reversed(run.alerts)}
-    events += [Mark(alert.step, alert.kind, "alert", alert.message or alert.kind) for alert in firsts.values()]
+    events += [Event(alert.step, alert.kind, "alert", alert.message or alert.kind) for alert in firsts.values()]
     if run.last_step is not None:
         text = str((run.failure or {}).get("message") or f"the run ended: {run.status}")
-        events.append(Mark(run.last_step, run.status, "end", text))
+        events.append(Event(run.last_step, run.status, "end", text))
     return tuple(sorted(events, key=lambda event: (event.step, event.source == "end")))

@@ -18,7 +18,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import MONITORS, TREND
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.failures import SOURCES, Curves, Finding, holds_now, judge
+from nanogpt_bench.failures import SOURCES, Evidence, Finding, holds_now, judge
 from nanogpt_bench.failures.table import CLASSES, ENDINGS
 from nanogpt_bench.loop.anomalies import AnomalyObserver
 from nanogpt_bench.loop.trainer import Trainer
@@ -123,7 +123,7 @@ class AlertObserver(Observer):
     def __init__(self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None) -> None:
         self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
         self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
-        self._evidence = Curves(Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records))
+        self._evidence = Evidence(Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records))
         self._standstill, self._judged = Standstill(), 0
         #: alerts raised, by kind
         self.counts: Counter[str] = Counter()

@@ -18,8 +18,8 @@ Cell = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the page: its address, title, HTML (with all text escaped) and charts."""
+class Section:
+    """A section: its address, title, HTML (with all text escaped) and charts."""
 
     name: str
     title: str
@@ -88,7 +88,7 @@ def _key(label: str, style: Style) -> str:
     )
 
 
-def render(title: str, sections: Sequence[Part]) -> str:
+def render(title: str, sections: Sequence[Section]) -> str:
     """Return the page as one string of HTML; all text of a run is escaped."""
     drawn = [chart for section in sections for chart in section.charts]
     links = "".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from nanogpt_bench.config.metrics import TRAIN_LOSS
-from nanogpt_bench.failures import Diagnosis, Finding, Mark, diagnose
+from nanogpt_bench.failures import Diagnosis, Event, Finding, diagnose
 from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors import CHARTED, charted
 from nanogpt_bench.monitors.shadow import COSINE
@@ -25,7 +25,7 @@ from nanogpt_bench.report.charts import (
     stall_chart,
     watched_charts,
 )
-from nanogpt_bench.report.page import Part, chart_places, legend, table
+from nanogpt_bench.report.page import Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result, class_name, describe_ending
 from nanogpt_bench.report.results_file import Studies
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit, reference_beside, row_runs
@@ -66,12 +66,12 @@ class Page:
         return legend([row.label for row in self.rows], self.styles, drawn)
 
 
-def all_sections(page: Page) -> list[Part]:
+def all_sections(page: Page) -> list[Section]:
     """Return all sections with data, in reading order."""
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items())
     settings = "".join(_config(row.label, run) for row, run in row_runs(page.rows))
-    found: list[Part | None] = [
-        Part("what", "What was run", f"<dl>{facts}</dl>"),
+    found: list[Section | None] = [
+        Section("what", "What was run", f"<dl>{facts}</dl>"),
         _results(page),
         _tuned(page),
         _loss(page),
@@ -81,12 +81,12 @@ def all_sections(page: Page) -> list[Part]:
         *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
         _alerts(page),
         _endings(page),
-        Part("configs", "Configuration of every run", settings),
+        Section("configs", "Configuration of every run", settings),
     ]
     return [section for section in found if section is not None]
 
 
-def _results(page: Page) -> Part:
+def _results(page: Page) -> Section:
     columns = shown_columns(page.results)
     head = [(column.heading, "number" if column.numeric else "") for column in columns]
     lines = []
@@ -95,7 +95,7 @@ def _results(page: Page) -> Part:
         cells = [column.cell(result) for column in columns]
         lines.append(list(zip(cells, [*kinds, f"words {result.verdict.outcome}"], strict=True)))
     drawn = table(head, lines, ["reference" if result.reference else "" for result in page.results])
-    return Part("results", "Results", f'{drawn}<p class="muted">{escape(_results_note(page))}</p>')
+    return Section("results", "Results", f'{drawn}<p class="muted">{escape(_results_note(page))}</p>')
 
 
 def _results_note(page: Page) -> str:
@@ -110,7 +110,7 @@ def _results_note(page: Page) -> str:
     return " ".join((f"{first}.", *notes))
 
 
-def _loss(page: Page) -> Part | None:
+def _loss(page: Page) -> Section | None:
     drawn = loss_charts(page.rows, page.styles)
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an alert of divergence, or the end of a run that failed.</p>'
@@ -119,12 +119,12 @@ def _loss(page: Page) -> Part | None:
 
 def _curves(
     page: Page, name: str, title: str, drawn: Sequence[Chart], *, above: str = "", below: str = ""
-) -> Part | None:
+) -> Section | None:
     """Return a section of curves, with text above and below their legend; None without any."""
-    return Part(name, title, f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}", drawn) if drawn else None
+    return Section(name, title, f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}", drawn) if drawn else None
 
 
-def _studies(page: Page) -> Part | None:
+def _studies(page: Page) -> Section | None:
     found = [
         *sensitivity_charts(page.studies.sensitivities),
         rate_chart(page.rows, page.styles),
@@ -135,10 +135,10 @@ def _studies(page: Page) -> Part | None:
     if not drawn and not notes:
         return None
     body = (f"<ul>{notes}</ul>" if notes else "") + page.legend(drawn) + chart_places(drawn)
-    return Part("settings", "Across settings", body, drawn)
+    return Section("settings", "Across settings", body, drawn)
 
 
-def _stall(page: Page) -> Part | None:
+def _stall(page: Page) -> Section | None:
     watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
     drawn = [*stall_chart(page.rows, page.styles), *watched]
     words = (
@@ -150,13 +150,13 @@ def _stall(page: Page) -> Part | None:
     return _curves(page, "stall", "Stall", drawn, above=f'<p class="muted">{words}</p>')
 
 
-def _watched(page: Page, namespace: str) -> Part | None:
+def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
     drawn = watched_charts(page.rows, page.styles, charted(namespace), {COSINE.name: BOUNDS["cosine"].bound})
     return _curves(page, title.lower(), title, drawn)
 
 
-def _alerts(page: Page) -> Part | None:
+def _alerts(page: Page) -> Section | None:
     lines = []
     for row, run in row_runs(page.rows):
         for kind, count in run.alert_counts.items():
@@ -165,17 +165,17 @@ def _alerts(page: Page) -> Part | None:
             cells = (f"{row.label} · {run.name}", kind, level, step, str(count), message)
             lines.append([(text, "words") for text in cells])
     head = [(name, "") for name in ("run", "alert", "level", "first step", "times", "first message")]
-    return Part("alerts", "Alerts", table(head, lines)) if lines else None
+    return Section("alerts", "Alerts", table(head, lines)) if lines else None
 
 
-def _endings(page: Page) -> Part | None:
+def _endings(page: Page) -> Section | None:
     runs = [run for row in page.rows for run in row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]
     items += [line for row in page.rows for line in left_aside(row)]
     items += [f"{row.label}: {row.why or 'not run'}" for row in page.rows if not row.runs]
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return Part("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None
+    return Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None
 
 
 def _config(label: str, run: Run) -> str:
@@ -185,7 +185,7 @@ def _config(label: str, run: Run) -> str:
     return f"<details><summary>{escape(label)} — {escape(run.name)}</summary><pre>{escape(listed)}</pre></details>"
 
 
-def _tuned(page: Page) -> Part | None:
+def _tuned(page: Page) -> Section | None:
     words = (
         "Every row of the table above was trained at the values in the column best: of those tried, from neighbour to "
         "neighbour, they had the lowest final validation loss, averaged over the tuning's own seeds."
@@ -195,7 +195,7 @@ def _tuned(page: Page) -> Part | None:
     for tuning in page.studies.tunings:
         head, *lines = ([*zip(cells, kinds, strict=True)] for cells in (TUNING_HEADINGS, *tuning_cells(tuning)))
         tables += table(head, lines)
-    return Part("tuned", "What was tuned", f'<p class="muted">{words}</p>{tables}') if tables else None
+    return Section("tuned", "What was tuned", f'<p class="muted">{words}</p>{tables}') if tables else None
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class FailedRun:
     diagnosis: Diagnosis
 
 
-def _failures(page: Page) -> Part | None:
+def _failures(page: Page) -> Section | None:
     """One page for each run that failed or in whose records a failure was found, in the order of the table."""
     judged = [
         FailedRun(row.label, run, diagnose(run))
@@ -223,7 +223,7 @@ def _failures(page: Page) -> Part | None:
         body += _failure_page(place, each, drawn, opened=len(failed) <= OPEN_PAGES)
         charts += drawn
     words = "One page for each run that failed or in whose records a class of failure was found."
-    return Part("failures", "Failures", f'<p class="muted">{words}</p>{body}', charts)
+    return Section("failures", "Failures", f'<p class="muted">{words}</p>{body}', charts)
 
 
 def _failure_page(place: int, failed: FailedRun, charts: Sequence[Chart], *, opened: bool) -> str:
@@ -245,7 +245,7 @@ def _failure_page(place: int, failed: FailedRun, charts: Sequence[Chart], *, ope
     )
 
 
-def _event(event: Mark, last: int) -> str:
+def _event(event: Event, last: int) -> str:
     """An event of the timeline, on a track from the first step to the last."""
     return (
         f'<div class="event {escape(event.source)}"><span class="event-name">{escape(class_name(event.kind))}</span>'

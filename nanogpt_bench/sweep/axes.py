@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, mapping_above
-from nanogpt_bench.config.settings import GivenAgain, entries_of, flatten, once, unknown_key
+from nanogpt_bench.config.settings import GivenTwice, entries_of, flatten, once, unknown_key
 from nanogpt_bench.system.errors import BenchError, unknown
 
 SCALES = ("log", "linear")
@@ -149,7 +149,7 @@ def _number(key: str, name: str, value: Any) -> float:
 def read_settings(content: Mapping[Any, Any]) -> Point:
     """Return settings, nested or dotted, also single entries of model.formats, as {dotted key: value}.
 
-    Raises `GivenAgain` for a setting, or an entry of a mapping, that is given both dotted and nested.
+    Raises `GivenTwice` for a setting, or an entry of a mapping, that is given both dotted and nested.
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
@@ -162,7 +162,7 @@ def read_settings(content: Mapping[Any, Any]) -> Point:
     for key in settings:
         mapping = mapping_above(key)
         if mapping and mapping in settings and key[len(mapping) + 1 :] in entries_of(settings, mapping):
-            raise GivenAgain(key)
+            raise GivenTwice(key)
     return settings
 
 

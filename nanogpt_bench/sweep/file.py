@@ -10,7 +10,7 @@ from pydantic import ValidationError, field_validator
 
 from nanogpt_bench.config.field import Section, setting
 from nanogpt_bench.config.keys import refusal, settings_of
-from nanogpt_bench.config.settings import GivenAgain, content_of, find_config, find_shipped, parse_overrides, read_yaml
+from nanogpt_bench.config.settings import GivenTwice, content_of, find_config, find_shipped, parse_overrides, read_yaml
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -137,7 +137,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
     """Read a sweep file; `overrides` win over its settings, also over those of `smoke`, which is used if `smoke`."""
     try:
         return _read(path, overrides, smoke)
-    except GivenAgain as error:
+    except GivenTwice as error:
         raise error.in_file(path) from None
 
 
@@ -231,8 +231,8 @@ def _settings(content: Any, key: str) -> dict[str, Any]:
         raise BenchError(f"{key}: {content!r} is not allowed; give settings, such as train.max_steps: 300")
     try:
         return read_settings(content)
-    except GivenAgain as error:
-        raise GivenAgain(f"{key}.{error.key}") from None
+    except GivenTwice as error:
+        raise GivenTwice(f"{key}.{error.key}") from None
 
 
 def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:

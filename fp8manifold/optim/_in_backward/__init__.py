@@ -324,7 +324,7 @@ def step_in_backward(
             step (``previous_norm`` of groups and states).
         max_norm: the bound of the norm of the whole gradient; inf only measures norms.
         first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``, which steps nothing.
-        accumulate: None or ``bfloat16``: sums of several passes, rounded stochastically, in ``grad``, 2 bytes a weight.
+        accumulate: None or ``bfloat16``: sums of passes, rounded stochastically, in ``grad``, 2 bytes per weight.
 
     Returns:
         A handle with ``remove()``, a context manager; groups and parameters that are added or unfrozen later step as

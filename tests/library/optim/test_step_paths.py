@@ -14,7 +14,7 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
-from fp8manifold.optim._slot import Dims
+from fp8manifold.optim._slot import View
 
 #: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
@@ -139,7 +139,7 @@ def test_positions_beyond_32_bits():
         """A part, whose first element has a position in the whole."""
         arrays = {name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in arrays.items()}
         tensors = {name: x for name, x in arrays.items() if name not in ("scale", "lowest", "highest")}
-        view = Dims((end - start, 31), (end - start, *slot.view.row_dims[1:]))
+        view = View((end - start, 31), (end - start, *slot.view.row_dims[1:]))
         run_all([slot.replaced(view=view, tensors=tensors, kept_scale=arrays["scale"], offset=offset + 31 * start)])
 
     found = []
