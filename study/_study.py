@@ -44,7 +44,6 @@ from nanogpt_bench.sweep.plan import baseline_of
 FOLDER = Path(__file__).parent / "results"
 #: the baselines of files whose rows are not measured against BASELINES
 AGAINST = {
-    "study_q1_baselines": tuple(f"{rule} dir=data/stdlib weight_decay=0.1 beta2=0.99" for rule in BASELINES),
     "study_q2_muon": (
         "muon min_lr_ratio=0.1",
         "muon min_lr_ratio=0",
