@@ -274,7 +274,7 @@ class _Reader:
         self._activations = activations
         self._made: dict[str, FP8Parameter] = {}
         self._scales: dict[str, Tensor] = {}
-        self._aside: dict[str, Any] = {}
+        self._aside: list[str] = []
         self.floats: dict[str, Any] = {}  #: Floats for transformers to read, once it is known which the model has.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Reader":
@@ -328,16 +328,19 @@ class _Reader:
                 self._take_input_scale(target, parts)
             owner, _, entry = target.rpartition(".")
             module = model.get_submodule(owner)
-            self._aside[target], module._parameters[entry] = own, None
-            module._is_hf_initialized = True  # there is nothing to initialise
+            self._aside.append(target)
+            # the initialisation of a module around this one may read its weight
+            module._parameters[entry], vars(module)[entry] = None, own
+            module._is_hf_initialized = own._is_hf_initialized = True
         if self._activations != "float" and not self._scales:
             raise ValueError("activations='as stored' needs an input_scale, and the files have none: take 'float'")
 
     def finish(self, model: Any) -> None:
         """Put the codes in."""
-        for target, own in self._aside.items():
+        for target in self._aside:
             owner, _, entry = target.rpartition(".")
-            model.get_submodule(owner)._parameters[entry] = own
+            module = model.get_submodule(owner)
+            module._parameters[entry] = vars(module).pop(entry)
         put_codes(model, self._made, self._scales)
 
     def _keep(self) -> None:

@@ -291,14 +291,14 @@ class _Quantizer:
 def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """A group by the names in this model, which may be the base of the one that was saved, or have it as one.
 
-    What the base does not have, such as an output layer, is left out, as transformers leaves out its weights.
+    What the model does not have, such as another output layer, is left out, as transformers leaves out its weights.
     """
     start, seeds = f"{model.base_model_prefix}.", group.get("seeds", {})
     is_base = any(name.startswith(start) and name.removeprefix(start) in names for name in seeds)
-    named = {}
+    named, is_whole = {}, any(name.startswith(start) for name in seeds)
     for name, seed in seeds.items():
         here = next((each for each in (name, name.removeprefix(start), start + name) if each in names), name)
-        if here in names or not is_base:
+        if here in names or not is_base and (name.startswith(start) or not is_whole):
             named[here] = seed
     return {**group, "seeds": named}
 

@@ -17,7 +17,7 @@ from fp8manifold.random_bits import Stream, draw_range
 _SPENT: Final = (
     "this gradient has been used and freed: under step_in_backward a parameter's step is taken as soon as its gradient "
     "is there, so gradients cannot be accumulated, clipped, scaled or read; call optimizer.zero_grad() between "
-    "backward passes, or give step_in_backward clip or accumulate"
+    "backward passes, or give step_in_backward accumulate='bfloat16', in place of clip"
 )
 _ZEROED: Final = (
     "zero_grad(set_to_none=False) keeps gradients, as zeros, for the next backward pass to add to: under "

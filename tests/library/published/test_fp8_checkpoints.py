@@ -97,6 +97,20 @@ def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: 
         load_fp8(folder)
 
 
+def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(tmp_path: Path) -> None:
+    """T5 draws the weights of its projections itself, and finds them without values while codes are read."""
+    sizes = {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = transformers().T5Config(**sizes, decoder_start_token_id=0)
+    model = transformers().T5ForConditionalGeneration(config).to(torch.bfloat16)
+    fm.export_model(fm.quantize_model(model, "E4M3", tied="leave"), tmp_path / "published")
+    expected = transformers().AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "published")
+    found = load_fp8(tmp_path / "published")
+    assert sum(isinstance(module, QuantizedLinear) for module in found.modules()) > 10
+    given = {"input_ids": TOKENS, "labels": TOKENS}
+    assert torch.equal(found(**given).logits, expected(**given).logits)
+    assert written(found, tmp_path / "same") == files(tmp_path / "published")
+
+
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(writeback: str, tmp_path: Path) -> None:
     """Experts whose gate and up have one scale each, and not the same: a step doubles those of single rows."""

@@ -226,6 +226,14 @@ def test_the_base_of_a_model_is_read_and_written(tmp_path):
     assert type(other.lm_head) is nn.Linear
 
 
+def test_a_model_is_read_under_another_head(tmp_path):
+    model = quantize_model(llama(tied=False), "E4M3")
+    huggingface.attach(model).save_pretrained(tmp_path)
+    other = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert bits(other.model) == bits(model.model)
+    assert type(other.score) is nn.Linear
+
+
 @MAKERS
 def test_a_model_is_dequantised_and_exported(maker, tmp_path):
     model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
