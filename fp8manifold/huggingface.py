@@ -298,7 +298,7 @@ def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) ->
     named, is_whole = {}, any(name.startswith(start) for name in seeds)
     for name, seed in seeds.items():
         here = next((each for each in (name, name.removeprefix(start), start + name) if each in names), name)
-        if here in names or not is_base and (name.startswith(start) or not is_whole):
+        if here in names or (not is_base and (name.startswith(start) or not is_whole)):
             named[here] = seed
     return {**group, "seeds": named}
 

@@ -241,9 +241,10 @@ def orthogonal_factor(
     x = x.mT if tall else x
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)).to(dtype)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with torch.autocast(x.device.type, enabled=False):  # which would have another dtype
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 

@@ -130,10 +130,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             taken = table.take(self)
             self._table = table if table.alive else None
         elif taken := self._may_step(slots):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if getattr(local_of(parameter), "remainder", None) is not None:
-                        _state.take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
@@ -149,7 +145,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if is_steady(self, slots) and (table := planned(self, slots)) is not None:
             taken = table.take(self, alone=True)
         elif taken := self._may_step(slots):
-            _state.take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken is False:
             self._count_skipped([parameter], alone=True)
@@ -287,12 +282,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         mark_zero(slots)
         with gathered(slots):
             views = self._run(slots)
-        for view in views:
-            if self.observer is not None:
-                self.observer(view)
         take_fitted(self, slots)
         self._widen(slots)
         note_changes([slot.parameter for slot in slots])
+        for view in views:
+            if self.observer is not None:
+                self.observer(view)
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Run the steps, observed ones eagerly and one by one."""
@@ -331,6 +326,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """torch's part and the counts: a copy has no observer."""
         return super().__getstate__() | {name: getattr(self, name) for name in (*_COUNTS, "warn_after")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the weights of a copy find their state in it."""
+        super().__setstate__(state)
+        for parameter in self.state:
+            _state.claim(self, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with all that a bit-exact resume needs but schedules (functions): None is in their places.

@@ -38,19 +38,6 @@ def claim(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
         parameter.stepped_by = weakref.ref(optimizer)
 
 
-def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor, Any]) -> None:
-    """Move the remainder of the first rounding into the state, before anything can be saved without it."""
-    held = local_of(parameter)
-    if not rule_of(group).state or not isinstance(held, FP8Tensor) or held.remainder is None:
-        return
-    entry = state.setdefault(parameter, {})
-    if "residual" in entry:  # a loaded one is newer
-        void_remainder(held)
-    else:
-        entry["grid"] = torch.tensor(slot_of(group, parameter, entry).fields)
-        entry["residual"] = first_residual(parameter)
-
-
 def make_state(slot: Slot) -> None:
     """Add the entries that the step needs and the state lacks."""
     spec, parameter, state = slot.spec, slot.parameter, slot.state

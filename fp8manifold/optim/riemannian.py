@@ -394,9 +394,6 @@ class RiemannianSGD(Riemannian):
         group, momentum = slot.group, slot.group["momentum"]
         if not momentum:
             return gradient, None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = gradient.clone()
-        else:
-            state["momentum_buffer"].mul_(momentum).add_(gradient * (1 - group["dampening"]))
-        buffer: Tensor = state["momentum_buffer"]
+        buffer: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+        buffer.mul_(momentum).add_(gradient * (1.0 if slot.age == 1 else 1 - group["dampening"]))
         return gradient + buffer * momentum if group["nesterov"] else buffer, buffer

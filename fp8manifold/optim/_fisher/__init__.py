@@ -167,7 +167,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group, lr, momentum = slot.group, lr_of(slot.group), slot.group["momentum"]
         if slot.spec.direction == "adam":
-            numbers = adam_numbers(lr, group["betas"], group["eps"], slot.age)
+            numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)
         else:
             numbers = momentum_numbers(lr / (1 - momentum**slot.age), momentum, 1 - momentum)
         return numbers | self._shared_numbers(slot)
