@@ -130,7 +130,7 @@ def word_range(
         return torch.cat([word_range(*part, words, device, bits, phase=phase) for part in parts])
     first, second, third = round_keys(words, high)
     x = _positions(numel, device) + signed_word(first + low)
-    if not _has_numpy(x):
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
         word = mix(x, second, third) + phase
         return word if bits == 32 else draw_of(word)
     unsigned = x.numpy().view(np.uint32)
@@ -154,10 +154,6 @@ def words_at(positions: Tensor, words: Words) -> Tensor:
         signed = torch.where(low < 2**31, low, low - 2**32).to(torch.int32)
         x = torch.where(high == each, mix(signed, second, third), x)
     return x
-
-
-def _has_numpy(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def mix(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def _one_of(allowed: Collection[str], value: object) -> str:
 def check_number(
     name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is bool or not issubclass(type(value), Real):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
     inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
     if not inside:

@@ -119,6 +119,9 @@ class EncodedTensor(torch.Tensor):
         if values.dtype not in DTYPES:
             raise TypeError(f"the dtype of an {type(self).__name__} is float32 or bfloat16, not {values.dtype}")
         refuse_part_of_buffer(values)
+        if values.shape != self.shape:
+            shapes = f"of shape {tuple(self.shape)} can't take data of shape {tuple(values.shape)}"
+            raise RuntimeError(f"an {type(self).__name__} {shapes}: resize layers before quantize_model")
         before: int | None = getattr(values, "writes_before", None)  # set for x.data += y, and for a changed clone
         rounded = isinstance(values, EncodedTensor) and before not in (None, values._writes())
         with torch.no_grad():
@@ -431,8 +434,8 @@ class NoStorage:
 
 
 def refuse_memory(name: str) -> NoReturn:
-    """Raise RuntimeError: there is no memory full of floats."""
-    raise RuntimeError(
+    """Raise NotImplementedError, a RuntimeError: there is no memory full of floats."""
+    raise NotImplementedError(
         f"an FP8Tensor has no {name} of floats, because it stores codes and scales: to save it, use its module's "
         "state_dict(), whose entries are plain tensors; for plain floats call dequantize()"
     )

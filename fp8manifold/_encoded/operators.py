@@ -161,4 +161,4 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rows = args[:2]
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
-    return x.decoded_rows(lambda part: part[rows.reshape(-1)]).view(*rows.shape, x.shape[1])
+    return x.decoded_rows(lambda part: part.index_select(0, rows.reshape(-1))).view(*rows.shape, x.shape[1])

@@ -53,13 +53,13 @@ _format_named = lru_cache(maxsize=256)(FloatFormat.from_string)
 
 
 def is_lent_here(x: Any) -> bool:
-    """True if a cast may share the codes: under autocast, of a tensor that is neither sharded nor traced."""
+    """True if a cast may share the codes: in a forward pass under autocast, of a tensor neither sharded nor traced."""
     root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return nesting > 0
+    return nesting > 0 and torch.is_grad_enabled()  # a module that is cast has no gradients, and keeps what it gets
 
 
 def lent(x: Any, dtype: torch.dtype) -> Any:

@@ -19,6 +19,7 @@ GENERATION: Final = "generation_config.json"
 OF_SERVER: Final = "hf_quant_config.json"
 DOCUMENTS: Final = (CONFIG, GENERATION, OF_SERVER)
 INDEX: Final = "model.safetensors.index.json"
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  #: Of files that may be a second copy of all weights.
 
 
 def described(place: Path, tensors: Any) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def described(place: Path, tensors: Any) -> dict[str, Any]:
     if CONFIG not in documents:
         raise FileNotFoundError(f"{str(place)!r} has no {CONFIG}: give the folder of a transformers model")
     known = {*files, *DOCUMENTS, INDEX}
-    others = sorted(each.name for each in place.iterdir() if each.is_file() and each.name not in known)
+    others = sorted(f.name for f in place.iterdir() if f.is_file() and f.name not in known and f.suffix not in WEIGHTS)
     made = {"source": str(place), "files": files, "documents": documents, "kept": {}, "others": others}
     if (place / INDEX).is_file():
         made["index"] = json.loads((place / INDEX).read_text("utf-8")).get("metadata", {})

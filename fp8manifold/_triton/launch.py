@@ -54,7 +54,10 @@ def launches_of(
 ) -> Launches:
     """The launches of steps, one per kind, after a verdict on gradients (``check``), before the doubling of scales."""
     launches = [(records, _steps(records, kinds, device, check=check))]
-    return launches if widenings is None else [*launches, (widenings[0], _doublings(*widenings, device))]
+    if widenings is None:
+        return launches
+    others, found = widenings
+    return [*launches, (others, _calls(_kernels()[2], [(w, _rows_of(w)) for w in found], _sizes(others), device))]
 
 
 def launch(launches: Launches, said: Tensor) -> None:
@@ -120,11 +123,6 @@ def _steps(records: NDArray[np.void], kinds: Sequence[Kind], device: torch.devic
 def _calls(kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device) -> list[Call]:
     groups = _groups(kinds).items()
     return [(kernel, chunks_of(kind[1], tuple(sizes[i] for i in own), device), kind) for kind, own in groups]
-
-
-def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], device: torch.device) -> list[Call]:
-    """A launch for each format, for rows and for blocks."""
-    return _calls(_kernels()[2], [(w, _rows_of(w)) for w in widenings], _sizes(records), device)
 
 
 @lru_cache(maxsize=256)

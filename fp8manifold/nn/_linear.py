@@ -364,14 +364,8 @@ class QuantizedLinear(nn.Linear):
         if self.manifold is not None:
             _grid_weight.check_dtype_holds(self.manifold, dtype)
 
-        def moved(x: Tensor) -> Tensor:
-            made = fn(x)
-            if not (isinstance(x, FP8Tensor) and isinstance(made, FP8Tensor) and made.lent_from is not None):
-                return made
-            return x.with_parts(Tensor.clone, made.dtype)  # autocast lends codes to what it casts
-
         try:
-            super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise

@@ -85,6 +85,10 @@ def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
         if own is None or not is_in_codes(own) or hasattr(type(module), TAKES_PARTS):
             continue
         key = prefix + name
+        if key not in state:  # a tied weight, which safetensors wrote by another name, but for its new tensor of traits
+            state.pop(key + "_traits", None)
+            args[-3].extend(part for part in parts_of(key, own) if part not in (key, key + "_traits"))
+            continue
         try:
             gather_parts(state, key, own)
         except ValueError as error:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice, check_int
-from fp8manifold._base.reading import LaterMaximum, has_values, is_read_at_once, known
+from fp8manifold._base.reading import LaterMaximum, eager_only, has_values, is_read_at_once, known
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -94,6 +94,13 @@ class Scaler(nn.Module):
     def reset_parameters(self) -> None:
         """Return to the state before the first tensor."""
         self.value = torch.ones((), device=self.value.device)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        """Take what was saved; of a state of floats, or of codes, nothing: the next tensor is the first one."""
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            self.reset_parameters()
 
 
 _LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
@@ -211,6 +218,7 @@ class Scale(Scaler):
         past = self.history.amax(0)
         return scaling.scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
 
+    @eager_only  # a message can't be compiled
     def _warn_if_saturated(self, x: Tensor) -> None:
         """Warn at once, or on a GPU, so as not to wait, when a later tensor comes."""
         limit = self.value * (self.format.max * scaling.ROUNDING_OF_SCALES)

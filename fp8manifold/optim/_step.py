@@ -275,7 +275,8 @@ def store_moments(
     for name, draws in zip(moments, halves, strict=False):
         value = moments[name].to(torch.float32)
         if spec.moments == "bfloat16":
-            kept[name] = _to_bfloat16(value, draws)
+            # bits added to the lower half carry into the upper one with the probability of what is lost
+            kept[name] = ((value.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
         elif name == "exp_avg_sq":
             assert root is not None
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
@@ -322,11 +323,6 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
     return ((2 * _BIAS << _FIELD) - power_of_two.view(torch.int32)).view(torch.float32)
 
 
-def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
-    """Random bits are added to the lower half, which carry into the upper one with the probability of what is lost."""
-    return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
-
-
 def run_eager(slot: Slot, *, observed: bool = False) -> list[Stepped]:
     """Take the step in place, and if it is observed return the outcome of each part."""
     outcomes = []
@@ -346,7 +342,8 @@ def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
     if len(slot.view.dims) == 1 and slot.spec.blockwise:
         rows = first  # its one block is not cut up
     for start in range(0, first, rows):
-        yield {name: _rows(a, start, rows, first) for name, a in slot.arrays.items()}, start * inner
+        ends, each = start + rows, slot.arrays.items()
+        yield {name: a[start:ends] if a.dim() and a.shape[0] == first else a for name, a in each}, start * inner
 
 
 def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
@@ -358,10 +355,6 @@ def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
         words, phase = keys[name]
         noise[name] = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase).view(part.shape)
     return noise
-
-
-def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
-    return array[start : start + rows] if array.dim() and array.shape[0] == total else array
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def refuse_conflicts(config: Config) -> None:
 def _refuse(config: Config, rows: Iterable[Conflict]) -> None:
     for key, refused, why in rows:
         value = get(config, key)
-        if refused and _asks(value):
+        if refused and value is not None and value is not False and value not in ("none", [], {}):
             away = f"--{key} false" if value is True else without(key)  # null may mean true, by the model's size
             raise BenchError(f"{key}: {value!r} {why}" + ("" if ";" in why else f"; add {away}"))
 
@@ -101,10 +101,6 @@ def without(key: str) -> str:
     """
     setting = FIELDS[key]
     return f"--{key} {'null' if setting.optional else str(setting.default).lower()}"
-
-
-def _asks(value: Any) -> bool:
-    return value is not None and value is not False and value not in ("none", [], {})
 
 
 def _storages(config: Config) -> Iterator[Conflict]:

@@ -99,7 +99,7 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
     if config.eval.also is None:
         return None
     also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
-    same = ("tokenizer", "vocab_size", "characters")
+    same = ("tokenizer", "vocab_size", "characters", "pairs")
     if [also.meta.get(key) for key in same] != [corpus.meta.get(key) for key in same]:
         raise BenchError(f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}")
     return also

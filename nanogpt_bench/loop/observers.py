@@ -146,15 +146,20 @@ class AlertObserver(Observer):
         return looked and step.number >= self._judged * (1 + _GROWTH)
 
     def state(self) -> dict[str, Any]:
-        return {"bytes": self._lines.length(), "counts": dict(self.counts), "standstill": self._standstill.state()}
+        return {
+            "bytes": self._lines.length(),
+            "counts": dict(self.counts),
+            "standstill": self._standstill.state(),
+            "judged": self._judged,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._lines.cut(state["bytes"])
         self.counts = Counter(state["counts"])
         self._standstill.load_state(state["standstill"])
+        self._judged = state.get("judged", 0)
         for _, record in records(self._run_dir / "metrics.jsonl", []):
             self._records.add(_judged_of(record))
-            self._judged = int(record["step"])
 
     def _raise(self, alert: Alert) -> None:
         if alert.kind in self.counts:

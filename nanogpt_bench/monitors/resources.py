@@ -38,6 +38,8 @@ class Resources(Observer):
         self._device = watched.device
         self._flops = flops_per_token(watched.model, watched.config)
         self._peak = _peak_flops(watched.device)
+        if watched.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(watched.device)  # a sweep trains run after run in a process
 
     def written(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:

@@ -100,7 +100,7 @@ FIGURES: dict[str, Callable[[Run], float | None]] = {
     "stall": lambda run: run.stall,
     "tokens_per_s": lambda run: run.number("tokens_per_s"),
     "arrived": lambda run: run.number("arrived"),
-    "cosine": lambda run: getattr(figure(run.curve(COSINE.name)[1]), "mean", None),
+    "cosine": lambda run: getattr(figure(run.curve(COSINE.name)[1] or [run.number("cosine")]), "mean", None),
 }
 
 

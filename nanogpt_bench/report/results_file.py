@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nanogpt_bench.config.metrics import (
@@ -19,7 +20,7 @@ from nanogpt_bench.config.metrics import (
     VAL_LOSS_SE,
 )
 from nanogpt_bench.monitors import METRICS
-from nanogpt_bench.monitors.shadow import OVERHEAD
+from nanogpt_bench.monitors.shadow import COSINE, OVERHEAD
 from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import SWEEP, TRIALS, Run, has_ended, is_run_folder, load_run
@@ -33,7 +34,15 @@ RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search"
 SUMMARY_KEYS = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
-    *("stall", "stall_metric", "alerts", "bytes_per_parameter", "bytes_per_quantized_parameter", "parameters"),
+    *(
+        "stall",
+        "stall_metric",
+        "cosine",
+        "alerts",
+        "bytes_per_parameter",
+        "bytes_per_quantized_parameter",
+        "parameters",
+    ),
     *("quantized_parameters", *(metric.figure for metric in BESIDE_LOSS)),
 )
 #: series of metrics.jsonl, at the steps of a validation
@@ -91,12 +100,14 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
     seen = [name for name in MONITORED if any(name in look for look in looks.values())]
     validations = [row for row, loss in run.metrics.rows(VAL_LOSS.name) if loss is not None]
     series = {name: dict(run.metrics.rows(name)) for name in CURVES}
+    cosines = [value for value in run.curve(COSINE.name)[1] if value is not None]
     return {
         "kind": RUN,
         "label": label,
         "rule": run.rule,
         "format": run.format,
         **{key: run.summary[key] for key in SUMMARY_KEYS if run.summary.get(key) not in (None, {}, [])},
+        **({"cosine": fmean(cosines)} if cosines else {}),
         "failures": [finding.kind for finding in run.failures],
         **settings,
         **{ENVIRONMENT + key: value for key, value in run.environment.items() if key not in PASSING},
@@ -195,7 +206,7 @@ def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
         path / str(entry.get("name") or entry.get("seed")),
         config,
         _part(entry, ENVIRONMENT),
-        Records([record for record in curve if int(record["step"]) >= 0]),
+        Records([{name: value for name, value in record.items() if value is not None} for record in curve]),
         summary,
         looks={
             step: {name: value for name, values in looks.items() if (value := finite(values[at])) is not None}
@@ -310,14 +321,11 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     labels = {row.label: at for at, row in enumerate(rows)}
     of_files = [row for file in files for row in file.rows]
     labels |= {row.label: places[identity(row.runs[0])] for row in of_files if row.runs}
-    there = {(row.label, run.seed) for row in of_files for run in row.runs}
     for row in of_files:
-        at = labels.get(row.label)
-        known = set() if at is None else {run.seed for run in rows[at].runs}  # also from run folders
-        missing = tuple(
-            seed for seed in row.missing if (row.label, seed) not in there and (seed is None or seed not in known)
-        )
-        there |= {(row.label, seed) for seed in missing}  # counted once, though several files miss it
+        at = places[identity(row.runs[0])] if row.runs else labels.get(row.label)
+        # of run folders and all files; one that several files miss is counted once
+        known = set() if at is None else {run.seed for run in rows[at].runs} - {None} | {*rows[at].missing}
+        missing = tuple(seed for seed in row.missing if seed not in known)
         if at is not None:
             rows[at] = replace(rows[at], missing=(*rows[at].missing, *missing))
         elif missing or row.why:

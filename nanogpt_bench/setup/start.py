@@ -90,10 +90,10 @@ def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
     names = facts.get("labels") if isinstance(facts, dict) else None
     if trained.config.task == "classify" and names not in (None, label_names(corpus)):
         raise BenchError(f"{called} was trained on other labels than those of {str(corpus.folder)!r}")
-    if ours == "char" and not same_text(trained, corpus):
+    if ours.startswith(("char", "bpe-")) and not same_text(trained, corpus):
         raise BenchError(
-            f"{called} was trained on another text than {str(corpus.folder)!r}, and tokenizer 'char' numbers the "
-            "characters of each text on its own; give the run's own with --data.dir"
+            f"{called} was trained on another text than {str(corpus.folder)!r}, and tokenizer {ours!r} numbers the "
+            "tokens of each text on its own; give the run's own with --data.dir"
         )
     rows = trained.tensors["token_embedding.weight"].shape[0] if trained.tensors else corpus.vocab_size
     if rows != corpus.vocab_size:

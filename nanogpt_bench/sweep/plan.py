@@ -67,7 +67,8 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
     points = points_of(sweep)
     planned = [plan_point(*each) for each in in_rows(sweep, points)]
     by_name = {run.name: run for run in planned}
-    references = [plan_point(*each) for each in references_of(sweep, points, "seed")]
+    places = [{**row, **point} for row in sweep.rows or ({},) for point in points]
+    references = [plan_point(*each) for each in references_of(sweep, places, "seed")]
     return named_once([*(_apart_from(by_name.get(run.name, run), run) for run in references), *planned])
 
 
