@@ -174,10 +174,7 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
     return LogChart(fmt.mantissa_bits, fmt.emin) if metric == "log" else Chart()
 
 
-@lru_cache(maxsize=64)
-def _tabulated(function: Callable[[Tensor, FloatFormat], Any], fmt: FloatFormat) -> TabulatedChart:
-    """One table for each function, not one for each step of an optimizer."""
-    return TabulatedChart(function, fmt)
+_tabulated = lru_cache(maxsize=64)(TabulatedChart)  #: One table for each function, not for each step of an optimizer.
 
 
 def within(x: Tensor, limit: float) -> Tensor:

@@ -175,7 +175,7 @@ def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
                 )
         if _is_transposed(old, new) and any(getattr(old.weight, kind, None) for kind in _TENSOR_HOOKS):
             raise ValueError(
-                f"the weight of {name!r} has hooks, maybe step_in_backward's, for the untransposed gradient: remove them"
+                f"the weight of {name!r} has hooks (step_in_backward's?) for the untransposed gradient: remove them"
             )
 
 

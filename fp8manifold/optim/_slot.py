@@ -170,7 +170,7 @@ class Slot:
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None
-        return bool(known(self.scale, _are_powers_of_two))
+        return bool(known(self.scale, lambda scale: bool((torch.frexp(scale).mantissa == 0.5).all())))
 
     def view_in(self, *, blocks: bool) -> View:
         """The view in which the slot is stepped, in rows of blocks or not; without rows that of one row."""
@@ -242,10 +242,6 @@ class Slot:
         other = object.__new__(Slot)
         other.__dict__ = kept | fields
         return other
-
-
-def _are_powers_of_two(scale: Tensor) -> bool:
-    return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
 def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot:

@@ -275,8 +275,7 @@ def store_moments(
     for name, draws in zip(moments, halves, strict=False):
         value = moments[name].to(torch.float32)
         if spec.moments == "bfloat16":
-            # bits added to the lower half carry into the upper one with the probability of what is lost
-            kept[name] = ((value.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
+            kept[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
@@ -317,6 +316,11 @@ def _fitted_scale(largest: Tensor) -> Tensor:
     """The smallest power of two that takes the largest magnitude within the format: to ``3.94 .. 7.875``."""
     field = ((largest.view(torch.int32) + _CARRY) >> _FIELD) - MOMENTUM_FORMAT.emax
     return (field.clamp(min=1) << _FIELD).view(torch.float32)
+
+
+def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
+    """Random bits are added to the lower half, which carry into the upper one with the probability of what is lost."""
+    return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
 def _reciprocal(power_of_two: Tensor) -> Tensor:

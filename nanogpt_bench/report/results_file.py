@@ -323,7 +323,6 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     labels |= {row.label: places[identity(row.runs[0])] for row in of_files if row.runs}
     for row in of_files:
         at = places[identity(row.runs[0])] if row.runs else labels.get(row.label)
-        # of run folders and all files; one that several files miss is counted once
         known = set() if at is None else {run.seed for run in rows[at].runs} - {None} | {*rows[at].missing}
         missing = tuple(seed for seed in row.missing if seed not in known)
         if at is not None:

@@ -190,10 +190,7 @@ class Session:
             self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
             self._runs.append(run)
             self._bar.entries.append(Entry(f"{run.label} · seed {run.seed}", run.cost))
-        runs = (
-            self._runs
-        )  # trials come first, then one seed of all rows before the next seed, long runs before short ones
-        order = sorted(self._waiting, key=lambda job: (not runs[job].aside, runs[job].seed, -runs[job].cost))
+        order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
         self._waiting.clear()
         self._waiting.extend(order)
 
@@ -211,6 +208,11 @@ class Session:
                 self._record.end(run, event.data["error"] if event.kind == "failed" else None)
                 if self._record.ended(run):  # nothing follows from a run that was ended from outside
                     self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
+
+
+def _turn(run: PlannedRun) -> tuple[bool, int, float]:
+    """The sort key of runs: trials, then one seed of all rows before the next seed, long runs before short ones."""
+    return (not run.aside, run.seed, -run.cost)
 
 
 def close(

@@ -18,6 +18,7 @@ from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.evaluation.report import ALL
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.system.errors import BenchError
 
 
 @each("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
@@ -108,7 +109,7 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
     (tmp_path / "other.txt").write_text(text_file.read_text() + "the fox\n" * 200)
     for source, tokenizer, said in (
         (text_file, "byte", "was trained on text of tokenizer 'char'"),
-        (tmp_path / "other.txt", "char", "numbers the characters of each text on its own"),
+        (tmp_path / "other.txt", "char", "numbers the tokens of each text on its own"),
     ):
         prepare_text(source, tmp_path / tokenizer, tokenizer)
         assert said in refused("evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}")
@@ -182,3 +183,15 @@ def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(trained
     (advised,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert main(["evaluate", str(trained["float"]), *advised.split()]) == 0
     assert "given" in capsys.readouterr().out
+
+
+def test_byte_pairs_learned_from_another_text_are_other_tokens(tiny, tmp_path, refused):
+    for name, words in (("one", "lorem ipsum dolor sit amet "), ("two", "the quick brown fox jumps over ")):
+        (tmp_path / f"{name}.txt").write_text(words * 300)
+        prepare_text(tmp_path / f"{name}.txt", tmp_path / name, "bpe-265")
+    run(tiny(data__dir=tmp_path / "one", train__max_steps=1), tmp_path / "run")
+    said = "tokenizer 'bpe-265' numbers the tokens of each text on its own"
+    assert said in refused("evaluate", tmp_path / "run", f"--data.dir={tmp_path / 'two'}")
+    config = tiny(data__dir=tmp_path / "one", eval__also=tmp_path / "two")
+    with pytest.raises(BenchError, match="has other tokens than"):
+        run(config, tmp_path / "also")

@@ -7,10 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from run_folders import write_metrics, write_run
 from sweep_runs import small, train_here
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.report.results import FIGURES
+from nanogpt_bench.report.results_file import flat_run, merged_rows, read_export
 from nanogpt_bench.runs.environment import commit
+from nanogpt_bench.runs.load import load_run
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,7 @@ def test_tables_and_page_are_drawn_without_the_run_folders(study, tmp_path, caps
     page = (tmp_path / "page" / "report.html").read_text()
     assert 'id="tuned"' in page
     assert 'id="loss"' in page
+    assert 'id="failures"' not in page  # the first step has no training loss, which is no NaN
 
 
 def test_the_file_is_a_list_of_flat_runs_with_what_a_result_depends_on(study):
@@ -101,3 +107,30 @@ def test_the_commit_is_that_of_the_checkout():
         pytest.skip("not a checkout")
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit())
     assert commit().rstrip("+") == said.stdout.strip()
+
+
+def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(study, tmp_path):
+    """Both files have a row of one label, of other lengths: a seed that one lacks is not the other's."""
+    content = json.loads(study[0].read_text())
+    files = {"whole": content, "partial": json.loads(study[0].read_text())}
+    for entry in files["partial"]:
+        if entry["kind"] == "run":
+            entry |= {"config.train.max_steps": 8, "steps_planned": 8, "steps": 8}
+            if (entry["rule"], entry["seed"]) == ("stochastic", 4):
+                entry["kind"] = "missing"
+    for name, entries in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(entries))
+    read = [read_export(tmp_path / f"{name}.json") for name in files]
+    for files in (read, read[::-1]):
+        rows = merged_rows([], files)
+        assert [(row.rule, row.missing, len(row.runs)) for row in rows if row.missing] == [("stochastic", (4,), 1)]
+
+
+def test_a_mean_cosine_is_exported_and_shown(tmp_path):
+    run_dir = write_run(tmp_path / "one", rule="nearest", fmt="E4M3")
+    write_metrics(run_dir, {COSINE.name: lambda step: 0.5 - step / 800}, every=200)
+    (entry,) = [flat_run("nearest", load_run(run_dir))]
+    (tmp_path / "one.json").write_text(json.dumps([entry | {"reference": False}]))
+    found = FIGURES["cosine"](load_run(run_dir))
+    assert 0 < found < 1
+    assert FIGURES["cosine"](read_export(tmp_path / "one.json").rows[0].runs[0]) == found

@@ -283,3 +283,13 @@ def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
         path = write(axes={"rule": ["stochastic"]}, settings=settings | own, reference=reference)
         assert main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0
         assert (told in capsys.readouterr().err) == said
+
+
+def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_path):
+    lengths = [{"data.train_tokens": 1000, "train.max_steps": 10}, {"data.train_tokens": 2000, "train.max_steps": 20}]
+    rows = [{"rule": "nearest", "model.format": "E4M3", **length} for length in lengths]
+    content = {"reference": {"rule": "fp32"}, "rows": rows, "axes": {"seed": [1, 2]}}
+    (tmp_path / "rows.yaml").write_text(json.dumps(content))
+    planned = [run for run in plan_sweep(read_sweep(tmp_path / "rows.yaml")) if run.rule == "fp32"]
+    found = [({key: run.settings[key] for key in lengths[0]}, run.seed) for run in planned]
+    assert found == [(length, seed) for length in lengths for seed in (1, 2)]

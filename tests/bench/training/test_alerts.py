@@ -14,7 +14,7 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.loop.observers import AlertObserver, Standstill, TrendObserver, _hash
+from nanogpt_bench.loop.observers import AlertObserver, JsonlObserver, Standstill, TrendObserver, _hash
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
@@ -212,3 +212,25 @@ def test_the_lowest_loss_stays_0(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(losses)])
     summary = run(tiny(train__max_steps=4, eval__interval=1), tmp_path / "run")
     assert (summary["best_val_loss"], summary["final_val_loss"]) == (0.0, 0.5)
+
+
+def test_a_resumed_run_is_judged_at_the_steps_of_an_uninterrupted_one(tiny, tmp_path):
+    config = resolve(tiny(monitor__interval=1))
+
+    def raised(cuts):
+        folder = tmp_path / str(cuts)
+        folder.mkdir()
+        alerts, states = [], []
+        for first, end in zip((0, *cuts), (*cuts, 61), strict=True):
+            observers = JsonlObserver(folder / "metrics.jsonl"), AlertObserver(config, folder, alerts.append)
+            for observer, state in zip(observers, states, strict=False):
+                observer.load_state(state)
+            for number in range(first, end):
+                taken = step(number, {"train/loss": 3.0 if number < 30 else 9.0, "grad/norm": 1.0})
+                for observer in observers:
+                    observer.written(taken)
+            states = [observer.state() for observer in observers]
+            observers[0].close()
+        return [(alert.step, alert.kind) for alert in alerts]
+
+    assert raised(()) == raised((31,)) != []

@@ -188,3 +188,13 @@ def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
         for rule in ("stochastic", "nearest")
     )
     assert stochastic < 0.8 * nearest
+
+
+@all_storages
+@each("activation", [None, "E4M3"])
+def test_a_state_of_floats_goes_into_every_layer_and_scales_are_measured_anew(storage, activation) -> None:
+    floats, x = nn.Sequential(nn.Linear(16, 4)), normal(3, 16)
+    model = quantize_model(nn.Sequential(nn.Linear(16, 4)), LayerSpec("E4M3", activation=activation), storage=storage)
+    model(1000 * x)
+    model.load_state_dict({name: value / 64 for name, value in floats.state_dict().items()})
+    assert torch.allclose(model(x), floats(x) / 64, atol=2e-3)

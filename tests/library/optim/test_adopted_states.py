@@ -183,3 +183,12 @@ def test_only_adamws_averages_are_torchs():
         optim.adamw_state(optim.Madam(net.parameters()).state_dict())
     with pytest.raises(TypeError, match="state_dict must be a dict, not list"):
         optim.adopted_state([], like(net))
+
+
+def test_decay_that_is_not_decoupled_is_not_adopted():
+    net = model()
+    for kind in (torch.optim.Adam, torch.optim.RAdam):
+        theirs = kind(net.parameters(), LR, weight_decay=DECAY)
+        train(net, theirs, 1)
+        with pytest.raises(ValueError, match="one of Adam with L2 weight decay"):
+            optim.adopted_state(theirs.state_dict(), optim.StiffnessAdamW(net.parameters(), LR))

@@ -223,3 +223,13 @@ def test_words_at_positions_are_those_of_the_range():
     positions = torch.arange(start, start + 11)[torch.randperm(11, generator=torch.Generator().manual_seed(0))]
     assert torch.equal(words_at(positions, words), word_range(start, 11, words, "cpu")[positions - start])
     assert words_at(positions.view(1, 11)[:, :0], words).shape == (1, 0)
+
+
+def test_an_observer_sees_weights_at_their_new_scale():
+    weight, seen = fm.FP8Parameter(torch.zeros(4, 8), "E4M3", seed=0), []
+    optimizer = fm.optim.StiffnessAdamW([weight], 1e-3, weight_decay=0.0)
+    optimizer.observer = lambda view: seen.append(weight.dequantize().clone())
+    weight.grad = torch.ones(4, 8)
+    optimizer.step()
+    assert torch.equal(seen[0], weight.dequantize())
+    assert seen[0][0, 0].item() == pytest.approx(-1e-3, rel=0.1)

@@ -297,3 +297,12 @@ def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel():
     assert (point.mT @ momentum + momentum.mT @ point).abs().max() < 1e-12
     assert (mine.manifold.proju(point, momentum) - momentum).abs().max() > 0.1 * momentum.abs().max()
     assert (mine - peer).abs().max() > 0.01
+
+
+@each("kind", [RiemannianSGD, fm.optim.StiffnessSGD])
+def test_after_a_reset_the_first_gradient_is_not_damped(kind):
+    p = nn.Parameter(torch.zeros(1))
+    optimizer = kind([p], lr=1.0, momentum=0.9, dampening=0.5, reset_every=1)
+    for moved in (-1.0, -2.0, -3.0):
+        step_from(optimizer, p, torch.ones(1))
+        assert p.item() == moved

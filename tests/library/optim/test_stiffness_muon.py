@@ -189,3 +189,15 @@ def test_a_step_goes_along_the_factor(products, shape, storage):
 @each("moments", ["8bit", "bfloat16"])
 def test_rows_are_stepped_as_the_whole(pair, moments, dtype):
     pair.run(stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype)
+
+
+@each("fmt", ["E2M5", None])
+def test_autocast_changes_no_product_of_a_step(fmt):
+    def stepped_in(*, autocast):
+        p = nn.Parameter(normal(32, 32)) if fmt is None else fm.FP8Parameter(normal(32, 32), fmt, seed=0)
+        optimizer = StiffnessMuon([p], 1e-2, ns_dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            step_from(optimizer, p, normal(32, 32, seed=1))
+        return p.detach().clone()
+
+    assert torch.equal(stepped_in(autocast=True), stepped_in(autocast=False))

@@ -178,3 +178,19 @@ def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
     (whole, first), (parts, second) = found
     assert (whole, parts) == ([5], [1, 2, 2])
     assert all(map(torch.equal, first, second))
+
+
+def test_the_remainder_of_a_frozen_weight_stays_with_it_until_its_first_step():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    model = fm.quantize_model(model, "E4M3", keep_remainder=True)
+    model[0].requires_grad_(False)
+    optimizer = optim.StiffnessAdamW(model.parameters(), 1e-3, weight_decay=0.0, writeback="residual8")
+    model(normal(4, 64)).square().mean().backward()
+    optimizer.step()
+    assert model[0].weight not in optimizer.state
+    assert "0.weight_remainder" in model.state_dict()
+    assert set(optim.adamw_state(optimizer.state_dict())["state"]) == {2, 3}
+    remainder = model[0].weight.remainder.clone()
+    model[0].requires_grad_(True)
+    step_from(optimizer, model[0].weight, torch.zeros(64, 64))
+    assert torch.equal(optimizer.state[model[0].weight]["residual"], remainder)

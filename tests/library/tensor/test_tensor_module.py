@@ -9,6 +9,7 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import normal, through_disk
+from safetensors import torch as safetensors
 from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store, train
 from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -291,3 +292,47 @@ def test_checkpointed_activations() -> None:
     out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
     (out - TARGET).square().mean().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+@each("remainder", [False, True])
+def test_a_tied_weight_comes_back_from_a_file_of_safetensors(remainder, tmp_path):
+    def made(seed):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Embedding(7, 32), nn.Linear(32, 7, bias=False))
+        net[1].weight = net[0].weight
+        return fm.quantize_model(net, "E4M3", embeddings="E4M3", keep_remainder=remainder)
+
+    saved, read = made(0), made(1)
+    safetensors.save_model(saved, tmp_path / "model.safetensors")
+    assert safetensors.load_model(read, tmp_path / "model.safetensors") == (set(), [])
+    assert torch.equal(read[1].weight.codes, saved[0].weight.codes)
+    assert read[1].weight is read[0].weight
+
+
+def test_a_tied_weight_that_a_state_lacks_altogether_is_missing():
+    net = fm.quantize_model(nn.Sequential(nn.Embedding(7, 32)), None, embeddings="E4M3")
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.weight"'):
+        net.load_state_dict({})
+
+
+def test_data_of_another_shape_and_rows_that_are_not_there_are_refused():
+    p = fm.FP8Parameter(normal(10, 4), "E4M3")
+    with pytest.raises(RuntimeError, match=r"\(10, 4\) can't take data of shape \(1, 4\): resize layers before"):
+        p.data = p.data[:1]
+    for index in (torch.tensor([-1]), torch.tensor([10])):
+        with pytest.raises((IndexError, RuntimeError), match="out of range"):
+            nn.functional.embedding(index, p)
+    with pytest.raises(NotImplementedError, match="no address of floats"):
+        p.data_ptr()
+
+
+def test_modules_that_are_cast_under_autocast_train_on():
+    layers = nn.Embedding(7, 4), nn.Conv1d(4, 4, 1)
+    net = fm.quantize_model(nn.Sequential(*layers), None, embeddings="E4M3", parameters={"1.weight": "E4M3"})
+    with torch.autocast("cpu", torch.bfloat16):
+        net.bfloat16()
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), 1e-2)
+    for _ in range(2):
+        net[1](net[0](torch.arange(6).view(2, 3)).mT).sum().backward()
+        optimizer.step()
+    assert net[0].weight.dtype is torch.bfloat16
