@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
     (tmp_path / "other.txt").write_text("".join(map(chr, range(65, 106))) * 40)  # as many characters, other ones
     prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
-    with refusal("numbers the characters of each text on its own"):
+    with refusal("numbers the tokens of each text on its own"):
         initial_model(config, open_corpus(config))
 
 
