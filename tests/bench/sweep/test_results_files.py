@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,19 @@ def test_a_mean_cosine_is_exported_and_shown(tmp_path):
     found = FIGURES["cosine"](load_run(run_dir))
     assert 0 < found < 1
     assert FIGURES["cosine"](read_export(tmp_path / "one.json").rows[0].runs[0]) == found
+
+
+def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monkeypatch, capsys):
+    """Of a sweep whose folder is gone, only the runs of the rows are trained again, and they end as they did."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "study")
+    train_here(monkeypatch)
+    file, out = study[0], tmp_path / "out"
+    before = json.loads(file.read_text())
+    trials = [loss for entry in before if entry["kind"] == "search" for loss in entry["trial.loss"]]
+    assert import_module("resume").put_back(file.with_suffix(".yaml"), file, out) == len(trials)
+    assert main(["sweep", str(file.with_suffix(".yaml")), "--out", str(out), "--workers", "1"]) == 0
+    assert f"4 runs, {len(trials)} done before" in capsys.readouterr().err
+    assert main(["results", "export", str(out), "--out", str(tmp_path / "again.json")]) == 0
+    after = json.loads((tmp_path / "again.json").read_text())
+    for key in ("kind", "label", "final_val_loss", "best.optimizer.lr", "trial.loss"):
+        assert [entry.get(key) for entry in after] == [entry.get(key) for entry in before]
