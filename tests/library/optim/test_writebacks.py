@@ -1,5 +1,6 @@
 """Write-backs: at the ends of the range, errors that the momentum makes up for, and parameters of 16 bits."""
 
+import copy
 import math
 from fractions import Fraction
 
@@ -194,3 +195,13 @@ def test_the_remainder_of_a_frozen_weight_stays_with_it_until_its_first_step():
     model[0].requires_grad_(True)
     step_from(optimizer, model[0].weight, torch.zeros(64, 64))
     assert torch.equal(optimizer.state[model[0].weight]["residual"], remainder)
+
+
+def test_a_copied_weight_finds_its_residual_in_the_copied_optimizer():
+    """So that the sum of weight and residual stays when other code changes the scale before the copy has stepped."""
+    weight = fm.FP8Parameter(normal(2, 320), "E4M3", seed=0)
+    optimizer = optim.StiffnessAdamW([weight], lr=1e-3, writeback="residual8")
+    step_from(optimizer, weight, torch.ones(2, 320))
+    for own, its in ((weight, optimizer), copy.deepcopy((weight, optimizer))):
+        own.rescale_(own.scale * 2**9)
+        assert "reference" not in its.state[own]
