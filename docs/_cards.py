@@ -208,7 +208,7 @@ def owned_table() -> str:
 ENDED: dict[str, tuple[float, ...]] = {
     "AdamW, float32": (2.166, 2.201, 2.106),
     "AdamW, bfloat16": (2.677, 2.683, 2.680),
-    "the lines above": (2.200, 2.227, 2.133),
+    "the code above": (2.200, 2.227, 2.133),
 }
 
 
