@@ -318,13 +318,13 @@ def _fitted_scale(largest: Tensor) -> Tensor:
     return (field.clamp(min=1) << _FIELD).view(torch.float32)
 
 
+def _reciprocal(power_of_two: Tensor) -> Tensor:
+    return ((2 * _BIAS << _FIELD) - power_of_two.view(torch.int32)).view(torch.float32)
+
+
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
     """Random bits are added to the lower half, which carry into the upper one with the probability of what is lost."""
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
-
-
-def _reciprocal(power_of_two: Tensor) -> Tensor:
-    return ((2 * _BIAS << _FIELD) - power_of_two.view(torch.int32)).view(torch.float32)
 
 
 def run_eager(slot: Slot, *, observed: bool = False) -> list[Stepped]:

@@ -146,12 +146,8 @@ class AlertObserver(Observer):
         return looked and step.number >= self._judged * (1 + _GROWTH)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "bytes": self._lines.length(),
-            "counts": dict(self.counts),
-            "standstill": self._standstill.state(),
-            "judged": self._judged,
-        }
+        own = {"bytes": self._lines.length(), "counts": dict(self.counts), "judged": self._judged}
+        return own | {"standstill": self._standstill.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._lines.cut(state["bytes"])

@@ -34,16 +34,8 @@ RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search"
 SUMMARY_KEYS = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
-    *(
-        "stall",
-        "stall_metric",
-        "cosine",
-        "alerts",
-        "bytes_per_parameter",
-        "bytes_per_quantized_parameter",
-        "parameters",
-    ),
-    *("quantized_parameters", *(metric.figure for metric in BESIDE_LOSS)),
+    *("stall", "stall_metric", "alerts", "bytes_per_parameter", "bytes_per_quantized_parameter", "parameters"),
+    *("quantized_parameters", "cosine", *(metric.figure for metric in BESIDE_LOSS)),
 )
 #: series of metrics.jsonl, at the steps of a validation
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)

@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, put_gradients, record, step_from, values
@@ -127,3 +128,16 @@ def test_a_metric_function_is_tabulated_once():
         put_gradients([weight], t)
         optimizer.step()
     assert len(asked) == 1
+
+
+def test_rates_from_a_table_of_numpy_are_taken_as_numbers():
+    found = []
+    for cast in (float, np.float32):
+        p = fm.FP8Parameter(normal(8, 8), "E4M3", seed=0)
+        optimizer = StiffnessAdamW([p], lr=cast(0.25), stiffness=lambda step, cast=cast: cast(0.5))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step, cast=cast: cast(2.0**-step))
+        for _ in range(3):
+            step_from(optimizer, p, normal(8, 8, seed=1))
+            schedule.step()
+        found.append(p.detach().dequantize())
+    assert torch.equal(*found)
