@@ -431,6 +431,10 @@ def graphs(on_a_card, monkeypatch):
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
+def given(rows=4, seed=0):
+    return normal(rows, 64, seed=seed).to(CARD)
+
+
 def training_step(optimizer, *, clears_last=False):
     """A step that clears gradients, first or last, runs both passes, and leaves a result after the optimizer's."""
     weights = everyone(optimizer)
@@ -463,7 +467,7 @@ def test_replays_have_the_bits_of_calls(options, graphs):
     step = _graphed.GraphedStep(training_step(ours, clears_last=clears_last), ours)
     other = training_step(plain, clears_last=clears_last)
     for i in range(16):
-        x = normal(3 if i == 10 else 4, 64, seed=i) * (2.0 + i)
+        x = given(3 if i == 10 else 4, seed=i) * (2.0 + i)
         x[1, 3] = math.inf if i == 8 else 1.0
         found, expected = step(x, 1.5), other(x, 1.5)
         assert not any(map(different, found, expected))
@@ -502,19 +506,19 @@ def test_what_no_graph_can_do_again_is_refused(wrapped, message, graphs):
     take = training_step(optimizer)
     step = _graphed.GraphedStep(wrapped(optimizer, take), optimizer)
     for i in range(_graphed._WARMUP):
-        step(normal(4, 64, seed=i), 1.5)
+        step(given(seed=i), 1.5)
         optimizer.param_groups[0]["lr"] = 0.7
     with pytest.raises(ValueError, match=message):
-        step(normal(4, 64), 1.5)
+        step(given(), 1.5)
     assert optimizer._recorder is None
-    take(normal(4, 64), 1.5)
+    take(given(), 1.5)
 
 
 def test_weights_that_moved_are_recorded_again(graphs):
     plain, ours = (pair()[0] for _ in range(2))
     step, other = _graphed.GraphedStep(training_step(ours), ours), training_step(plain)
     for i in range(8):
-        x = normal(4, 64, seed=i)
+        x = given(seed=i)
         assert not any(map(different, step(x, 1.5), other(x, 1.5)))
         if i == 5:
             for optimizer in (plain, ours):
