@@ -115,7 +115,10 @@ def beyond_the_bound(
     """The number of elements of y, dx and dW further from the CPU's than the bound, with the largest ratio to it.
 
     Two sums that differ may round to neighbours in bfloat16, and an FP8 unit keeps fewer bits of a sum than float32:
-    ``ulp(y) + 2^-11 (|a| @ |b|)``, the ulp being bfloat16's, ``2^-7 |y|`` at most.  Sums of integers are exact.
+    ``ulp(y) + 2^-10 (|a| @ |b|)``, the ulp being bfloat16's, ``2^-7 |y|`` at most.  Sums of integers are exact.
+
+    A unit that adds 32 products at a time, each cut below 2^-13 of the largest, is as far as 0.75 of this bound from
+    the CPU where a few rows outweigh the others, as here; an H200 was as far as 0.64.
     """
     rows, inputs, outputs = shape
     torch.manual_seed(0)
@@ -132,7 +135,7 @@ def beyond_the_bound(
     sums = (x.abs() @ w.T, g.abs() @ w, g.abs().T @ x.abs())
     beyond, share = 0, 0.0
     for name, a, b, magnitude in zip(("y", "dx", "dW"), *made, sums, strict=True):
-        distance, allowed = (a - b).abs(), 2**-7 * torch.maximum(a.abs(), b.abs()) + 2**-11 * magnitude
+        distance, allowed = (a - b).abs(), 2**-7 * torch.maximum(a.abs(), b.abs()) + 2**-10 * magnitude
         if products == "int8" and name != "dW":
             allowed = torch.zeros_like(allowed)
         beyond += int((~(distance <= allowed)).sum())

@@ -285,6 +285,8 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != dtype:
         raise RuntimeError(f"the input has dtype {x.dtype}, and the weight {dtype}: they must be the same")
+    if x.shape[-1] != weight.shape[1]:  # before the function: torch 2.11 does not trace a size that it fixes within
+        raise RuntimeError(f"the input has {x.shape[-1]} features, and the layer takes {weight.shape[1]}")
     check_current(weight)
     result: Tensor = _FromCodes.apply(x, weight, bias, units, spec.gradient_products == "fp8")
     return result

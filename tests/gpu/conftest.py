@@ -11,6 +11,7 @@ sys.path[:0] = map(str, (LIBRARY, LIBRARY / "kernels"))  # tests import from tho
 WARNINGS = (
     "ignore:Warning. Profiler clears events:UserWarning",
     "ignore:Synchronization debug mode is a prototype:UserWarning",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
     "ignore:The CUDA Graph is empty:UserWarning",  # the compiler records an empty one to have a pool of memory
     "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
 )

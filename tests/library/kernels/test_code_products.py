@@ -192,15 +192,19 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(fmt, gradient, in_graph, d
 
 @cases
 def test_a_compiler_sees_one_graph_on_a_card(fmt, gradient):
-    """Fake tensors there: no compiler traces which kernels there are."""
+    """Fake tensors there: no compiler traces which kernels there are; another size makes a dimension a symbol."""
     torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        codes, scale = torch.empty(32, 64, dtype=torch.uint8, device="cuda"), torch.empty(32, 1, device="cuda")
-        weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
-        spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
-        x = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        product = partial(_products.linear_from_codes, weight=weight, bias=None, units=UNITS[fmt], spec=spec)
-        assert torch.compile(product, backend="eager", fullgraph=True)(x).shape == (32, 32)
+    spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
+    for rows, length, width in ((32, 64, 32), (48, 96, 64), (64, 128, 96)):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            codes = torch.empty(width, length, dtype=torch.uint8, device="cuda")
+            scale = torch.empty(width, 1, device="cuda")
+            weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
+            x = torch.empty(rows, length, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            product = partial(_products.linear_from_codes, weight=weight, bias=None, units=UNITS[fmt], spec=spec)
+            assert torch.compile(product, backend="eager", fullgraph=True)(x).shape == (rows, width)
+    with pytest.raises(RuntimeError, match="the input has 64 features, and the layer takes 128"):
+        product(torch.zeros(16, 64, dtype=torch.bfloat16))
 
 
 def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch):
