@@ -1,18 +1,18 @@
-"""Differences of Q16, each with its n, its standard deviation over seeds, and what may be said of it.
+"""Differences of Q16 to the same optimizer in float32, each with its n, its standard deviation over seeds, and a verdict.
 
 A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p-value of 0.01 (4.6 at five seeds), and
 two rows are equal where the 95% interval lies within 0.02. Both levels were announced before the runs.
 """
 
+from collections.abc import Sequence
 from math import sqrt
-from pathlib import Path
 
-from _compared import by_text, measured_against, short
+from _compared import short
 from _markdown import markdown
+from _study import against_baseline
 from scipy.stats import t
 
 from nanogpt_bench.report.results import Difference, Result
-from nanogpt_bench.report.results_file import read_export
 
 CLAIMED_P, EQUAL_WITHIN = 0.01, 0.02
 HEADER = ("training", "text", "n", "sigma", "minus float32", "d√n/sigma", "claimed beyond", "verdict")
@@ -51,18 +51,20 @@ def verdict(found: Difference, sigma: float) -> str:
     return "equal" if equal else "not decided"
 
 
-def claims_table(file: Path, baseline: str) -> str:
-    """A line for each row and text that has at least two seeds in common with the baseline."""
-    lines = [
-        _line(result, text)
-        for text, results in by_text(measured_against(read_export(file), baseline))
-        for result in results
-        if not result.reference
+def claims_table(lines: Sequence[tuple[str, str, str, str]]) -> str:
+    """A line for each text and row: its results files, its rule, its title, and the rule of its baseline."""
+    found = [
+        (text, title, next(r for r in results if short(r) == rule))
+        for stems, rule, title, baseline in lines
+        for text, results in against_baseline(stems, baseline)
+        if rule != baseline
     ]
-    return markdown(HEADER, [line for line in lines if line])
+    order = list(dict.fromkeys(text for text, *_ in found))
+    rows = [_line(*each) for each in sorted(found, key=lambda each: order.index(each[0]))]
+    return markdown(HEADER, [row for row in rows if row])
 
 
-def _line(result: Result, text: str) -> list[str] | None:
+def _line(text: str, title: str, result: Result) -> list[str] | None:
     found = result.difference
     sigma = sigma_of(found) if found else None
     if found is None or sigma is None:
@@ -73,4 +75,4 @@ def _line(result: Result, text: str) -> list[str] | None:
         f"{found.mean * sqrt(found.seeds) / sigma:+.1f}",
         f"{level(found.seeds):.1f}",
     ]
-    return [f"`{short(result)}`", text, str(found.seeds), *figures, verdict(found, sigma)]
+    return [title, text, str(found.seeds), *figures, verdict(found, sigma)]

@@ -70,7 +70,7 @@ def memory() -> Spec:
 ROWS = {
     "E4M3 nearest": ("study_q16_adamw", "fp32", "nearest"),
     "E4M3 stochastic-8bit": ("study_q16_adamw", "fp32", "stochastic"),
-    "E2M5 muon-stochastic draws=independent": ("study_q11_e2m5 study_q11_law", "muon", "muon-stochastic"),
+    "E2M5 muon-stochastic": ("study_q16_adamw", "muon", "muon-stochastic"),
 }
 #: where the names are written, in units of the axes, and whether each text begins or ends there
 LABELS = (

@@ -82,6 +82,7 @@ BESIDE = {
     "study_q12_law": ("study_q12_muon",),
     "study_q15_draws": ("study_q15_decay", "study_q15_decay_E5M2", "study_q15_decay_E7M0"),
     "study_q13_peers": ("study_q13_adamw", "study_q13_ours", "study_q13_muon"),
+    "study_q16_adamw": ("study_q16_muon", "study_q16_bf16"),
 }
 
 
