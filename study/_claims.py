@@ -1,4 +1,4 @@
-"""Differences of Q16 to the same optimizer in float32, each with its n, its standard deviation over seeds, and a verdict.
+"""Differences of Q16 to the same optimizer in float32, each with n, its standard deviation over seeds, and a verdict.
 
 A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p-value of 0.01 (4.6 at five seeds), and
 two rows are equal where the 95% interval lies within 0.02. Both levels were announced before the runs.
