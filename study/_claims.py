@@ -4,18 +4,24 @@ A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p
 two rows are equal where the 95% interval lies within 0.02. Both levels were announced before the runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
 
-from _compared import short
+from _compared import TEXTS, short, text_of_row
 from _markdown import markdown
-from _study import against_baseline
+from _study import FOLDER, against_baseline
 from scipy.stats import t
 
 from nanogpt_bench.report.results import Difference, Result
+from nanogpt_bench.report.results_file import read_export
 
 CLAIMED_P, EQUAL_WITHIN = 0.01, 0.02
-HEADER = ("training", "text", "n", "sigma", "minus float32", "d√n/sigma", "claimed beyond", "verdict")
+HEADER = ("training", "text", "n", "sigma", "minus float32", "in steps", "d√n/sigma", "claimed beyond", "verdict")
+#: the runs of the baselines that are longer by so many steps
+LONGER, BY = "study_q16_steps", 200
+BASELINE = {"fp32": "study_q16_adamw", "muon": "study_q16_muon"}
 
 
 def sigma_of(found: Difference) -> float | None:
@@ -51,10 +57,29 @@ def verdict(found: Difference, sigma: float) -> str:
     return "equal" if equal else "not decided"
 
 
+def gain_per_step(longer: Mapping[int, float], shorter: Mapping[int, float]) -> float | None:
+    """Nats that a baseline gains per step at its end, from its losses by seed; None where the 95% interval holds 0.
+
+    >>> gain_per_step({1: 1.5, 2: 1.52, 3: 1.49}, {1: 1.53, 2: 1.54, 3: 1.51}), gain_per_step({1: 1.5}, {1: 1.53})
+    (0.00011666666666666678, None)
+    """
+    gains = [shorter[seed] - longer[seed] for seed in shorter if seed in longer]
+    if len(gains) < 2:
+        return None
+    mean, half = fmean(gains), float(t.ppf(0.975, len(gains) - 1)) * stdev(gains) / sqrt(len(gains))
+    return mean / BY if abs(mean) > half else None
+
+
+def losses(file: Path, baseline: str, text: str) -> dict[int, float]:
+    """Final losses of a baseline by seed, on one text."""
+    rows = [row for row in read_export(file).rows if row.rule == baseline and TEXTS[text_of_row(row)] == text]
+    return {run.seed: run.summary["final_val_loss"] for row in rows for run in row.runs}
+
+
 def claims_table(lines: Sequence[tuple[str, str, str, str]]) -> str:
     """A line for each text and row: its results files, its rule, its title, and the rule of its baseline."""
     found = [
-        (text, title, next(r for r in results if short(r) == rule))
+        (text, title, next(r for r in results if short(r) == rule), baseline)
         for stems, rule, title, baseline in lines
         for text, results in against_baseline(stems, baseline)
         if rule != baseline
@@ -64,14 +89,16 @@ def claims_table(lines: Sequence[tuple[str, str, str, str]]) -> str:
     return markdown(HEADER, [row for row in rows if row])
 
 
-def _line(text: str, title: str, result: Result) -> list[str] | None:
+def _line(text: str, title: str, result: Result, baseline: str) -> list[str] | None:
     found = result.difference
     sigma = sigma_of(found) if found else None
     if found is None or sigma is None:
         return None
+    gain = gain_per_step(*(losses(FOLDER / f"{stem}.json", baseline, text) for stem in (LONGER, BASELINE[baseline])))
     figures = [
         f"{sigma:.3f}",
         f"{found.mean:+.3f}",
+        f"{found.mean / gain:+.0f}" if gain else "",
         f"{found.mean * sqrt(found.seeds) / sigma:+.1f}",
         f"{level(found.seeds):.1f}",
     ]
