@@ -60,8 +60,9 @@ def verdict(found: Difference, sigma: float) -> str:
 def gain_per_step(longer: Mapping[int, float], shorter: Mapping[int, float]) -> float | None:
     """Nats that a baseline gains per step at its end, from its losses by seed; None where the 95% interval holds 0.
 
-    >>> gain_per_step({1: 1.5, 2: 1.52, 3: 1.49}, {1: 1.53, 2: 1.54, 3: 1.51}), gain_per_step({1: 1.5}, {1: 1.53})
-    (0.00011666666666666678, None)
+    >>> shorter = {1: 1.53, 2: 1.54, 3: 1.51}
+    >>> round(gain_per_step({1: 1.5, 2: 1.52, 3: 1.49}, shorter) or 0, 6), gain_per_step({1: 1.5}, shorter)
+    (0.000117, None)
     """
     gains = [shorter[seed] - longer[seed] for seed in shorter if seed in longer]
     if len(gains) < 2:
