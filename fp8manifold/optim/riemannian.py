@@ -53,23 +53,29 @@ _EUCLIDEAN = geoopt.Euclidean()
 _LR_OWN, _LR_OTHER = 0.5, 1e-3
 
 
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, changed in place, with geoopt's ``stabilize`` under this library's name."""
+    every, own = options.pop("stabilize", None), options.get("stabilize_every")
+    if every is not None and own not in (None, every):
+        raise ValueError(f"stabilize={every!r} and stabilize_every={own!r} are one option by two names: pass one")
+    if every is not None:
+        options["stabilize_every"] = every
+    return options
+
+
 class Riemannian(ManifoldOptimizer):
     """The base of both optimizers: groups of mixed parameters, the bounded chart, and the write-back."""
 
     stores_all_moments = False
 
     def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
-        if (every := options.pop("stabilize")) is not None:
-            options["stabilize_every"] = every
-        super().__init__(params, options)
+        super().__init__(params, _renamed(options))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
             super().add_param_group(param_group)  # torch says what is wrong with it
-        if "stabilize" in param_group:
-            param_group["stabilize_every"] = param_group.pop("stabilize")
-        params = param_group["params"]
+        params = _renamed(param_group)["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
         own = [isinstance(p, Tensor) and is_quantized(p) for p in tensors]

@@ -278,7 +278,7 @@ DIGITS = 4
 
 
 #: monitors' metrics, in the order of display, without those of the machine
-_WATCHED = [m for m in METRICS if m.monitor not in (None, "", "resources") and m != OVERHEAD and m.name[-2:] != "_I"]
+_WATCHED = [m for m in METRICS if m.monitor not in (None, "", "resources") and m != OVERHEAD]
 MONITORED = tuple(dict.fromkeys((*ALWAYS, *(one.name for metric in _WATCHED for one in metric.each))))
 
 

@@ -64,6 +64,7 @@ OPTIONS = {
         "amsgrad=True, moments='8bit'": "ValueError: amsgrad=True does not go with moments='8bit'",
         "float_lr=-1.0": "ValueError: float_lr=-1.0",
         "stabilize=0": "ValueError: stabilize",
+        "stabilize=5, stabilize_every=10": "ValueError: stabilize=5 and stabilize_every=10",
     },
     "RiemannianSGD": {
         **named("ValueError", "float_lr=inf; momentum=-0.9"),
