@@ -158,6 +158,8 @@ def find_checkpoint(
     contents = read(path)
     _check_config(contents.facts.get("config", {}), config, allow_change=allow_change, say=say)
     _check_environment(contents.facts.get("environment", {}), environment, allow_change=allow_change, say=say)
+    if contents.step > (end := config.train.max_steps):
+        raise BenchError(f"train.max_steps={end} is below the {contents.step} steps that {run_dir} has made")
     say(f"{run_dir} goes on after step {contents.step}")
     return contents
 
