@@ -19,6 +19,7 @@ LINES = (
     ("study_q16_adamw", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
     ("study_q16_adamw", "muon", "Muon, float32", "muon"),
     ("study_q16_adamw", "E2M5 muon-stochastic", "Muon, E2M5", "muon"),
+    ("study_q16_adamw", "E4M3 muon-stochastic", "Muon, E4M3", "muon"),
 )
 E4M3_MUON = ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=independent")
 E2M5_MUON = ("study_q11_e2m5 study_q11_law", "E2M5 muon-stochastic draws=independent")
