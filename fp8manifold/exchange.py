@@ -58,8 +58,7 @@ def exported_state_dict(
       quantised with ``granularity="square"``.
 
     Only weights are described.  The values that the other library decodes are :meth:`QuantizedLinear.quantized_weight`
-    to the bit, in float32, and in bfloat16 where scales are powers of two.  NaN and -0 are preserved, Inf does not
-    occur.
+    to the bit, in float32, and in bfloat16 where scales are powers of two.  NaN and -0 are preserved.
 
     Args:
         model: of :func:`quantize_model`; other parameters in codes than weights of linear layers are written as floats.
@@ -216,7 +215,7 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
             codes, scale = weight.codes, weight.scale
         else:
             codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
-            if not torch.equal(decode(codes, fmt) * layer.weight_scale(), layer.quantized_weight().float()):
+            if not torch.equal((decode(codes, fmt) * layer.weight_scale()).to(weight.dtype), layer.quantized_weight()):
                 raise ValueError(f"layer {name!r} holds values that are not on the grid of {fmt.name}")
         yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype, in_squares)
 

@@ -51,8 +51,7 @@ def fake_quantize(
         rounding, seed, step, stream: as in :func:`round_to_grid`.
 
     Returns:
-        Tensor like ``x``.  NaN stays NaN, Inf saturates, -0 is preserved if the layout has it, an empty tensor stays
-        empty.
+        Tensor like ``x``.  NaN stays NaN, Inf saturates, -0 is preserved if the layout has it; empty stays empty.
 
     Raises:
         TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale that does not fit; no ``seed``.

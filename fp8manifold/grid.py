@@ -86,7 +86,7 @@ def round_to_grid(
 
     Raises:
         TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it; a key word is no int.
-        ValueError: an unknown format or mode, ``stochastic`` without ``seed`` or ``bits``, or one of them out of range.
+        ValueError: an unknown format or mode, ``stochastic`` without ``seed`` or ``bits``, or a key out of range.
 
     Example:
         >>> round_to_grid(torch.tensor([1.06, 500.0, -0.0]), "E4M3").tolist()

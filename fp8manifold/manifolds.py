@@ -75,7 +75,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; for NaN that of the top binade."""
+        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; at NaN the largest, or NaN."""
         wide, scale = self._working(x)
         return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
 

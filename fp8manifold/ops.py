@@ -40,8 +40,7 @@ def fp8_mm(
     .. math:: C = s_a s_b \\, Q(A / s_a) \\, Q(B / s_b)
 
     Its gradients are products of the same kind, in which the gradient G of C is quantised too:
-    :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`.  Rounding is to nearest, and gradients pass through it
-    unchanged.
+    :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`.  Rounding is to nearest; gradients pass unchanged.
 
     ``torch._scaled_mm`` multiplies E4M3 and E5M2 (but not two of E5M2) on CUDA devices of compute capability 9.0 or
     later, if both dimensions of the second matrix are multiples of 16; everywhere else the exact values are multiplied
@@ -61,8 +60,8 @@ def fp8_mm(
 
     Returns:
         ``(M, N)``, empty where M or N is 0.  NaN in an operand is NaN in what depends on it, Inf saturates, -0 counts
-        as 0; a sum over nothing (K = 0) is 0.  A G with Inf or NaN makes both gradients NaN, so that saturation does
-        not hide it.
+        as 0; a sum over nothing (K = 0) is 0.  A quantised G with Inf or NaN makes both gradients NaN, so that
+        saturation does not hide it.
 
     Raises:
         TypeError: an operand that is no float tensor.
@@ -85,6 +84,8 @@ def fp8_mm(
             f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a must have as many "
             "columns as b has rows"
         )
+    if not (out_dtype or a.dtype).is_floating_point:
+        raise TypeError(f"out_dtype={out_dtype} must be a float dtype")
     formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
     left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
     right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
@@ -171,7 +172,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a_scale = b_scale = None  # they are of rows and columns that these products sum over
     options = (ctx.granularity, ctx.pow2)
     for_a = for_b = None
-    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0  # so that no saturation hides that it holds Inf or NaN
+    zero_or_nan = (gradient * 0.0).sum(dtype=torch.float32)  # so that no saturation hides that it holds Inf or NaN
     if ctx.needs_input_grad[0]:
         g_scale = _measured_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2) + zero_or_nan
         for_a = _product(gradient, b.t(), (g_scale, b_scale), (g_format, b_format, g_format), *options, a.dtype)

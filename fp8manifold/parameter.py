@@ -45,7 +45,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
         if isinstance(w, FP8Tensor) and fmt is None and as_it_is:
             requires_grad = bool(options.get("requires_grad", True))
             return cls._wrap(w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad)
-        return FP8Tensor.__new__(cls, w, "E4M3" if fmt is None else fmt, **{"requires_grad": True, **options})
+        return FP8Tensor.__new__(cls, w, fmt, **{"requires_grad": True, **options})
 
 
 torch.serialization.add_safe_globals([FP8Parameter])

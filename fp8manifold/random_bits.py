@@ -94,6 +94,8 @@ def random_bits(
     Computer Programming, 6.4, for the golden ratio.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape={shape} has a negative size")
     check_words(seed=seed, step=step, stream=stream, offset=offset)
     check_choice("draws", draws, get_args(Draws))
     numel, key = math.prod(shape), stream_of(draws, seed, step, stream)

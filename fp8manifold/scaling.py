@@ -245,7 +245,7 @@ def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
     """The place of the largest stored weight, in units of the scale."""
     if headroom is None:
         headroom = usual_headroom(fmt, 2.0)
-    check_number("headroom", headroom, 1.0)
+    check_number("headroom", headroom, 1.0, open_high=True)
     return min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
 
 

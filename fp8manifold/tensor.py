@@ -12,6 +12,7 @@ import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._base.reading import has_values
 from fp8manifold._encoded import storage, stored_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own, write_kept
@@ -34,12 +35,11 @@ class FP8Tensor(ScaledTensor):
     Scales that it chooses are powers of two, so products are exact; with given scales the product is rounded to
     float32, and from there to bfloat16.  To torch it is a float32 or bfloat16 tensor, which operators decode when they
     run.  In-place operators (``add_``, a torch optimizer's) run in float32 and round the result, at the same scale
-    unless all values are replaced: ``normal_`` gives a new scale, and so do copied floats that would saturate or be
-    lost.
+    unless all values are replaced: ``normal_`` gives a new scale, as do copied floats that would saturate or vanish.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
-        fmt: a format or its name.
+        fmt: a format or its name; None: that of ``w`` if it is one of these tensors, or E4M3.
         granularity: one scale for the ``tensor``, each ``channel`` (index of the first dimension), each ``row`` of the
             last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, except that None may go down to 1 in a format
@@ -93,7 +93,7 @@ class FP8Tensor(ScaledTensor):
     def __new__(
         cls: type[Self],
         w: Tensor,
-        fmt: FormatLike = "E4M3",
+        fmt: FormatLike | None = None,
         *,
         granularity: scaling.StoredGranularity = "channel",
         headroom: float | None = None,
@@ -107,7 +107,9 @@ class FP8Tensor(ScaledTensor):
     ) -> Self:
         working_dtype(w, "w")
         check_choice("granularity", granularity, scaling.STORED_GRANULARITIES)
-        w, fmt = w.detach(), as_format(fmt)
+        w, fmt = w.detach(), as_format(fmt or (w.format if isinstance(w, FP8Tensor) else "E4M3"))
+        if scale is not None and has_values(w) and not w.isfinite().all():
+            raise ValueError("w holds Inf or NaN: all values must be finite")
         if dtype is None:
             dtype = w.dtype if w.dtype in DTYPES else torch.float32
         if granularity in ("channel", "row"):
@@ -127,7 +129,7 @@ class FP8Tensor(ScaledTensor):
         return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
-    def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
+    def from_float(cls, w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
         """Round a float tensor: the constructor as a method, with its options."""
         return cls(w, fmt, **options)
 
@@ -151,12 +153,10 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             codes: uint8, contiguous.
-            scale: float32, positive and normal, in one of the shapes of the attribute, or uint8 exponents (E8M0) of
-                blocks.
+            scale: float32, positive and normal, in a shape of the attribute, or uint8 exponents (E8M0) of blocks.
             fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
             block_size: 32 for one scale per block, ``(128, 128)`` for one per square, otherwise None.
-            counter, by_operator: stochastic writes so far; whether the writing operator's name enters the key of its
-                draws.
+            counter, by_operator: stochastic writes so far; whether the writing operator's name enters its key.
 
         Raises:
             TypeError: ``codes`` is not uint8.
@@ -177,6 +177,7 @@ class FP8Tensor(ScaledTensor):
         scale = stored_scale.given_scale(
             scale, codes, {scaling.BLOCK_SIZE: "block", storage.SQUARE: "square"}.get(block_size, plain)
         )
+        scale = scale.reshape(()) if codes.dim() < 2 and scale.numel() == 1 else scale
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
@@ -280,8 +281,7 @@ class FP8Tensor(ScaledTensor):
     def adopt(self, other: "FP8Tensor") -> None:
         """Take codes, scale and remainder of ``other``, in place and exactly, as ``copy_`` of a tensor does.
 
-        The counter becomes the larger one, so that no draw is used twice, and in ``Module.load_state_dict`` the
-        other's.
+        The counter becomes the larger one, so that no draw is used twice; in ``Module.load_state_dict`` the other's.
 
         Raises:
             ValueError: another format or shape, or scales finer than this tensor's.

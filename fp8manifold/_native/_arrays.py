@@ -162,7 +162,7 @@ def rounded_at(
     if work is torch.float32 and rounding in ("nearest", "stochastic") and has_memory(x) and _is_of_rows(scale, x):
         native = rounded(x.float(), fmt, key if rounding == "stochastic" else None, scale=scale, rescale=rescale)
         if native is not None:
-            return native.view(shape).to(dtype)
+            return _in_dtype(native.view(shape), dtype)
 
     def block(part: Tensor, start: int, out: Tensor | None) -> Tensor:
         draws = None
@@ -172,7 +172,12 @@ def rounded_at(
         return round_block(part, fmt, rounding, "saturate", draws, out)
 
     values = blockwise(block, x.to(work) / scale, work)
-    return (values * scale if rescale else values).view(shape).to(dtype)
+    return _in_dtype((values * scale if rescale else values).view(shape), dtype)
+
+
+def _in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in their dtype; float16, whose largest number a grid may exceed, saturates."""
+    return (values.clamp(-65504.0, 65504.0) if dtype is torch.float16 else values).to(dtype)
 
 
 def _is_of_rows(scale: Tensor, x: Tensor) -> bool:

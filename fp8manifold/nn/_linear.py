@@ -119,7 +119,7 @@ class QuantizedLinear(nn.Linear):
         if codes is not None:
             _spec.check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
-            check_number("headroom", headroom, 1.0)
+            check_number("headroom", headroom, 1.0, open_high=True)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.spec, self.storage = spec, storage

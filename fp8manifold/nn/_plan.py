@@ -318,6 +318,8 @@ def _chosen_parameters(
     if not isinstance(parameters, Mapping):
         patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         spec = formats.get("*")
+        if not patterns:
+            raise ValueError("parameters is empty: leave it out, or give a pattern")
         if spec is None or spec.weight is None:
             raise ValueError(
                 f"parameters={patterns!r} takes the weight's format of the pattern '*', which formats does not have: "

@@ -191,6 +191,8 @@ class Scale(Scaler):
 
     def freeze(self, scale: Tensor) -> None:
         """Take a scale, such as one from a file, for all tensors from now on; for the policy ``static``."""
+        if self.policy != "static":
+            raise ValueError(f"policy={self.policy!r} measures its scale: freeze takes policy='static'")
         self.value = scale.to(self.value)
         self.frozen.fill_(True)
 

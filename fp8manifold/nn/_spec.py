@@ -35,8 +35,7 @@ class OperandSpec:
         policy: of the scale, as in :class:`Scale`.
         history: of the policy ``delayed``, usually 16 to 100 tensors.
         rounding: ``nearest`` or ``stochastic``.
-        scale: None measures it; a number is the scale itself; ``global`` takes one magnitude for all gradients of a
-            model.
+        scale: None measures it; a number is the scale; ``global`` takes one magnitude for all of a model's gradients.
         ste: the straight-through gradient, as in :func:`fake_quantize`; gradients have none.
 
     Raises:

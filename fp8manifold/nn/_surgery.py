@@ -69,8 +69,7 @@ def quantize_model(
         products: how the matmul runs, if only a format is given, as in :class:`LayerSpec`.
         parameters: with ``fp8``, other parameters of two or more dimensions, by patterns over their names such as
             ``"*.experts.*"``, or a mapping from pattern to format.  Each becomes an :class:`FP8Parameter` of its
-            module, with one scale per row of the last dimension, or per filter of a convolution, unless ``granularity``
-            differs.
+            module, a scale per row of the last dimension or filter of a convolution unless ``granularity`` differs.
         embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format; only the
             rows that are looked up are decoded, and a head that shares the weight shares its codes.
 

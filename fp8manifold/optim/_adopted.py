@@ -132,6 +132,8 @@ def _check_foreign(entry: dict[str, Any], index: int) -> None:
     for difference, fault in ((entry.keys() - _OF_ADAMW, "has"), (_OF_ADAMW - entry.keys(), "lacks")):
         if difference:
             raise ValueError(f"the state of parameter {index} {fault} {', '.join(sorted(difference))}, unlike AdamW's")
+    if not 0 <= float(entry["step"]) <= 2**62:
+        raise ValueError(f"the state of parameter {index} has step={entry['step']!r}: 0 or more is needed")
     for name in ("exp_avg", "exp_avg_sq"):
         value = entry[name]
         if type(value) is not Tensor or not value.is_floating_point():

@@ -48,11 +48,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
         observes: a function of a parameter, true if the observer is called for it; None calls it for all.
-        skipped_steps, skipped_in_row: steps left out because a gradient was not finite, and how many of these were the
-            last steps.
+        skipped_steps, skipped_in_row: steps left out as a gradient was not finite, and how many of them came last.
         warn_after: after this many skipped steps in a row a ``RuntimeWarning`` names the parameters at fault.
-        widened_scales, fitted_scales: scales of one-byte weights doubled by this process; fitted to first values or
-            narrowed.
+        widened_scales, fitted_scales: scales of one-byte weights that this process doubled; fitted or narrowed.
         streams_begun: parameters that were given a stream of random bits (``stream`` in their state).
     """
 

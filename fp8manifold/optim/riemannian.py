@@ -206,7 +206,7 @@ def _store(slot: Slot, rows: Tensor, moved: Tensor) -> None:
 def _progress(group: dict[str, Any]) -> float:
     """``lr / initial_lr``: how far a schedule has taken the learning rate from what its group was made with."""
     start = float(group["start_lr"])  # schedulers write ``initial_lr``, OneCycleLR the warm-up's start
-    return lr_of(group) / start if start else 1.0
+    return lr_of(group) / start if start else float(lr_of(group) > 0)
 
 
 class RiemannianAdam(Riemannian):
@@ -230,8 +230,7 @@ class RiemannianAdam(Riemannian):
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
         writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own, and for ordinary bfloat16 and
-            float16 parameters stochastic rounding by independent draws.  The random bits are the optimizer's, not the
-            manifold's.
+            float16 parameters stochastic rounding by independent draws.  Random bits are the optimizer's.
         damping, clip: bounds of S / S_ref, as powers of two, outside of which the chart of ``ulp`` is linear; other
             metrics have none.
         moments, seed, refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags: as in

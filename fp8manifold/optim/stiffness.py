@@ -141,8 +141,7 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: an option out of range, an unsupported flag or combination, no parameters, or one on another
-            manifold.
+        ValueError: an option out of range, an unsupported flag or combination, no parameters, another manifold.
 
     Example:
         >>> import fp8manifold as fm, torch

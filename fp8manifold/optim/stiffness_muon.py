@@ -345,7 +345,7 @@ def _exempt(model: nn.Module) -> set[int]:
 def _adams(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
     """The parameters that are Adam's whatever their shape: embeddings always, and heads, or what the patterns name."""
     found: dict[int, str] = {}
-    for pattern in patterns or ():
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         matched = [
             p for name, m in model.named_modules() if name and fnmatchcase(name, pattern) for p in m.parameters()
         ]

@@ -52,8 +52,7 @@ def write_corpus(
 
     `limit` is the most tokens of the training split; the validation split gets a tenth as many. Documents may come from
     a stream, of which no more are read than are written. If they are `LabelledText`, their labels are written too; the
-    labels' names are `labels`, or else their numbers. Everything is written to a temporary sibling of `out`, which is
-    then renamed.
+    labels' names are `labels`, or else their numbers. All is written to a temporary sibling of `out`, then renamed.
     """
     limits = split_limits(limit)
     with _replaced(out) as folder, progress_bar(splits, limits, progress) as advance:

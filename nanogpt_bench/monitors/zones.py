@@ -42,8 +42,7 @@ def zero_gradient_zone(
 
     A finite difference of the loss with respect to such a weight is zero. `weight` (O, I) is the one multiplied by, and
     `output` the dtype of the outputs. Fewer rows of `inputs` (..., I) give a larger share, or the same: 1 without any.
-    An output that is NaN or Inf does not change for any step; a weight that is NaN, or is multiplied by NaN or Inf, is
-    in no zone.
+    An output that is NaN or Inf does not change for any step; a weight NaN, or multiplied by NaN or Inf, is in no zone.
 
     >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.01, 0.0]])
     >>> zero_gradient_zone(weight, inputs, fm.FloatFormat.from_string("E4M3"))  # outputs near 1 are 0.0078 apart

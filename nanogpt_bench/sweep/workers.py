@@ -355,8 +355,7 @@ class Pool:
     def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
         """Train the jobs in `order`; yield events until all have ended, and a tick after `tick` s without an event.
 
-        The caller may append to `jobs` between events and, if it is a deque, to `order`; every idle worker takes the
-        next job.
+        The caller may append to `jobs` between events and, if it is a deque, to `order`; idle workers take the next.
         """
         waiting = order if isinstance(order, deque) else deque(order)
         idle, running = list(self._workers), dict[Future[dict[str, Any]], _Running]()

@@ -127,8 +127,7 @@ def read_yaml(path: Path, *, links: bool = True) -> Any:
 def parse_yaml(text: str) -> Any:
     """Return the content of a YAML text, as plain data.
 
-    Raises ValueError if it is no YAML, has a tag that names a class, a key twice or an ambiguous number, or is beyond
-    the bounds.
+    Raises ValueError if it is no YAML, has a tag that names a class, a key twice, an ambiguous number, or is too large.
 
     >>> parse_yaml("train: {max_steps: 3}")
     {'train': {'max_steps': 3}}

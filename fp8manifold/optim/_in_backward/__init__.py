@@ -327,8 +327,7 @@ def step_in_backward(
         accumulate: None or ``bfloat16``: sums of passes, rounded stochastically, in ``grad``, 2 bytes per weight.
 
     Returns:
-        A handle with ``remove()``, a context manager; groups and parameters that are added or unfrozen later step as
-        well.
+        A handle with ``remove()``, a context manager; groups and parameters added or unfrozen later step as well.
 
     Raises:
         TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the reverse, ``clip`` with
