@@ -12,7 +12,6 @@ import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import has_values
 from fp8manifold._encoded import storage, stored_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own, write_kept
@@ -64,7 +63,7 @@ class FP8Tensor(ScaledTensor):
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: the remainder of rounding ``w``, in 1/256 of a chart step.  Writing drops it.
 
-    Values given here must be finite.  Later writes preserve NaN if the format has a code for it and saturate Inf; -0 is
+    Without ``scale`` the values must be finite.  Otherwise, and in writes, NaN needs a code and Inf saturates; -0 is
     preserved if the layout has it, and an empty tensor has no codes and a scale of 1.
 
     Raises:
@@ -108,8 +107,6 @@ class FP8Tensor(ScaledTensor):
         working_dtype(w, "w")
         check_choice("granularity", granularity, scaling.STORED_GRANULARITIES)
         w, fmt = w.detach(), as_format(fmt or (w.format if isinstance(w, FP8Tensor) else "E4M3"))
-        if scale is not None and has_values(w) and not w.isfinite().all():
-            raise ValueError("w holds Inf or NaN: all values must be finite")
         if dtype is None:
             dtype = w.dtype if w.dtype in DTYPES else torch.float32
         if granularity in ("channel", "row"):

@@ -44,6 +44,7 @@ FORMATS = {
 }
 BITS = {
     "random_bits((3,))": "TypeError: seed",
+    "random_bits((3, -1), seed=0)": "ValueError: shape=(3, -1) has a negative size",
     **{
         f"random_bits((3,), **{{'seed': 0, '{word}': {value!r}}})": f"{error}: {word}={value!r}"
         for word in ("seed", "step", "stream", "offset")
@@ -104,6 +105,7 @@ PRODUCT = {
     "[[1.0]], x": "TypeError: a must be a tensor, not list",
     "x, x.T, a_format='E4M33'": "ValueError: E4M33",
     "x, x.T, gradient_format=5": "TypeError: int",
+    "x, x.T, out_dtype=int32": "TypeError: out_dtype=torch.int32 must be a float dtype",
     "x, x.T, granularity='block'": "ValueError: granularity='block' is unknown: one of tensor, channel",
     "x, x.T, a_scale=-1.0": "ValueError: scale holds -1.0",
     "x, x.T, a_scale=ones(2, 1)": "ValueError: granularity='tensor' needs a single number",

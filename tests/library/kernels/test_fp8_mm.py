@@ -193,6 +193,12 @@ def float8_linear(weight, granularity, pow2):
     return float8.convert_to_float8_training(nn.Sequential(linear), config=options)[0]
 
 
+def test_a_large_gradient_is_no_nan():
+    a = torch.ones(1000, 1, requires_grad=True)
+    fp8_mm(a, torch.ones(1, 1)).backward(torch.full((1000, 1), 2.0**118))  # their sum is beyond float32
+    assert torch.allclose(a.grad, torch.full((1000, 1), 2.0**118))
+
+
 @pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
 @granularities
 @pytest.mark.parametrize("pow2", [True, False])

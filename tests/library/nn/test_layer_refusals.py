@@ -91,6 +91,7 @@ REFUSED = {
     "FP8Parameter(w, rounding='up')": "ValueError: rounding='up'",
     "FP8Parameter(w, seed=-1)": "ValueError: seed=-1",
     "FP8Parameter(w, headroom=0.5)": "ValueError: headroom=0.5",
+    "FP8Parameter(w, headroom=inf)": "ValueError: headroom=inf",
     "FP8Parameter(w, dtype=float64)": "TypeError: dtype=torch.float64 & float32 or torch.bfloat16",
     "FP8Parameter(w, scale=2.0**-130)": "ValueError: scale holds 7.34684e-40 & 2^-126 at least",
     "FP8Parameter(w, scale=-1.0)": "ValueError: scale holds -1",
@@ -221,6 +222,7 @@ REFUSED |= {
         for given, said in {
             "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters & 'experts'",
             "parameters={'inner': 'E4M3'}": "ValueError: pattern 'inner' matches none",
+            "parameters=[]": "ValueError: parameters is empty",
             "parameters={3: 'E4M3'}": "TypeError: parameters has 3: a pattern must be a string",
             "parameters={'*': 'E9M9'}": "ValueError: E9M9",
             "embeddings={'inner': 'E4M3'}": "ValueError: embeddings: pattern 'inner' matches none",

@@ -164,6 +164,7 @@ def edited(**entries):
         (edited(exp_avg_sq=-torch.ones(64, 300)), "exp_avg_sq with values that no average"),
         (edited(exp_avg=torch.full((64, 300), torch.nan)), "exp_avg with values that no average"),
         (edited(exp_avg=torch.ones(64, 300).int()), "exp_avg=tensor"),
+        (edited(step=torch.tensor(-1.0)), "step=tensor"),
         ({"state": {}, "param_groups": [{"params": [0]}]}, r"groups of size \[1\], the optimizer of size \[2, 4\]"),
         ({"state": {}}, "lacks param_groups"),
         ({"optimizer": "Madam", "state": {}, "param_groups": []}, "one of Madam, not of StiffnessAdamW"),

@@ -111,7 +111,7 @@ def test_what_a_model_leaves_out_of_decay_is_left_out():
     model = Timm(w1=(4, 6), w2=(4, 6), w3=(4, 6))
     model.w3._no_weight_decay = True
     assert found(model) == {"w1": VECTOR, "w2": MUON, "w3": VECTOR}
-    assert found(model, others=["w2"])["w2"] == DECAYS
+    assert found(model, others=["w2"])["w2"] == found(model, others="w2")["w2"] == DECAYS
 
 
 def test_a_report_says_why():

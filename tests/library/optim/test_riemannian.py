@@ -159,6 +159,9 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind, tensor):
         step_from(optimizer, weight, torch.zeros_like(weight).as_subclass(Tensor))
         scheduler.step()
     assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
+    still = free_weight(x, "E4M3", 0.3)
+    step_from(kind([still], 0.0, weight_decay=0.1), still, torch.zeros_like(still).as_subclass(Tensor))
+    assert torch.equal(still.detach(), x)
 
 
 @pytest.mark.parametrize("path", PATHS)

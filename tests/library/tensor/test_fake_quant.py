@@ -27,6 +27,14 @@ def test_value_is_the_scaled_rounding(name, scale, dtype) -> None:
         assert y.dtype == dtype
 
 
+@each("name", ["E2M1", "E4M3"])
+def test_float16_saturates_where_its_grid_goes_on(name) -> None:
+    x = torch.tensor([6.5e4, -6.5e4, 1.0, 0.0] * 8).half()
+    for granularity in ("tensor", "block"):
+        y = fake_quantize(x, name, pow2=True, granularity=granularity)
+        assert 6e4 < y[0] == -y[1] < math.inf
+
+
 @each("pow2", [False, True])
 @each(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
 def test_without_a_scale_amax_gives_it(granularity, axis, pow2) -> None:

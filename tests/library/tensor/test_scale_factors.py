@@ -185,6 +185,13 @@ def test_what_was_exported_is_read_again(granularity, layout) -> None:
     assert torch.equal(other(x), net(x))
 
 
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("granularity", ["tensor", "channel", "block"])
+def test_master_weights_in_half_precision_are_exported(granularity, dtype) -> None:
+    layer = fm.QuantizedLinear(nn.Linear(64, 4).to(dtype), fm.LayerSpec("E4M3", granularity=granularity), "master")
+    assert exported_state_dict(layer, "torchao" if granularity == "tensor" else "compressed-tensors")[0]
+
+
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("granularity", ["block", "square"])
 def test_compiled_code_reads_the_scales_of_the_moment(granularity) -> None:

@@ -91,7 +91,11 @@ def test_a_parameter_of_every_family() -> None:
     assert p.is_leaf
     assert not isinstance(t, geoopt.ManifoldParameter)
     assert not t.requires_grad
-    assert type(fm.FP8Parameter.from_float(normal(2, 2), "E5M2", seed=3)) is fm.FP8Parameter
+    coarse = fm.FP8Parameter.from_float(normal(2, 2), "E5M2", seed=3)
+    assert type(coarse) is fm.FP8Parameter
+    assert fm.FP8Parameter(coarse, rounding="nearest").format == fm.FP8Tensor(coarse).format == coarse.format
+    vector = fm.FP8Tensor.from_codes(torch.tensor([56, 57], dtype=torch.uint8), torch.tensor([0.5]), "E4M3")
+    assert vector.fill_(3.0).tolist() == [3.0, 3.0]
     assert type(nn.Parameter(t)) is fm.FP8Tensor
     assert isinstance(nn.Parameter(t), nn.Parameter)
 
