@@ -190,7 +190,11 @@ class Scale(Scaler):
         return self.value if self.policy == "static" and self._is_frozen() else self._fresh(x)
 
     def freeze(self, scale: Tensor) -> None:
-        """Take a scale, such as one from a file, for all tensors from now on; for the policy ``static``."""
+        """Take a scale, such as one from a file, for all tensors from now on.
+
+        Raises:
+            ValueError: the policy is not ``static``.
+        """
         if self.policy != "static":
             raise ValueError(f"policy={self.policy!r} measures its scale: freeze takes policy='static'")
         self.value = scale.to(self.value)
