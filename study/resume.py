@@ -1,8 +1,8 @@
 """Put the trials of a results file back into the folder of its sweep, which then goes on behind them.
 
     git checkout COMMIT  # that of the file's runs
-    python study/resume.py study/sweeps/study_q16_muon.yaml study/begun/study_q16_muon.json OUT
-    nanogpt-bench sweep study/sweeps/study_q16_muon.yaml --out OUT
+    python study/resume.py study/sweeps/study_q16_bf16.yaml study/begun/study_q16_bf16.json OUT
+    nanogpt-bench sweep study/sweeps/study_q16_bf16.yaml --out OUT
 
 Where the folder of a sweep is gone, its export has the losses of all trials, which are all that a search needs.  Runs
 of rows are not put back: they have records that no export has.  It uses no more of the bench than commit 53e0bc1a has.
@@ -26,7 +26,9 @@ def put_back(sweep: Path, results: Path, out: Path) -> int:
     record, found = SweepRecord(out, "tune"), 0
     entries = [each for each in json.loads(results.read_text(encoding="utf-8")) if each["kind"] == "search"]
     for search in Tuning(read_sweep(sweep), record).searches:
-        entry = next(each for each in entries if each["label"] == search.start.label)
+        entry = next((each for each in entries if each["label"] == search.start.label), None)
+        if entry is None:  # this row's search has not begun
+            continue
         for run, loss in _trials(search, entry):
             seconds = entry["cost.seconds"] / max(entry["cost.runs"], 1)
             steps = run.settings["train.max_steps"]

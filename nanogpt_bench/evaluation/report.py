@@ -213,7 +213,7 @@ def _measure(
     at: Measurement, args: argparse.Namespace, formats: Sequence[str], own: Mapping[str, Any]
 ) -> tuple[list[Evaluation], dict[str, Any] | None]:
     names = list(formats) or ([] if own or at.stored else list(FORMATS))
-    scales = args.scales or ["channel"]
+    scales = list(dict.fromkeys(args.scales or ["channel"]))
     rounded = ("*", EMBEDDINGS) if args.embeddings else ("*",)
     first, shared = at.stored or ("none", "")
     plans: list[tuple[str, Mapping[str, Any], str]] = [(first, {}, shared)]

@@ -158,7 +158,10 @@ def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optim
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says how large a process was")
 def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
-    """50M codes: their bytes, pages of files that are given back every 16 MiB, and one tensor of 4 MiB as float32."""
+    """50M codes: their bytes, pages of files that are given back every 16 MiB, and one tensor of 4 MiB as float32.
+
+    The last 8 MiB are what glibc's arenas of threads hold: 68 to 87 MB in all from run to run, and 49 with one arena.
+    """
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     importlib.import_module("loading").write(tmp_path / "fp8", "50M", 3)
 
@@ -169,4 +172,4 @@ def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
     fm.save_fp8(fm.load_fp8(make("squares", tmp_path / "squares")), tmp_path / "other")  # what is imported on the way
     found = watched(read)
     assert found.returned == 3 * 2**24, found.raised
-    assert found.grown < 3 * 2**24 + 2**24 + 2**24
+    assert found.grown < 3 * 2**24 + 2**24 + 2**24 + 2**23
