@@ -96,8 +96,7 @@ def load_fp8(
         Traceback (most recent call last):
         ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'as stored'?
 
-    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project); Model-Optimizer; OCP Microscaling Formats
-    1.0.
+    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project); Model-Optimizer; OCP MX Formats 1.0.
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)

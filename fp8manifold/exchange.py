@@ -86,8 +86,7 @@ def exported_state_dict(
         >>> {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if "weight" in name}
         {'0.weight': ('torch.float8_e4m3fn', (2, 4)), '0.weight_scale': ('torch.float32', (2, 1))}
 
-    Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP Microscaling Formats 1.0; DeepSeek-V3 (arXiv
-    2412.19437).
+    Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP MX Formats 1.0; DeepSeek-V3 (arXiv 2412.19437).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")

@@ -40,8 +40,7 @@ class FloatFormat:
         exponent_bits: width of the exponent field, at least 1.
         mantissa_bits: width of the mantissa field, at least 0; sign, exponent and mantissa fill at most 8 bits.
         bias: exponent bias; by default ``2^(E-1) - 1``, and ``2^(E-1)`` for the layouts without -0.
-        layout: one of :data:`~fp8manifold.formats.LAYOUTS`; by default that of the table of named formats, otherwise
-            ``finite``.
+        layout: one of :data:`~fp8manifold.formats.LAYOUTS`; by default that of the named format, or ``finite``.
 
     Raises:
         TypeError, ValueError: widths, bias or layout out of range, or a format without a nonzero finite value.

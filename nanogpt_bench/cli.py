@@ -45,9 +45,10 @@ class Parser(argparse.ArgumentParser):
         raise BenchError(message)
 
     @property
-    def options(self) -> list[str]:
-        """The long options."""
-        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+    def options(self) -> dict[str, str]:
+        """Each long option, with the first of its names."""
+        named = (action.option_strings for action in self._actions)
+        return {option: names[0] for names in named for option in names if option.startswith("--")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +145,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             queue = queue[1:] if "=" not in word else queue
         else:
             plain.append(word)
-    given = [option for word in plain if (option := word.partition("=")[0]).startswith("--")]
+    given = [known.get(option, option) for word in plain if (option := word.partition("=")[0]).startswith("--")]
     if twice := [option for option in given if given.count(option) > 1]:
         raise BenchError(f"{twice[0]} is given twice; keep one")
     args, rest = parser.parse_known_args(plain)
@@ -166,7 +167,7 @@ def is_setting(word: str, options: Collection[str]) -> bool:
     return option.startswith("--") and option not in options and ("." in option or option[2:] in FIELDS)
 
 
-def _unknown(word: str, options: Sequence[str], *, settings: bool) -> str:
+def _unknown(word: str, options: Collection[str], *, settings: bool) -> str:
     """The message about an argument that is neither an option of the command nor a setting."""
     from nanogpt_bench.config.keys import FIELDS
 

@@ -420,8 +420,7 @@ class QuantizedLinear(nn.Linear):
 class QuantizedConv1D(QuantizedLinear):
     """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is ``(in, out)``.
 
-    This layer's weight is ``(out, in)``, with a row and a scale for each output; float weights in a state dict are
-    ``(in, out)``.
+    This layer's weight is ``(out, in)``, a row and a scale per output; float weights in a state dict are ``(in, out)``.
     """
 
     def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any) -> None:

@@ -130,8 +130,7 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
     """Put one weight together in the place of its parts in a state; whoever loads it takes over its count and seed.
 
     Codes and scales alone are taken too, with a count of 0.  Rows of several processes and whole tensors are both
-    taken; ``own``, the layer's weight, says which rows this process holds.  Parts that do not fit together raise
-    ValueError.
+    taken; ``own``, the layer's weight, says which rows this process holds.  Unfit parts raise ValueError.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor):

@@ -190,8 +190,7 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
         optimizer: of this library, all of whose parameters are on one CUDA device.
 
     Returns:
-        A function called like ``train_step`` that returns copies of its results, and counts ``replayed`` and
-        ``recorded``.
+        A function called like ``train_step`` that returns copies of its results and counts ``replayed``, ``recorded``.
 
     Raises:
         TypeError: another optimizer.

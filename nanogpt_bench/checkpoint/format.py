@@ -222,8 +222,7 @@ def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[
     [1, (2.5, nan), {7: tensor([3])}]
 
     Raises:
-        ValueError: an outline that `capture_tree` did not make, a missing tensor, or a class that is not in
-            `classes`.
+        ValueError: an outline that `capture_tree` did not make, a missing tensor, or a class not in `classes`.
     """
     try:
         return _restored(outline, tensors, {kind.__name__: kind for kind in classes})

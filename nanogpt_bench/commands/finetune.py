@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from nanogpt_bench.commands import braced, one_of
-from nanogpt_bench.commands.run import exit_code, trained
+from nanogpt_bench.commands.run import add_resume, exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, refused
 from nanogpt_bench.system.files import LOCK, is_unused, locked
@@ -45,7 +45,7 @@ def add_options(parser: Any) -> None:
         help="a folder, of floats or published in FP8, a .gguf file, or an id on the hub",
     )
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
+    add_resume(parser)
     parser.add_argument(
         "--save",
         type=Path,
@@ -73,8 +73,9 @@ def main(args: argparse.Namespace) -> int:
         from nanogpt_bench.setup.resolve import resolve  # not at the top: it imports torch, which takes seconds
 
         layout = check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     with nullcontext() if args.save is None else locked(args.save, "--save"):
-        summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
+        summary, run_dir = trained(CONFIG, args.name, overrides, **options)
         print(memory_line(summary))
         if args.save is not None and exit_code(summary) == 0:
             with _weights_named(run_dir, args.save):

@@ -56,6 +56,7 @@ def _export(folder: Path, out: Path) -> int:
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
     refuse_to_replace("--out", out, holds(is_of_kind), "another name")
     content = export(folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, to_json(content))
     ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))
     partial = f" of {ended + missing}; {missing} are missing, and every table of the file says so" if missing else ""

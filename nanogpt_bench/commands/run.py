@@ -42,11 +42,14 @@ def add_options(parser: Any) -> None:
         "--defaults", action="store_true", help="print a file of all settings with their defaults and meanings"
     )
     parser.add_argument("--name", help="results go to runs/NAME (default: the config's name, numbered)")
+    add_resume(parser)
+
+
+def add_resume(parser: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest whole checkpoint of runs/NAME (default: the latest run of that config), with the "
-        "same numbers as without the interruption; without a checkpoint, begin",
+        help="go on from the newest whole checkpoint of runs/NAME (default: the config's latest); without one, begin",
     )
     parser.add_argument(
         "--allow-config-change",

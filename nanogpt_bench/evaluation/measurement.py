@@ -266,9 +266,9 @@ def _settings(content: Mapping[str, Any]) -> list[str]:
 
 
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format with the lowest gap for each layer pattern; blocks, `*` and embeddings are left out."""
-    left_out = ("*", EMBEDDINGS)
-    patterns = [name for name in content["patterns"] if name not in left_out and not name.startswith("blocks.")]
+    """Return the format with the lowest gap for each layer pattern; `*`, embeddings, a sweep's blocks are left out."""
+    given = [name for name in content["patterns"] if name not in ("*", EMBEDDINGS)]
+    patterns = [name for name in given if "keys" in content or not name.startswith("blocks.")]
     rows = dict(zip(content["patterns"], content["gap"], strict=True))
     known = {
         pattern: [(gap, name) for gap, name in zip(rows[pattern], content["formats"], strict=True) if gap is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +92,9 @@ class Outcome:
             self.tokens -= tokens_in(self.steps)
             self.steps -= 1
 
-    def go_on(self) -> None:
-        """Drop the record of an end from outside (time, signal or disk): the run is resumed."""
-        if self.ended_by("time", "signal", "disk"):
+    def go_on(self, stop_on: Collection[str]) -> None:
+        """Drop the record of an end that is none for a resumed run: one from outside, or a plateau not in `stop_on`."""
+        if self.stop is not None and self.stop["kind"] not in stop_on:
             self.status, self.stop = "finished", None
 
 

@@ -160,6 +160,10 @@ def find_checkpoint(
     _check_environment(contents.facts.get("environment", {}), environment, allow_change=allow_change, say=say)
     if contents.step > (end := config.train.max_steps):
         raise BenchError(f"train.max_steps={end} is below the {contents.step} steps that {run_dir} has made")
+    if contents.step == end and (changed := _changed(contents, environment, config)):
+        raise BenchError(
+            f"{run_dir} has made its {end} steps, which {', '.join(changed)} can't change; give another --name"
+        )
     say(f"{run_dir} goes on after step {contents.step}")
     return contents
 
@@ -192,15 +196,19 @@ def resumed_environment(contents: Contents, environment: Mapping[str, Any], conf
     """Return environment.json of a resumed run: its beginning, and each later start with what it changed."""
     first = dict(contents.facts.get("environment", {}))
     again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
-    changes = _changes(contents.facts.get("config", {}), config_facts(config))
-    changed: dict[str, Any] = {
-        key: [before, now] for key, before, now in changes if FIELDS[key].facts["changes_numbers"]
-    }
-    digests = [_digests(facts) for facts in (latest(first), environment)]
-    changed |= {"corpus": digests} if digests[0] != digests[1] else {}
+    changed = _changed(contents, environment, config)
     again |= {"changed": changed} if changed else {}
     again |= {"corpus": environment.get("corpus")} if "corpus" in changed else {}
     return {**first, "resumed": [*first.get("resumed", []), again]}
+
+
+def _changed(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return what changes the numbers since the checkpoint: a setting or the corpus, with both values."""
+    changes = _changes(contents.facts.get("config", {}), config_facts(config))
+    changed: dict[str, Any] = {key: values for key, *values in changes if FIELDS[key].facts["changes_numbers"]}
+    before = latest(dict(contents.facts.get("environment", {})))
+    digests = [_digests(facts) for facts in (before, environment)]
+    return changed | ({"corpus": digests} if digests[0] != digests[1] else {})
 
 
 def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say: Say) -> None:

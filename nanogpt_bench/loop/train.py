@@ -84,7 +84,7 @@ class Loop:
         if found is not None:
             restore(found, self.trainer, self.watch.all)
             self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
-            self.outcome.go_on()
+            self.outcome.go_on(self.config.train.stop_on)
             self.started = perf_counter() - found.facts["elapsed_s"]
             self.environment = resumed_environment(found, self.environment, self.config)
         with self.ranks.together():
@@ -335,8 +335,7 @@ def run(
     """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
 
     With `resume` the run goes on from the newest checkpoint in `run_dir` that verifies, with the same numbers as if it
-    had never stopped; without a checkpoint it begins at step 0. `say` gets notices, such as skipped checkpoints and
-    settings that differ.
+    had never stopped; without a checkpoint it begins at step 0. `say` gets notices, as of skipped checkpoints.
 
     `train.on_anomaly` decides about a step in which something is not finite. A signal noted in `stop` ends the run
     after the current step, with a checkpoint; a file that can't be written ends it without one. KeyboardInterrupt

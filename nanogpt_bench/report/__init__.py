@@ -51,7 +51,7 @@ def report(
         baseline = one_file.baseline
     labels = [row.label for row in rows]
     if baseline is not None and baseline not in labels:
-        raise unknown("--baseline", baseline, labels)
+        raise unknown("--reference", baseline, labels)
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
     facts = facts_of(loaded) | ({"Runs": there} if (there := shortfall(rows)) else {})
     return write_report(

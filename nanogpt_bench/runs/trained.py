@@ -129,11 +129,10 @@ def trained_shape(path: Path) -> GPTShape:
     config = load(path, weights=False).config
     settings = config.model
     if settings.pretrained:
-        name = shlex.quote(path.resolve().parent.parent.name)
-        command = f"nanogpt-bench finetune --model {shlex.quote(settings.pretrained)} --resume --name {name} --save DIR"
+        how = f"with --resume --name {shlex.quote(path.resolve().parent.parent.name)} --save DIR"
         raise BenchError(
-            f"checkpoint {str(path)!r} is of the pretrained model {settings.pretrained!r}; {command} writes it as a "
-            "model, from its settings, which evaluate --model DIR and finetune --model DIR take"
+            f"checkpoint {str(path)!r} is of the pretrained model {settings.pretrained!r}; its finetune command {how} "
+            "writes it as a model, which evaluate --model DIR and finetune --model DIR take"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
     unread = f"checkpoint {str(path)!r}: its weights can't be read"

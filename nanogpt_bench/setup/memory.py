@@ -18,8 +18,7 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
     A tensor subclass counts as the tensors inside it, a memory that several tensors share once, and a view as the
     whole memory it keeps alive. Gradients are left out, unless the state has some that the model has not. Caches that
-    an optimizer has beside its state are left out, too: whether they exist depends on the last step, and a resumed run
-    makes them again.
+    an optimizer has beside its state are left out, too: they depend on the last step, and a resume makes them again.
 
     >>> model = nn.Linear(8, 4, bias=False)
     >>> held_bytes(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -83,6 +83,8 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
         raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
     floats = [(name, "none") for name in named if RULES[name].storage in WITHOUT_FORMATS]
     quantised = [name for name in named if RULES[name].storage not in WITHOUT_FORMATS]
+    if formats and not quantised:
+        raise BenchError(f"--formats: every rule of --rules trains floats ({', '.join(named)}); leave --formats out")
     # If its products don't take a format, `all` leaves a rule out; a rule that is named is refused later.
     takes = {name: name in (rules or ()) or RULES[name].products is None for name in quantised}
     crossed = [(name, fmt) for fmt in grids for name in quantised if takes[name] or fmt in FP8_FORMATS]

@@ -322,8 +322,7 @@ def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any
 class Pool:
     """A context with workers; leaving it stops those that still run.
 
-    By default each worker has one thread: two workers on two cores don't compete, and a run's numbers do not depend on
-    the number of cores.
+    By default each worker has one thread: two workers on two cores don't compete, and numbers do not depend on cores.
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:

@@ -47,8 +47,7 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
 def within(seconds: float | None, call: Callable[[], T]) -> T:
     """Return `call()`, or raise its error, or TimeoutError after `seconds` (None: never).
 
-    When time is up or a signal interrupts the waiting, the call goes on in a daemon thread: it must not hold anything
-    that has to be closed.
+    When time is up or a signal interrupts, the call goes on in a daemon thread: let it hold nothing to close.
     """
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 

@@ -49,8 +49,7 @@ class StopRequest:
 def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
     """Turn the first SIGTERM or SIGINT into a request, the second into `before_exit` and exit code 128 + its number.
 
-    The former handlers are restored on leaving. Outside of the main thread, where Python allows no handlers, no
-    request ever comes.
+    The former handlers are restored on leaving. Outside of the main thread, where Python allows none, no request comes.
     """
 
     def end(number: int) -> None:

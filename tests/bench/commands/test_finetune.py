@@ -1,7 +1,6 @@
 """Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and saving for others to read."""
 
 import re
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -123,8 +122,7 @@ def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     run(settings(), tmp_path / "run")
     said = refused("evaluate", tmp_path / "run")
     assert "is of the pretrained model" in said
-    name = shlex.quote(str(settings().model.pretrained))
-    assert f"nanogpt-bench finetune --model {name} --resume --name run --save DIR writes it as a model" in said
+    assert "its finetune command with --resume --name run --save DIR writes it as a model" in said
 
 
 def test_recomputed_activations_change_nothing_and_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):

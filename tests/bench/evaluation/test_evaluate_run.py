@@ -166,21 +166,20 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
 
 def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(trained, tmp_path, capsys):
     words = ["--formats", "E4M3,E2M5", "--budget", "3", "--model.formats.attn", "none"]
-    words += ["--model.formats.blocks.0.mlp.fc", "none", "--model.formats.lm_head", "E5M2"]
+    words += ["--model.formats.blocks.0.mlp.fc", "none", "--model.formats.lm_head", "E5M2", "--sensitivity", "layers"]
     found = report_of(trained["float"], tmp_path / "out", *words)
     mixture = found["rows"][-1]
     own = {"attn": "none", "blocks.0.mlp.fc": "none", "lm_head": "E5M2"}
-    assert mixture["format"] == "mixture"
-    assert {key: mixture["formats"].get(key) for key in own} == own
-    assert mixture["formats"].keys() <= {*own, "mlp.proj", "embeddings"}
+    assert (mixture["format"], {key: mixture["formats"].get(key) for key in own}) == ("mixture", own)
+    assert mixture["formats"].keys() <= {*own, "blocks.0.mlp.proj", "embeddings"}
     assert mixture["bytes_per_parameter"] <= 3
     table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
-    assert table["patterns"] == ["mlp.proj", "embeddings"]
+    assert table["patterns"] == ["blocks.0.mlp.proj", "embeddings"]
     assert table["reference"] == "the same weights in the formats given"
     gap = table["reference_loss"] - found["rows"][0]["val_loss"]
     for row, cell in zip(found["rows"][1:3], table["gap"][0], strict=True):  # all that is left is one layer
         assert row["gap"] == pytest.approx(gap + cell, abs=1e-9)
-    (advised,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    (advised,) = re.findall(r"^lowest gaps: (.*blocks.0.mlp.proj E.*)$", capsys.readouterr().out, re.MULTILINE)
     assert main(["evaluate", str(trained["float"]), *advised.split()]) == 0
     assert "given" in capsys.readouterr().out
 

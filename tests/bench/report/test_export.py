@@ -36,7 +36,7 @@ FORMATS = {"nearest": "E4M3", "stochastic": "E4M3"}
 
 @pytest.mark.usefixtures("_no_figures")
 def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unfinished, capsys):
-    file = tmp_path / "partial.json"
+    file = tmp_path / "new" / "partial.json"
     assert main(["results", "export", str(unfinished), "--out", str(file)]) == 0
     assert "3 runs of 6; 3 are missing" in capsys.readouterr().err
     content = [entry for entry in json.loads(file.read_text()) if entry["kind"] != "search"]

@@ -121,6 +121,8 @@ def test_a_plateau_stops_the_run(tiny, tmp_path):
     assert (summary["status"], summary["steps"], summary["failure"]) == ("stopped", 5, None)
     assert summary["stop"]["kind"] == "plateau"
     assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
+    more = tiny(**settings | {"train__stop_on": "[]"})
+    assert run(more, tmp_path / "r", resume=True, allow_config_change=True)["steps"] == 12
 
 
 def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refused(tiny, tmp_path):
