@@ -15,6 +15,8 @@ from _study import against_baseline
 #: of each line: the results files (one for all texts, or one per text), the rule, its title, and its float32 baseline
 LINES = (
     ("study_q16_adamw", "fp32", "AdamW, float32", "fp32"),
+    ("study_q16_adamw", "bf16-pure", "AdamW, bfloat16", "fp32"),
+    ("study_q16_adamw", "bf16-stochastic", "AdamW, bfloat16, stochastic", "fp32"),
     ("study_q16_adamw", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
     ("study_q16_adamw", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
     ("study_q16_adamw", "muon", "Muon, float32", "muon"),

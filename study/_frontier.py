@@ -71,6 +71,7 @@ ROWS = {
     "E4M3 nearest": ("study_q16_adamw", "fp32", "nearest"),
     "E4M3 stochastic-8bit": ("study_q16_adamw", "fp32", "stochastic"),
     "E2M5 muon-stochastic": ("study_q16_adamw", "muon", "muon-stochastic"),
+    "bf16-stochastic": ("study_q16_adamw", "fp32", FLOATS),
 }
 #: where the names are written, in units of the axes, and whether each text begins or ends there
 LABELS = (
@@ -78,6 +79,7 @@ LABELS = (
     (8.7, 0.115, "rounded to nearest", "nearest", "right"),
     (0.3, 0.037, "Muon in E2M5", "muon-stochastic", "left"),
     (0.3, -0.043, "AdamW in E4M3", "stochastic", "left"),
+    (4.3, -0.026, "bfloat16", FLOATS, "left"),
     (9.9, 0.022, "Muon, float32", FLOATS, "right"),
     (12.9, -0.026, "AdamW, float32", FLOATS, "right"),
 )
@@ -104,7 +106,7 @@ def _point(own: Result, exact: Result) -> list[float]:
 
 
 def loss() -> Spec:
-    """Arrows from float32 to one byte, one for each text, with 95% intervals at their ends."""
+    """Arrows from float32 to one byte, one for each text, with 95% intervals at their ends; floats are marks."""
     found = points()
     x = quantity("x", "bytes per parameter, weights and optimizer state", ENDS, values=[*range(0, 13, 2)], grid=False)
     y = quantity("y", None, TALL, values=[0, 0.1, 0.2], format=".1~f")
@@ -114,6 +116,7 @@ def loss() -> Spec:
             slope = atan2(mean * HEIGHT / (TALL[1] - TALL[0]), (size - exact) * WIDE / (ENDS[1] - ENDS[0]))
             end = {"x": size, "y": mean, "low": low, "high": high, "begun": exact, "exact": 0}
             ends.append(end | {"rule": ROWS[row][2], "angle": 90 - degrees(slope), "text": text})
+    marks, ends = ([end for end in ends if (end["rule"] == FLOATS) is plain] for plain in (True, False))
     colour = {
         "field": "rule",
         "type": "nominal",
@@ -135,9 +138,10 @@ def loss() -> Spec:
     layers = [
         over([{"y": 0}], {"type": "rule", "color": ink("muted")}, y=y),
         over(ends, {"type": "rule", "strokeWidth": 2}, color=colour, strokeDash=dashes, **arrows),
-        over(ends, {"type": "rule", "strokeWidth": 1.5}, x=x, color=colour, **within),
+        over([*ends, *marks], {"type": "rule", "strokeWidth": 1.5}, x=x, color=colour, **within),
         over(ends, point | {"shape": "triangle-up", "size": 90}, **by, **turned),
         over(begun, point | {"size": 70, "color": ink("muted")}, x=x, y=y),
+        over(marks, point | {"shape": "diamond", "size": 70, "color": ink("muted")}, x=x, y=y),
     ]
     for side in ("left", "right"):
         shown = [name for name in names if name["side"] == side]

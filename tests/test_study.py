@@ -30,7 +30,7 @@ def test_the_first_tables_and_pictures_are_drawn_from_the_results():
     assert front.front_table() in readme
     assert front.front_table(front.MORE) in (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in front.front_table().splitlines()[2:]]
-    assert [cell[0].split(",")[0] for cell in cells] == ["AdamW"] * 3 + ["Muon"] * 3
+    assert [cell[0].split(",")[0] for cell in cells] == ["AdamW"] * 5 + ["Muon"] * 3
     assert [cell[2:] for cell in cells if cell[0].endswith(", float32")] == [["0", "0"]] * 2
     for path, spec in (item for name in frontier.PICTURES for item in frontier.themed(name).items()):
         assert frontier.mark(spec) in path.read_text(encoding="utf-8"), "python study/make.py --front"
