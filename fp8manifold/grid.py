@@ -81,7 +81,8 @@ def round_to_grid(
         draws: ``independent``, or ``dither``: spread evenly over the steps, as in :func:`fp8manifold.random_bits`.
 
     Returns:
-        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN, empty empty; -0 is kept if the layout has it.
+        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is preserved if the layout has it; an empty
+        tensor stays empty.
 
     Raises:
         TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it; a key word is no int.

@@ -1,8 +1,8 @@
 """Put the trials of a results file back into the folder of its sweep, which then goes on behind them.
 
     git checkout COMMIT  # that of the file's runs
-    python study/resume.py study/sweeps/study_q16_bf16.yaml study/begun/study_q16_bf16.json OUT
-    nanogpt-bench sweep study/sweeps/study_q16_bf16.yaml --out OUT
+    python study/resume.py SWEEP.yaml RESULTS.json OUT
+    nanogpt-bench sweep SWEEP.yaml --out OUT
 
 Where the folder of a sweep is gone, its export has the losses of all trials, which are all that a search needs.  Runs
 of rows are not put back: they have records that no export has.  It uses no more of the bench than commit 53e0bc1a has.

@@ -231,7 +231,7 @@ class RiemannianAdam(Riemannian):
             required where a list mixes both kinds.
         writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own, and for ordinary bfloat16 and
             float16 parameters stochastic rounding by independent draws.  Random bits are the optimizer's.
-        damping, clip: bounds of S / S_ref, as powers of two, where the chart of ``ulp`` turns linear; others have none.
+        damping, clip: bounds of S / S_ref, as powers of two, beyond which the chart of ``ulp`` is linear.
         moments, seed, refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags: as in
             :class:`StiffnessAdamW`; the averages of other parameters are not stored in fewer bits.
 

@@ -60,7 +60,8 @@ class StiffnessMuon(StiffnessOptimizer):
         params: parameters or groups, quantised and ordinary ones mixed; matrices, where ``direction`` is ``muon``.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
         adjust_lr_fn: ``a`` of a matrix of R rows and C columns: ``original`` (None), ``sqrt(max(1, R/C))``;
-            ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for AdamW's lr, decay; ``spectral_unclamped``, ``sqrt(R/C)``.
+            ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for AdamW's rate and decay; ``spectral_unclamped``,
+            ``sqrt(R/C)``.
         direction: ``muon``, or ``adam`` for a group's parameters.
         matrix_shape: for a parameter of more than two dimensions: ``flatten`` makes one matrix with a row for each
             entry of the first (a convolution's filters), ``batch``, with three, a matrix for each entry of the first

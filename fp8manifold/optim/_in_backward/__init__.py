@@ -330,7 +330,8 @@ def step_in_backward(
         A handle with ``remove()``, a context manager; groups and parameters added or unfrozen later step as well.
 
     Raises:
-        TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or reverse; ``clip`` and ``accumulate``.
+        TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the reverse, ``clip`` with
+            ``accumulate``.
         RuntimeError: a gradient exists, another optimizer steps in backward already, or there are several processes.
         FloatingPointError: ``on_nonfinite="raise"``, in the pass, or in ``step()`` where that skips the whole step.
 
