@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from nanogpt_bench.system.errors import BenchError, DiskError, disk_failure, nearest, not_known
-from nanogpt_bench.system.ranks import as_rank, is_worker, joined
+from nanogpt_bench.system.ranks import as_rank, is_lost, is_worker, joined
 
 #: exit code after a wrong command line or setting
 USAGE_ERROR = 2
@@ -106,8 +106,10 @@ def _dispatch(words: list[str]) -> int:
     return code
 
 
-def _interrupt(number: int, _: object) -> NoReturn:
-    raise KeyboardInterrupt(number)
+def _interrupt(number: int, _: object) -> None:
+    """End the command, unless it ends because it has lost a process: torchrun then signals the others too."""
+    if not is_lost(sys.exc_info()[1]):
+        raise KeyboardInterrupt(number)
 
 
 def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser]]:

@@ -55,8 +55,7 @@ def decode_magnitude(magnitude: Tensor, fmt: FloatFormat, extra_bits: int = 0) -
     m = fmt.mantissa_bits + extra_bits
     binade = (magnitude & -(1 << m)).clamp(min=1 << m)
     ulp = ((binade << (_MANTISSA - m)) + ((_BIAS - fmt.bias - m) << _MANTISSA)).view(torch.float32)
-    steps = magnitude - binade + (1 << m)
-    return steps.to(torch.float32) * ulp, ulp
+    return (magnitude - binade + (1 << m)).to(torch.float32) * ulp, ulp
 
 
 def decode_bits(codes: Tensor, fmt: FloatFormat) -> Tensor:

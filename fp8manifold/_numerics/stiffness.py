@@ -50,8 +50,7 @@ def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: flo
     for part in stiffness.flatten().split(block_on(stiffness.device)):
         ratio = part / reference
         outside += ((ratio < damping) | (ratio > clip)).sum()
-    counts = ranks.total(torch.stack([outside, outside.new_tensor(stiffness.numel())]))
-    beyond, total = counts.tolist()
+    beyond, total = ranks.total(torch.stack([outside, outside.new_tensor(stiffness.numel())])).tolist()
     share: float = beyond / max(total, 1)
     return share
 

@@ -410,8 +410,7 @@ class QuantizedLinear(nn.Linear):
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None
         if not isinstance(saved, FP8Tensor):
-            floats = saved.detach().to(weight.dtype)
-            state_dict[prefix + "weight"] = self._encoded(floats, weight)
+            state_dict[prefix + "weight"] = self._encoded(saved.detach().to(weight.dtype), weight)
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None

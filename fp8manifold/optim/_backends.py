@@ -80,8 +80,7 @@ def _upload(slots: Sequence[Slot], device: torch.device) -> None:
 def uploaded(rows: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return rows
-    pinned = rows.pin_memory() if device.type == "cuda" else rows
-    return pinned.to(device, non_blocking=True)
+    return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:

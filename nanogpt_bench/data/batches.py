@@ -194,8 +194,7 @@ def batch(
     """
     generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, rank, micro_step, step]))
     starts = generator.integers(0, len(tokens) - block_size, size=size)
-    rows = tokens[starts[:, None] + np.arange(block_size + 1)]
-    drawn = torch.from_numpy(rows.astype(np.int64))
+    drawn = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 

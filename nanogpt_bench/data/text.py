@@ -75,8 +75,7 @@ def prepare_nanogpt(
             )
     if text and not np.array_equal(made.encode(text), np.concatenate([splits["train"], splits["val"]])):
         raise BenchError(f"{str(folder)!r}: train.bin and val.bin are not the characters of its input.txt")
-    source = {"kind": "nanogpt", "file": folder.resolve().name}
-    return write_tokens(out, splits, made, source, limit)
+    return write_tokens(out, splits, made, {"kind": "nanogpt", "file": folder.resolve().name}, limit)
 
 
 def _tokens_in(path: Path) -> NDArray[np.uint16]:

@@ -164,8 +164,7 @@ class GPT(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
-        logits = self(tokens)
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return functional.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
     def generate(

@@ -116,8 +116,7 @@ def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
             raise BenchError(f"model.products: {one_line(error).removeprefix('products=')}") from None
         hint = "; add --model.tied leave, or --model.tied untie" if "tied='untie'" in str(error) else ""
         always = None if own else _always_float(layers, asked.formats)
-        said = always or f"model.formats: {one_line(error)}{hint}"
-        raise BenchError(said) from None
+        raise BenchError(always or f"model.formats: {one_line(error)}{hint}") from None
     return specs
 
 

@@ -58,11 +58,9 @@ def r_precision(logits: Tensor, labels: Tensor) -> float | None:
     known = counts > 0
     if not bool(known.any()):
         return None
-    order = logits.argsort(dim=1, descending=True, stable=True)
-    ranked = labels.gather(1, order)
+    ranked = labels.gather(1, logits.argsort(dim=1, descending=True, stable=True))
     top = torch.arange(labels.shape[1], device=labels.device) < counts.unsqueeze(1)
-    shares = (ranked * top).sum(1)[known].double() / counts[known]
-    return float(shares.mean())
+    return float(((ranked * top).sum(1)[known].double() / counts[known]).mean())
 
 
 @dataclass(frozen=True)

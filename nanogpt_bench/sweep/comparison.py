@@ -95,8 +95,7 @@ def row_of(rule: str, fmt: str) -> Point:
     """Return the settings of a row; one with a format has those that packaged rows with a format have."""
     if fmt == "none":
         return {"rule": rule}
-    quantised = next(row for row in shipped().rows if FORMAT in row)
-    return {**quantised, "rule": rule, FORMAT: fmt}
+    return {**next(row for row in shipped().rows if FORMAT in row), "rule": rule, FORMAT: fmt}
 
 
 def row_settings(rule: str, fmt: str, *, seed: int, max_steps: int, data_dir: str) -> dict[str, Any]:

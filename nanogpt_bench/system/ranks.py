@@ -12,13 +12,12 @@ from typing import Any
 
 from nanogpt_bench.system.errors import BenchError, one_line
 
-#: message and exit code of a process when another process of the run has ended
+#: message of a process when another process of the run has ended
 LOST = "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and --resume goes on"
-LOST_CODE = 1
 #: seconds that a failed process waits for the others, which may be about to fail alike, before torchrun ends them
 PATIENCE_S = 5.0
 #: parts of the messages of gloo, NCCL and torch when the other end of a connection is gone
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused", "NCCL")
+_GONE = ("by peer", "Broken pipe", "onnection refused", "ocket closed", "not connected", "likely closed", "NCCL")
 
 
 class Ranks:
@@ -146,18 +145,28 @@ def as_rank(command: Callable[[], int]) -> int:
                 stack.enter_context(redirect_stderr(nowhere))
             code = command()
     except RuntimeError as error:
-        from torch.distributed import DistError
-
-        lost = isinstance(error, DistError) or any(words in str(error) for words in _GONE)
-        if size == 1 or not lost:
+        if size == 1 or not is_lost(error):
             raise
         ranks.say_once(LOST)
         sys.stdout.flush()
-        os._exit(LOST_CODE)  # an ordinary exit could wait for the others
+        os._exit(1)  # an ordinary exit could wait for the others
     finally:
         _joined.clear()
     _leave(store, size, code)
     return code
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Return whether an error says that another process of the run has ended.
+
+    >>> is_lost(RuntimeError("Socket closed [127.0.0.1]:40123")), is_lost(RuntimeError("out of memory")), is_lost(None)
+    (True, False, False)
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or any(words in str(error) for words in _GONE)
 
 
 def _join() -> tuple[Any, int, int]:

@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dyi
         os.kill(ranks_of(child)[dying], signal.SIGKILL)
         assert child.wait(PATIENCE_S) == 1
         assert time.monotonic() - begun < WITHIN_S
-    assert said(tmp_path) == [LOST]
+    assert said(tmp_path) == [LOST], (tmp_path / "output.txt").read_text()[-4000:]
     assert main(["verify", str(run_dir)]) == 0
     step = max(steps(run_dir))
     more = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}

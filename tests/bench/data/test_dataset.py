@@ -154,8 +154,7 @@ def prepared(tmp_path):
 def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp_path):
     names = [f"concept {number}" for number in range(7)]
     folder = write_copy(tmp_path / "copy", ["", *TEXTS[1:]], [*LABELS], names)
-    meta = prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")
-    assert meta["labels"] == names
+    assert prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")["labels"] == names
     corpus = load_corpus(tmp_path / "out", 16)
     assert documents_of(corpus, "val").labels.shape == (5, 7)
     found = documents_of(corpus, "train")

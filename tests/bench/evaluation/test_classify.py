@@ -100,8 +100,7 @@ def test_a_run_learns_what_its_documents_say(classify, tmp_path):
 
 def test_a_validation_is_the_mean_over_different_documents(classify):
     trainer = trainer_of(classify(eval__batches=50, train__batch_size=7))
-    losses = trainer.validation_losses()
-    assert len(losses) == 60
+    assert len(trainer.validation_losses()) == 60
     val = documents_of(trainer.corpus, "val")
     tokens, labels = val.rows(np.arange(60), 16)
     with trainer.precision():

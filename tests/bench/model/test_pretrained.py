@@ -131,8 +131,7 @@ def test_a_run_starts_from_the_checkpoint(tiny, corpus_dir, tmp_path):
     vocabulary = load_corpus(corpus_dir, 16).vocab_size
     folder = gpt2_checkpoints.write(tmp_path / "gpt2", vocab_size=vocabulary, n_layer=1, n_positions=16)
     config = tiny(model__init_from=str(folder), model__format="E4M3", model__tie_weights=False, train__max_steps=3)
-    corpus = load_corpus(corpus_dir, 16)
-    model = initial_model(resolve(config), corpus)
+    model = initial_model(resolve(config), load_corpus(corpus_dir, 16))
     assert torch.equal(model.position_embedding.weight, loaded(folder).position_embedding.weight)
     summary = run(config, tmp_path / "run")
     assert summary["status"] == "finished"

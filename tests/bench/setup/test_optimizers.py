@@ -254,8 +254,7 @@ OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
     more = {"model__tied": "leave"} if tied else {}
-    config = resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more))
-    trainer = trainer_of(config)
+    trainer = trainer_of(resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more)))
     found = {name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)}
     assert {type(weight) for weight in found.values()} == {fm.FP8Parameter}
     assert [weight.format.name for weight in found.values()] == ["E3M4"] * 2

@@ -60,8 +60,7 @@ def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
     axes |= {"train.batch_size": [2, 3], "seed": [7, 8]}
     planned = plan_sweep(read_sweep(write(axes=axes, reference={"rule": "sgd"})))
     assert {run.label for run in planned[:4]} == {"sgd batch_size=2", "sgd batch_size=3"}  # a reference for each
-    labels = [run.label for run in planned[4:]]
-    assert labels.count("fp32 lr=0.001 batch_size=2") == 2  # once a seed, not once a format
+    assert [run.label for run in planned[4:]].count("fp32 lr=0.001 batch_size=2") == 2  # once a seed, not once a format
     assert len(planned) == 4 + 2 * (4 + 8)
     assert len({run.name for run in planned}) == len(planned)
     run = next(run for run in planned if run.label == "E7M0 nearest lr=0.001 batch_size=3" and run.seed == 8)

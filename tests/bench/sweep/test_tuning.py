@@ -145,8 +145,7 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
     # Trials lie apart: a report of the folder is one of what counts.
     assert len(find_runs([Path("out")])) == 9
     assert len(find_runs([Path("out/trials")])) == len(runs) - 9
-    page = Path("out/report.html").read_text()
-    assert "What was tuned" in page
+    assert "What was tuned" in Path("out/report.html").read_text()
 
 
 @pytest.mark.usefixtures("_bowl")

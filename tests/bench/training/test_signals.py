@@ -94,3 +94,15 @@ def test_a_signal_ends_a_command_with_its_number(number, monkeypatch, text_file)
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupts)
+
+
+def test_the_signal_that_a_lost_process_brings_does_not_hide_it(monkeypatch, text_file):
+    def lost(_):
+        try:
+            raise RuntimeError("Socket closed [127.0.0.1]:40123")
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lost)
+    with stop_requests(), pytest.raises(RuntimeError, match="Socket closed"):  # stop_requests restores the handlers
+        main(["prepare", "text", "--input", str(text_file)])

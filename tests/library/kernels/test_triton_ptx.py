@@ -260,8 +260,7 @@ def test_operands(name, architecture, tmp_path):
     assert list(faults(made)) == []
     assert narrow(made) == []
     assert wide("st", made) == (0 if kernel == "amax_kernel" else made.values // 16)  # 16 bytes at once
-    bytes_read = {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * made.values
-    assert wide("ld", made) >= bytes_read // 16
+    assert wide("ld", made) >= {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * made.values // 16
     converted = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", made.ptx))
     assert converted == (made.values // 2 if constants.get("LARGEST") == E4M3["LARGEST"] else 0)
     costs_as_recorded(made, "operands", f"sm_{architecture}", name)

@@ -75,8 +75,7 @@ TOKENS = LayerSpec("E4M3", activation={"format": "E4M3", "granularity": "channel
 
 def encoder() -> nn.TransformerEncoder:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-    stack = nn.TransformerEncoder(layer, 2)
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2)
     for i, p in enumerate(stack.parameters()):
         p.data = p.data + normal(*p.shape, seed=i, std=0.1)
     return stack.eval()

@@ -56,8 +56,7 @@ def test_what_is_no_hidden_matrix_is_adams(name):
         for end in some.split():
             assert {sorted_here[each] for each in sorted_here if each.endswith(end)} == {kind}, end
     assert sorted_here.keys() == dict(model.named_parameters()).keys()
-    report = {p.name: (p.direction, p.decays) for p in muon_report(model).parameters}
-    assert report == sorted_here
+    assert {p.name: (p.direction, p.decays) for p in muon_report(model).parameters} == sorted_here
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,8 +96,7 @@ def test_parameters_that_are_no_layers_go_by_name_and_shape(name, shape, expecte
 def test_layers_weights_are_matrices_whatever_they_are_called_and_channels_alone_are_none():
     layers = {"pos_embed": nn.Linear(4, 1, bias=False), "bias": nn.Conv1d(1, 4, 3, bias=False)}
     layers |= {f"groups{n}": nn.Conv1d(4, 4, 3, groups=n, bias=False) for n in (2, 4)}
-    model = nn.ModuleDict(layers)
-    kinds = found(model)
+    kinds = found(nn.ModuleDict(layers))
     assert kinds.pop("groups4.weight") == DECAYS
     assert set(kinds.values()) == {MUON}
 

@@ -176,8 +176,7 @@ def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> No
     extra = {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "position_ids": torch.arange(4)[None]}
     save_file(load_file(path) | extra, path, {"format": "pt"})
     huggingface.check_floats(model, tmp_path)
-    config = huggingface.quantization_config()
-    other = plain(tmp_path, quantization_config=config)
+    other = plain(tmp_path, quantization_config=huggingface.quantization_config())
     assert isinstance(other.lm_head.weight, fm.FP8Parameter)
 
 

@@ -406,8 +406,7 @@ def test_a_model_may_be_moved_after_the_start(pair, storage):
 
 def whose_model_is_gone():
     net = synced(model())
-    copied = copy.deepcopy(net)
-    assert not ranks_of(copied.parameters())
+    assert not ranks_of(copy.deepcopy(net).parameters())
     assert len(ranks_of(net.parameters())) == 1
     gc.collect()  # what earlier cases left in cycles
     before = len(replicas)
