@@ -161,13 +161,11 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> fm.save_fp8(model, "trained")
         Traceback (most recent call last):
-        ValueError: the model was not read by fm.load_fp8, and does not know its files' FP8 layout: use fm.export_model
+        ValueError: the model was not read by fm.load_fp8 and knows no FP8 layout of files: use fm.export_model
     """
     published = published_of(model)
     if published is None:
-        raise ValueError(
-            "the model was not read by fm.load_fp8, and does not know its files' FP8 layout: use fm.export_model"
-        )
+        raise ValueError("the model was not read by fm.load_fp8 and knows no FP8 layout of files: use fm.export_model")
     layout = Layout(published)
     layout.find(model)
     known = published.get("source")

@@ -23,8 +23,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    inputs = torch.linspace(-1, 1, 64).reshape(4, 16)
-    loss = model(inputs).square().mean()
+    loss = model(torch.linspace(-1, 1, 64).reshape(4, 16)).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -100,9 +100,7 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         for name, place in made.items():
             _check_fits(name, shapes[name], place, whole)
         if sum(prod(shapes[name]) for name in made) != prod(whole):
-            raise ValueError(
-                f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it"
-            )
+            raise ValueError(f"{target!r} has shape {whole} in the model; {_all(made)} in the files do not cover it")
         places |= made
     return places
 
@@ -149,9 +147,7 @@ def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[in
     ends = [entry.stop if isinstance(entry, slice) else entry + 1 for entry in place.index]
     inside = len(ends) == len(whole) and all(end <= size for end, size in zip(ends, whole, strict=True))
     if not inside and (place.index or shape != whole):
-        raise ValueError(
-            f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}"
-        )
+        raise ValueError(f"{name!r} has shape {shape} in the files; the model has {place.target!r} of shape {whole}")
 
 
 def _all(names: Any) -> str:

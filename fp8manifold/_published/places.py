@@ -41,9 +41,7 @@ def weight_of(
     for _, stored in parts[1:]:
         if (stored.format, stored.granularity) != (first.format, first.granularity):
             its, other = (f"{s.format.name} with a scale for each {s.granularity}" for s in (first, stored))
-            raise ValueError(
-                f"{first.codes!r} is {its}, and {stored.codes!r} {other}: the model joins them in {target!r}"
-            )
+            raise ValueError(f"{first.codes!r} is {its}, {stored.codes!r} {other}: the model joins them in {target!r}")
     device = options.pop("device", None)
     codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
     found = []

@@ -364,9 +364,7 @@ def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -
     """The granularity: a filter of a convolution shares a scale, otherwise a row of the last dimension."""
     kernel = isinstance(module, CONVOLUTIONS)
     if granularity == "square" and kernel:
-        raise ValueError(
-            f"parameter {name!r} is a convolution's, and granularity='square' needs a matrix: take 'channel'"
-        )
+        raise ValueError(f"parameter {name!r} is a convolution's; granularity='square' needs a matrix: take 'channel'")
     if granularity != "channel":
         return granularity  # type: ignore[return-value]
     return "channel" if kernel or parameter.dim() == 2 else "row"

@@ -427,9 +427,7 @@ def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, 
 def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: str) -> None:
     operand = spec.operands.get("weight")
     if storage != "fp8" or operand is None:
-        raise ValueError(
-            f"codes need storage='fp8' and a weight format, not storage={storage!r} with weight={spec.weight!r}"
-        )
+        raise ValueError(f"codes need storage='fp8' and a weight format, not {storage!r} with weight={spec.weight!r}")
     found = (tuple(codes.shape), codes.format.name, codes.granularity)
     wanted = (tuple(linear.weight.shape), operand.format.name, operand.granularity)
     if found != wanted:

@@ -58,9 +58,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     theirs, ours = state_dict["param_groups"], optimizer.state_dict()["param_groups"]
     check_sizes(theirs, ours)
     if any(group.get("weight_decay") and not group.get("decoupled_weight_decay", True) for group in theirs):
-        raise ValueError(
-            "this state is one of Adam with L2 weight decay, not of AdamW: give it weight_decay=0 to adopt it"
-        )
+        raise ValueError("this state is of Adam with L2 weight decay, not of AdamW: give it weight_decay=0 to adopt it")
     groups = [
         mine | {name: value for name, value in saved.items() if own or name in _OPTIONS} | {"moments": mine["moments"]}
         for saved, mine in zip(theirs, ours, strict=True)

@@ -177,9 +177,7 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
 def check_first_moment(group: dict[str, Any]) -> None:
     """Raise ValueError where Adam's first moment is to take errors and ``betas[0]`` is 0."""
     if rule_of(group).injects and not group["betas"][0]:
-        raise ValueError(
-            f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to put the error into"
-        )
+        raise ValueError(f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to hold the error")
 
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -88,6 +88,8 @@ def _check(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None:
             word = repr(value) if name == "run" else f"--{name}"
             raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
+    if args.save is not None and args.save.exists() and not args.save.is_dir():
+        raise BenchError(f"--save {str(args.save)!r} is a file; give a folder")
     if not args.model and args.run is None:
         raise BenchError("evaluate needs a run, or --model PATH")
     for scale in args.scales or ():

@@ -39,9 +39,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
     loaded = content_of(path, "config")
     if loaded is None:
-        raise BenchError(
-            f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for the defaults of all"
-        )
+        raise BenchError(f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for all defaults")
     if not isinstance(loaded, dict):
         raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
     try:

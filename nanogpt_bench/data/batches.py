@@ -98,7 +98,10 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
     """Open the text of `eval.also`, refusing one of another tokenizer; None without the setting."""
     if config.eval.also is None:
         return None
-    also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
+    try:
+        also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
+    except BenchError as error:
+        raise BenchError(str(error).replace("data.dir", "eval.also")) from None
     same = ("tokenizer", "vocab_size", "characters", "pairs")
     if [also.meta.get(key) for key in same] != [corpus.meta.get(key) for key in same]:
         raise BenchError(f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}")

@@ -155,9 +155,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
 def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: int | None) -> Corpus:
     """The text on which a pretrained model is measured, in the model's tokens."""
     if (args.input is None) == (folder is None):
-        raise BenchError(
-            "--model needs a text: --input FILE, or --data.dir DIR, prepared with --tokenizer and the model"
-        )
+        raise BenchError("--model needs a text: --input FILE or --data.dir DIR prepared with --tokenizer and the model")
     if block is not None and block > found.positions:
         raise BenchError(f"model.block_size: {block} is more than the {found.positions} positions of {args.model!r}")
     if folder is not None:

@@ -109,14 +109,18 @@ class RunWeights:
         """Yield the weights as trained, and rounded to each format; `none` stands for floats.
 
         With `floats`, floats come second if they differ from the weights as trained; and if there are no `names`, the
-        formats that were given as settings come last.
+        formats that were given as settings come last. Settings of formats are refused where no row has one.
         """
+        own = {**self.own.model.formats, **self.formats} if floats and not names else {}
+        of_formats = [key for key in self.given if key in OF_FORMATS]
+        if of_formats and not own and set(names) <= {"none"}:
+            raise BenchError(f"--{of_formats[0]}: no row has a format; give --formats, such as --formats E4M3")
         yield f"{format_summary(self.own)} (as trained)", self.as_trained(corpus, device)
         first = ["none"] if floats and (not self.is_plain or "none" in names) else []
         for name in (*first, *(name for name in names if name not in first)):
             yield name, self.rounded({} if name == "none" else self.requantised(name), corpus, device)
-        if floats and not names and any(key in self.given for key in OF_FORMATS):
-            yield "given", self.rounded({**self.own.model.formats, **self.formats}, corpus, device)
+        if own and of_formats:
+            yield "given", self.rounded(own, corpus, device)
 
     def requantised(self, fmt: str) -> dict[str, Any]:
         """Return `model.formats` that round every weight to `fmt`, except in layers that the run or the user left out.

@@ -73,9 +73,7 @@ class LineFile:
         self.close()
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
-            raise BenchError(
-                f"{str(self._path)!r} has {size} bytes, and had {length} at the checkpoint: lines are lost"
-            )
+            raise BenchError(f"{str(self._path)!r} has {size} bytes and had {length} at the checkpoint: lines are lost")
         if size > length:
             with os.fdopen(self._open(os.O_WRONLY), "wb") as file:
                 file.truncate(length)

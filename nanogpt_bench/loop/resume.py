@@ -137,9 +137,7 @@ Say = Callable[[str], None]
 def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run in a folder that already has one."""
     if not is_unused(run_dir):
-        raise BenchError(
-            f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
-        )
+        raise BenchError(f"{str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it")
 
 
 def find_checkpoint(

@@ -109,10 +109,11 @@ def report_failure(name: str, error: Exception) -> str:
 
 
 def check_trackers(config: Config) -> None:
-    """Refuse a tracker whose package is missing, and a run to resume without one."""
+    """Refuse a tracker whose package is missing, and a run to resume or an upload without one."""
     tracking = config.tracking
-    if tracking.wandb_id is not None and tracking.wandb == "off":
-        raise BenchError(f"tracking.wandb_id: {tracking.wandb_id!r} needs tracking.wandb online; leave it out")
+    for name, given in (("wandb_id", tracking.wandb_id), ("wandb_artifacts", tracking.wandb_artifacts or None)):
+        if given is not None and tracking.wandb == "off":
+            raise BenchError(f"tracking.{name}: {given!r} needs tracking.wandb, which is off; leave it out")
     for name in _wanted(config):
         if find_spec(name) is None:
             raise BenchError(f"tracking.{name} needs {name}; get it with pip install 'fp8manifold[{name}]'")

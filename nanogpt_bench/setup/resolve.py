@@ -136,9 +136,7 @@ def _check_shape(model: ModelConfig, shape: GPTShape, called: str) -> None:
         if given not in (None, own):
             raise BenchError(f"model.{name}: {given!r} is not that of {called}: {own!r}")
     if model.block_size is not None and model.block_size > shape.block_size:
-        raise BenchError(
-            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions of {called}"
-        )
+        raise BenchError(f"model.block_size: {model.block_size} exceeds the {shape.block_size} positions of {called}")
 
 
 def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:

@@ -163,6 +163,9 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         if any(key in row for row in rows):
             raise BenchError(f"--{key}: {path.name} has it in its rows; leave one of them out")
     reference = tree.get("reference")
+    for key in ("samples", "sample_seed"):
+        if tree.get(key) is not None and tree.get("search") != "random":
+            raise BenchError(f"{key} in {path.name} goes with search: random; leave one of them out")
     return SweepFile(
         path,
         base,

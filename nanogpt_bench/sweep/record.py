@@ -2,19 +2,20 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.runs.environment import command_line
+from nanogpt_bench.runs.environment import at, command_line
 from nanogpt_bench.runs.load import (
     SWEEP,
     Run,
@@ -223,6 +224,21 @@ class SweepRecord:
                 raise BenchError(
                     f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
                     f"{now.get(key)!r}; give a new folder"
+                )
+
+    def check_texts(self, folders: Collection[str]) -> None:
+        """Refuse a corpus that has been prepared anew since an earlier start of the sweep trained on it."""
+        from nanogpt_bench.data.batches import digests_of, load_corpus
+
+        now = {folder: digests_of(load_corpus(Path(folder), 0).meta["splits"]) for folder in folders if self._before}
+        for name, entry in self._before.items():
+            folder = (entry.get("settings") or {}).get("data.dir", DEFAULT_DATA_DIR)
+            run_dir = self.folder / name
+            then = at(load_run(run_dir).environment, "corpus.splits") if is_run_folder(run_dir) else None
+            if then and now.get(folder, digests_of(then)) != digests_of(then):
+                raise BenchError(
+                    f"data.dir: {folder!r} is not the text that {name!r} in {str(self.folder)!r} was trained on (its "
+                    "sha256 differs); give that one, or a new folder with --out"
                 )
 
     def write_manifest(self) -> None:

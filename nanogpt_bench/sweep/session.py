@@ -267,9 +267,11 @@ def _check(
     for run in planned:
         record.check(run)
     check_machine([run for run in planned if not has_ended(record.summary(run))], executor)
-    for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
+    texts = {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}
+    for folder in texts:
         prepare_default(folder)
     check_inputs(planned)
+    record.check_texts(texts)
     if said := left_out_of_reference(sweep):
         print(said, file=sys.stderr)
 

@@ -142,9 +142,7 @@ class Tuning:
         confirmed = replace(confirmed, label=plan_point(base, point).label)
         for other in (other for search in self.searches for other in search.confirmed if other.name == confirmed.name):
             if other.settings != confirmed.settings:
-                raise BenchError(
-                    f"two rows would both be called {other.label!r}; name the row: reference: {other.label}"
-                )
+                raise BenchError(f"two rows would be called {other.label!r}; name the row: reference: {other.label}")
             return  # the same run: a rule with float weights, repeated for another format
         trial = {**self.tune.settings, **({} if self.tune.steps is None else {STEPS: self.tune.steps})}
         start = plan_point(base, {key: value for key, value in point.items() if key not in trial} | trial)

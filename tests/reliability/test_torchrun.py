@@ -104,8 +104,7 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path,
         child.wait(PATIENCE_S)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["stop"]["kind"] == "signal", (tmp_path / "output.txt").read_text()
-    stopped = summary["steps"]
-    assert step_file(run_dir, stopped).is_file()
+    assert step_file(run_dir, summary["steps"]).is_file()
     assert to == "torchrun" or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
     assert main(["verify", str(run_dir)]) == 0
     assert finished(tmp_path, words(small_corpus), 2) == 0

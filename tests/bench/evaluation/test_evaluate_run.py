@@ -147,8 +147,7 @@ def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained, tmp_
 
 def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
     words = ["--formats", "E4M3,E2M5", "--budget", "2.0", "--save", str(tmp_path / "w")]
-    found = report_of(trained["float"], tmp_path / "out", *words)
-    mixture = found["rows"][-1]
+    mixture = report_of(trained["float"], tmp_path / "out", *words)["rows"][-1]
     assert mixture["format"] == "mixture"
     assert mixture["bytes_per_parameter"] <= 2.0
     table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())

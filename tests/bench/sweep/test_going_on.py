@@ -74,8 +74,7 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
     assert main(["sweep", str(write(axes=axes)), "--out", "out"]) == 0
     before = (Path("out") / "sweep.json").read_bytes()
     assert main(["sweep", str(write(axes=axes)), "--out", "out", "--train.max_steps", "5"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "train.max_steps 4, now 5" in error
+    assert "train.max_steps 4, now 5" in capsys.readouterr().err.splitlines()[-1]
     assert main(["sweep", str(write(axes={"seed": [1]}, search="random")), "--out", "out"]) == 2
     assert "mode 'grid'" in capsys.readouterr().err.splitlines()[-1]
     assert (Path("out") / "sweep.json").read_bytes() == before
@@ -83,6 +82,22 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
     (Path("other") / "mine.txt").write_text("x")
     assert main(["sweep", str(write(axes=axes)), "--out", "other"]) == 2
     assert [path.name for path in Path("other").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.usefixtures("_forked_workers", "_no_figures")
+def test_a_corpus_prepared_anew_is_refused(write, here, corpus_dir, capsys):
+    text = shutil.copytree(corpus_dir, here / "text")
+    lines = [
+        ["sweep", str(write(axes={"seed": seeds}, settings={"rule": "sgd"})), "--out", "out", "--data.dir", str(text)]
+        for seeds in ([1], [1, 2])
+    ]
+    assert main(lines[0]) == 0
+    before = (here / "out" / "sweep.json").read_bytes()
+    shutil.rmtree(text)
+    assert main(["prepare", "text", "--input", __file__, "--tokenizer", "byte", "--out", str(text)]) == 0
+    assert main(lines[1]) == 2
+    assert "'sgd-seed=1' in 'out' was trained on (its sha256 differs)" in capsys.readouterr().err
+    assert (here / "out" / "sweep.json").read_bytes() == before
 
 
 @pytest.mark.usefixtures("_forked_workers")

@@ -62,8 +62,7 @@ def test_sensitivity_of_other_operands(write, operand):
     path = write(settings={"rule": "master"}, axes={"model.format": ["E1M6"]}, sensitivity=options)
     study = plan_study(read_sweep(path))
     (run,) = study.cells["mlp.fc", "E1M6"]
-    spec = resolve(build_config(run.settings)).model.formats["mlp.fc"]
-    assert spec == {operand: "E1M6"}
+    assert resolve(build_config(run.settings)).model.formats["mlp.fc"] == {operand: "E1M6"}
     check_inputs(study.planned)  # and the surgery takes it
     assert (study.operand, run.format, run.rule) == (operand, "E1M6", "master")
 

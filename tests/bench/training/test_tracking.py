@@ -77,7 +77,7 @@ def test_a_tracker_that_does_not_start_is_reported_and_left_out(tiny, tmp_path, 
     summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], len(caplog.records)) == ("finished", 1)
     assert summary["trackers"] == {"tensorboard": {"dropped": "RuntimeError: no network"}}
-    with refusal(r"tracking\.wandb_id: 'abc123' needs tracking\.wandb online"):
+    with refusal(r"tracking\.wandb_id: 'abc123' needs tracking\.wandb, which is off"):
         run(tiny(rule="fp32", tracking__wandb_id="abc123"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

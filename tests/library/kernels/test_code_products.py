@@ -345,8 +345,7 @@ def test_it_is_shown_and_made_again_from_what_was_saved():
     net = nn.Sequential(layer("E5M2", (64, 32), gradient_products="fp8"), nn.Linear(32, 16))
     assert repr(net[0]).endswith("storage=fp8, gradient_products=fp8, products=fp8)")
     fresh = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16), nn.Linear(32, 16))
-    recipe = json.loads(json.dumps(recipe_of(net)))
-    put_layers(fresh, recipe)
+    put_layers(fresh, json.loads(json.dumps(recipe_of(net))))
     assert fresh[0].spec == net[0].spec
     fresh.load_state_dict(net.state_dict())
     x, _ = batch((64, 32), 16)

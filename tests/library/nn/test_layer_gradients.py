@@ -218,8 +218,7 @@ def test_a_scale_that_is_given_saturates() -> None:
     assert layer.weight_scale() == 2.0**-20
     for_x, for_weight, _ = gradients(layer)
     assert for_weight.abs().max() <= 448 * 2.0**-20
-    arrived = fake_quantize(G, "E4M3", 2.0**-20)
-    assert close(for_x, arrived @ layer.quantized_weight().detach())
+    assert close(for_x, fake_quantize(G, "E4M3", 2.0**-20) @ layer.quantized_weight().detach())
 
 
 def net(scale) -> nn.Module:

@@ -181,8 +181,7 @@ def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
         linear = nn.Linear(1100, 2000)  # rounded some rows at a time
     with torch.device("meta"):
         model = nn.Linear(1100, 2000)
-    state = state_of(linear)
-    read = load_quantized(model, state, "E4M3", keep_remainder=True)
+    read = load_quantized(model, state_of(linear), "E4M3", keep_remainder=True)
     assert bits(read) == bits(quantize_model(linear, "E4M3", "fp8", keep_remainder=True))
     assert isinstance(read, fm.QuantizedLinear)
 

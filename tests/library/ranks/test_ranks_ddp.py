@@ -181,8 +181,7 @@ def backward_beside(wrapped, alone, step):
 
 def trained(name, writeback, moments, granularity, border=False, **more):
     """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
-    rank = dist.get_rank()
-    net = synced(model(granularity, seed=rank, keep_remainder=True))
+    net = synced(model(granularity, seed=dist.get_rank(), keep_remainder=True))
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
     options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}

@@ -63,12 +63,10 @@ def test_every_code_survives(name) -> None:
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()]
     scale = torch.tensor([[2.0**-20], [1.0], [2.0**13]])
-    p = fm.FP8Parameter.from_codes(codes.expand(3, -1).contiguous(), scale, fmt)
-    values = p.dequantize()
+    values = fm.FP8Parameter.from_codes(codes.expand(3, -1).contiguous(), scale, fmt).dequantize()
     assert same_bits([values], [fm.decode(codes, fmt) * scale])
     again = fm.FP8Parameter(values, fmt, scale=scale)
-    canonical = fm.encode(fm.decode(codes, fmt), fmt)
-    assert torch.equal(again.codes, canonical.expand(3, -1))
+    assert torch.equal(again.codes, fm.encode(fm.decode(codes, fmt), fmt).expand(3, -1))
 
 
 @each(
