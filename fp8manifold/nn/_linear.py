@@ -115,7 +115,7 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
         _spec.check_storage(storage, spec, keep_remainder)
-        _spec.check_draws(draws, storage)
+        _spec.check_stored(draws, headroom, storage)
         if codes is not None:
             _spec.check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:

@@ -104,7 +104,7 @@ def plan(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
-    _spec.check_draws(draws, storage)
+    _spec.check_stored(draws, headroom, storage)
     read = {} if formats is None else _spec.read_formats(formats, granularity, products)
     names = {key: tuple(its) for key, its in parameter_names(model).items()}
     linears = _linears(model, names)

@@ -404,14 +404,12 @@ def _takes(name: str, operand: OperandSpec, option: str) -> bool:
     return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
-def check_draws(draws: str, storage: str) -> None:
-    """Refuse an unknown kind of draws, or one for weights that are not written back."""
+def check_stored(draws: str, headroom: float | None, storage: str) -> None:
+    """Refuse an unknown kind of draws, and options of stored weights where a master copy is kept."""
     check_choice("draws", draws, DRAWS)
-    if draws != "independent" and storage == "master":
-        raise ValueError(
-            f"draws={draws!r} needs storage='fp8' or 'grid', not storage={storage!r}: they are the random draws of "
-            "writes to stored weights"
-        )
+    for option, is_given in ((f"{draws=}", draws != "independent"), (f"{headroom=}", headroom is not None)):
+        if is_given and storage == "master":
+            raise ValueError(f"{option} needs storage='fp8' or 'grid', not {storage!r}: it is of stored weights")
 
 
 def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, out_features: int) -> None:

@@ -154,7 +154,7 @@ class StiffnessMuon(StiffnessOptimizer):
             options: the constructor's; ``adjust_lr_fn`` is ``match_rms_adamw`` here, unless given.
 
         Raises:
-            TypeError, ValueError: as the constructor; a pattern that names nothing; a model without parameters.
+            TypeError, ValueError: as the constructor; a pattern that names nothing; no parameters; a direction.
 
         Example:
             >>> model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))
@@ -162,6 +162,8 @@ class StiffnessMuon(StiffnessOptimizer):
             >>> [(group["direction"], group["param_names"]) for group in optimizer.param_groups]
             [('muon', ['1.weight']), ('adam', ['0.weight']), ('adam', ['1.bias', '2.weight', '2.bias'])]
         """
+        if "direction" in options:
+            raise TypeError("for_model sorts the parameters by direction: leave direction out")
         kinds: dict[_Kind, list[tuple[str, Tensor]]] = {}
         for name, parameter, kind, _ in _sorted(model, others):
             kinds.setdefault(kind, []).append((name, parameter))

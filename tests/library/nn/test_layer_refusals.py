@@ -214,6 +214,7 @@ REFUSED |= {
         for given, said in {
             "storage='fp8', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
             "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid'",
+            "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not 'master'",
         }.items()
     },
     # parameters and embeddings

@@ -159,6 +159,7 @@ FISHER = {
 OTHERS = {
     **{f"StiffnessMuon([nn.Parameter(ones([{shape}]))])": said for shape, said in MUON.items()},
     "StiffnessMuon([nn.Parameter(ones(2, 3, 4, 5))], matrix_shape='batch')": "ValueError: matrix_shape",
+    "StiffnessMuon.for_model(nn.Linear(2, 3), direction='adam')": "TypeError: leave direction out",
     **{f"StiffnessMuon([nn.Parameter(ones(2, 3))], {given})": said for given, said in MUON_OPTIONS.items()},
     "muon_report(3)": "TypeError: not int",
     "muon_report(tagger(), others=['nothing'])": "ValueError: names no module",
