@@ -109,7 +109,7 @@ def test_codes_are_not_read_as_weights(tmp_path):
         ("--model.bias=false", "model.bias: False is not that of the checkpoint"),
         ("--model.gelu=exact", "'tanh'"),
         ("--model.size=10M", "add --model.size null"),
-        ("--model.block_size=64", "more than the 32 positions"),
+        ("--model.block_size=64", "exceeds the 32 positions"),
     ],
 )
 def test_settings_for_another_model_are_refused(folder, arguments, words):
