@@ -409,7 +409,7 @@ def check_stored(draws: str, headroom: float | None, storage: str) -> None:
     check_choice("draws", draws, DRAWS)
     for option, is_given in ((f"{draws=}", draws != "independent"), (f"{headroom=}", headroom is not None)):
         if is_given and storage == "master":
-            raise ValueError(f"{option} needs storage='fp8' or 'grid', not {storage!r}: it is of stored weights")
+            raise ValueError(f"{option} needs storage='fp8' or 'grid', not {storage!r}: it is for stored weights")
 
 
 def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, out_features: int) -> None:

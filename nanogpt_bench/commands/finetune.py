@@ -153,7 +153,7 @@ def check_layout(config: Resolved, layout: Layout) -> None:
     kinds: dict[str, Any] = {name: spec.operand("weight") for name, spec in config.layers.items()}
     stored = {name: fm.LayerSpec(kind.format, granularity=kind.granularity) for name, kind in kinds.items() if kind}
     if not stored or config.model.storage == "continuous":
-        raise BenchError(f"--layout {layout} takes quantised weights, the run's are in float; give --layout {FLOAT}")
+        raise BenchError(f"--layout {layout} takes quantised weights, not the run's floats; give --layout {FLOAT}")
     model = skeleton(config.model.pretrained or "")
     with _refusals(layout):
         fm.exported_state_dict(fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout)

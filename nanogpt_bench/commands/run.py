@@ -61,8 +61,8 @@ def add_resume(parser: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Train by a configuration file and overrides, or print a file with all defaults."""
     if args.defaults:
-        if args.config is not None or args.overrides:
-            raise BenchError("--defaults prints the defaults of all settings; leave the configuration and settings out")
+        if any((args.config, args.overrides, args.name, args.resume, args.allow_config_change)):
+            raise BenchError("--defaults prints the defaults of all settings; leave everything else out")
         print(defaults_yaml())
         return 0
     if args.config is None:

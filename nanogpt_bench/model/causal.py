@@ -86,7 +86,7 @@ def find_model(name: str) -> dict[str, Any]:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise BenchError(f"model {str(path)!r} is no GGUF file: it begins otherwise; give a folder or a .gguf")
+                raise BenchError(f"model {str(path)!r} is no GGUF file; give a folder or a .gguf")
         _require("gguf")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if not path.is_dir():
@@ -157,7 +157,7 @@ def settings_of(name: str) -> Any:
     quantised = vars(found).pop("quantization_config", None)
     if quantised is not None and not stored_of(name):
         how = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
-        raise BenchError(f"model {name!r} is quantised already ({how}); give the one of float weights it was made from")
+        raise BenchError(f"model {name!r} is quantised already ({how}); give the float model it was made from")
     kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     own, saved = kinds.get(found.model_type), found.architectures or []
     if own is None or found.is_encoder_decoder or (saved and own not in saved):

@@ -164,8 +164,8 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
             raise BenchError(f"--{key}: {path.name} has it in its rows; leave one of them out")
     reference = tree.get("reference")
     for key in ("samples", "sample_seed"):
-        if tree.get(key) is not None and tree.get("search") != "random":
-            raise BenchError(f"{key} in {path.name} goes with search: random; leave one of them out")
+        if tree.get(key) is not None and tree.get("search") in (None, "grid"):
+            raise BenchError(f"{key} in {path.name} goes with search: random; give that, or leave {key} out")
     return SweepFile(
         path,
         base,

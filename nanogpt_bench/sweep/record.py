@@ -28,7 +28,7 @@ from nanogpt_bench.runs.load import (
     plain,
     summary_of,
 )
-from nanogpt_bench.runs.read import SUMS, finite, write_sums
+from nanogpt_bench.runs.read import SUMS, finite, mapping, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import is_unused, write_text
@@ -228,13 +228,12 @@ class SweepRecord:
 
     def check_texts(self, folders: Collection[str]) -> None:
         """Refuse a corpus that has been prepared anew since an earlier start of the sweep trained on it."""
-        from nanogpt_bench.data.batches import digests_of, load_corpus
+        from nanogpt_bench.data.batches import digests_of
 
-        now = {folder: digests_of(load_corpus(Path(folder), 0).meta["splits"]) for folder in folders if self._before}
+        now = {folder: digests_of(read_json(Path(folder) / "meta.json")["splits"]) for folder in folders}
         for name, entry in self._before.items():
             folder = (entry.get("settings") or {}).get("data.dir", DEFAULT_DATA_DIR)
-            run_dir = self.folder / name
-            then = at(load_run(run_dir).environment, "corpus.splits") if is_run_folder(run_dir) else None
+            then = at(mapping(self.folder / name / "environment.json", []), "corpus.splits")
             if then and now.get(folder, digests_of(then)) != digests_of(then):
                 raise BenchError(
                     f"data.dir: {folder!r} is not the text that {name!r} in {str(self.folder)!r} was trained on (its "

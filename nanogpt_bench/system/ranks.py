@@ -17,7 +17,7 @@ LOST = "nanogpt-bench: error: another process of the run has ended; whole checkp
 #: seconds that a failed process waits for the others, which may be about to fail alike, before torchrun ends them
 PATIENCE_S = 5.0
 #: parts of the messages of gloo, NCCL and torch when the other end of a connection is gone
-_GONE = ("by peer", "Broken pipe", "onnection refused", "ocket closed", "not connected", "likely closed", "NCCL")
+_GONE = ("by peer", "Broken pipe", "onnection refused", "ocket closed", "Pair is not", "likely closed", "NCCL")
 
 
 class Ranks:

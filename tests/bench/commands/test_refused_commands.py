@@ -57,7 +57,7 @@ REFUSED = {
     "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; keep one",
     "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not that of the checkpoint",
     "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 exceeds the 16 positions",
-    "run fp32.yaml --defaults": "leave the configuration and settings out",
+    **{f"run --defaults {more}": "leave everything else out" for more in ("fp32.yaml", "--name x", "--resume")},
     "run fp32.yaml --data.dir=CHARS --eval.also gone": "eval.also 'gone' does not exist in & --eval.also",
     "run fp32.yaml --data.dir=CHARS --tracking.wandb_artifacts true": "needs tracking.wandb, which is off",
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
