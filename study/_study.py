@@ -62,6 +62,7 @@ AGAINST = {
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
     "study_q13_peers": ("fp32", "muon", "E2M5 muon-stochastic"),
+    "study_q16_sdnq": ("muon", "E2M5 muon-stochastic"),
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
 }
 #: the files whose runs Q8 uses, as its page says
@@ -83,6 +84,7 @@ BESIDE = {
     "study_q15_draws": ("study_q15_decay", "study_q15_decay_E5M2", "study_q15_decay_E7M0"),
     "study_q13_peers": ("study_q13_adamw", "study_q13_ours", "study_q13_muon"),
     "study_q16_adamw": ("study_q16_muon", "study_q16_bf16"),
+    "study_q16_sdnq": ("study_q16_muon",),
 }
 
 
