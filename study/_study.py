@@ -62,6 +62,7 @@ AGAINST = {
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
     "study_q13_peers": ("fp32", "muon", "E2M5 muon-stochastic"),
+    "study_q14_30m": ("muon", "muon lr=0.005657"),
     "study_q16_sdnq": ("muon", "E2M5 muon-stochastic"),
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
 }
