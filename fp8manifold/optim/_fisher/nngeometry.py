@@ -75,7 +75,8 @@ def measure(
         values = _mean_over_tokens(model, layers, loss, passes, "ekfac", bases)
         for layer, entry, (each,) in zip(layers, entries, values, strict=True):
             entry |= {"eigenvalues": each, "fisher_damping": _added(layer, each, damping)}
-    return entries
+    # some checkpoints drop strides, and a product's last bits depend on them
+    return [{name: x.contiguous() if isinstance(x, Tensor) else x for name, x in each.items()} for each in entries]
 
 
 def natural_gradient(kind: str, metric: dict[str, Any], g: Tensor, stretch: Tensor | float = 1.0) -> Tensor:
