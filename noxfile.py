@@ -5,6 +5,7 @@ Sessions run in the environment that nox was started in, which needs the extra `
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import nox
 
@@ -88,9 +89,10 @@ def first(session: nox.Session) -> None:
 @nox.parametrize("processor", list(OLDER))
 def baseline(session: nox.Session, processor: str) -> None:
     """The default tests as on an older processor, which uses other kernels."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": session.create_tmp()}  # kernels of another processor end in a crash
     others = [f"--deselect={test}" for test in NOT_THERE]
-    session.run("pytest", *others, *session.posargs, env=ONE_THREAD | OLDER[processor] | environment)
+    with TemporaryDirectory() as kernels:  # those of another processor end in a crash
+        environment = ONE_THREAD | OLDER[processor] | {"TORCHINDUCTOR_CACHE_DIR": kernels}
+        session.run("pytest", *others, *session.posargs, env=environment)
 
 
 @nox.session
