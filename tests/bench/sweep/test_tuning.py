@@ -271,7 +271,7 @@ def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, pa
     if "sdnq" in path.read_text():
         pytest.importorskip("sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0")
     train_here(monkeypatch)
-    for name in ("stdlib", "stdlib_pairs"):
+    for name in ("stdlib", "stdlib_pairs", "packages"):
         shutil.copytree(corpus_dir, f"data/{name}")
     option = ["--sensitivity"] if path.name == "study_q3.yaml" else []
     assert main(["sweep", str(path), "--smoke", "--workers", "1", *option]) == 0
