@@ -45,7 +45,7 @@ FIRST = (
     "tests/bench/training/test_train.py",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-#: make torch, oneDNN and MKL behave as on an older processor; without AVX there are no products in bfloat16
+#: make torch, oneDNN, MKL and the C library behave as on an older processor; without AVX there are no products in bfloat16
 OLDER = {
     "no AVX": {
         "ATEN_CPU_CAPABILITY": "default",
@@ -55,7 +55,7 @@ OLDER = {
     },
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
 }
-#: fail there on a processor with AMX: torch sees it and gives oneDNN products of FP8, which oneDNN refuses
+#: tests that fail so on a processor with AMX: torch sees it and gives oneDNN products of FP8, which oneDNN refuses
 NOT_THERE = (
     "tests/library/kernels/test_code_products.py::test_torchs_own_products_give_the_same_bits",
     "tests/test_gpu_benchmark.py::test_a_dry_run_goes_through_every_part",
@@ -89,10 +89,10 @@ def first(session: nox.Session) -> None:
 @nox.parametrize("processor", list(OLDER))
 def baseline(session: nox.Session, processor: str) -> None:
     """The default tests as on an older processor, which uses other kernels."""
-    others = [f"--deselect={test}" for test in NOT_THERE]
-    with TemporaryDirectory() as kernels:  # those of another processor end in a crash
+    without = [f"--deselect={test}" for test in NOT_THERE]
+    with TemporaryDirectory() as kernels:  # a cache with those of another processor ends in a crash
         environment = ONE_THREAD | OLDER[processor] | {"TORCHINDUCTOR_CACHE_DIR": kernels}
-        session.run("pytest", *others, *session.posargs, env=environment)
+        session.run("pytest", *without, *session.posargs, env=environment)
 
 
 @nox.session

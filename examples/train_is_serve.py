@@ -14,7 +14,7 @@ Needs transformers (``pip install 'fp8manifold[hf]'``).  Expected output::
 
                        reward first    last    log ratio, RMS in %
     codes in place                0.067   0.911                   0.00
-    float32, rounded              0.067   0.904                   0.57
+    float32, rounded              0.067   0.913                   0.63
 """
 
 import tempfile

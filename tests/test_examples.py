@@ -29,7 +29,7 @@ CLAIMS = {
     "lightning_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
     "finetune_per_layer": lambda n: abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1,
     "finetune_llm": lambda n: abs(n[1] - n[0]) < 0.05 and n[2] < n[1] - 0.1 and n[3] < 3.3,
-    "train_is_serve": lambda n: min(n[1], n[4]) > 5 * max(n[0], n[3]) and n[2] == 0 < 0.1 < n[5],
+    "train_is_serve": lambda n: min(n[1], n[4]) > 0.8 > max(n[0], n[3]) and n[2] == 0 < 0.1 < n[5],
 }
 #: the packages that only the extra test-all brings
 EXTRA = {
