@@ -45,7 +45,7 @@ FIRST = (
     "tests/bench/training/test_train.py",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-#: make torch, oneDNN, MKL and the C library behave as on an older processor; without AVX there are no products in bfloat16
+#: make torch, oneDNN, MKL and the C library behave as on older processors, which have no products in bfloat16
 OLDER = {
     "no AVX": {
         "ATEN_CPU_CAPABILITY": "default",
