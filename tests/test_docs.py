@@ -123,11 +123,6 @@ def test_pages_are_plain_markdown(page):
         assert not (one.type == "text" and two.type == "code_inline" and re.search(r"\{[\w:-]+\}$", one.content)), two
 
 
-def test_readme_comes_to_its_code_within_120_words():
-    before = README.read_text(encoding="utf-8").partition("```")[0]
-    assert 30 < len(re.sub(r"<.*>|\]\(\S+\)", "", before).split()) <= 120  # pictures and links' targets left out
-
-
 def test_links_lead_somewhere_commands_are_understood_and_no_machine_is_named():
     commands = set()
     for page in PLAIN:

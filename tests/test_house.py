@@ -1,18 +1,14 @@
-"""The house: which room may import from which, no circle of modules, short files, and a map from each to its tests."""
+"""Structure: which room may import from which, no circle of modules, and a map from each file to its tests."""
 
 import ast
-import inspect
 import re
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
 
-import torch
 from of_source import FOLDERS, ROOT, where_tested
 
 import fp8manifold as fm
-
-MOST_ROOMS = 26
 
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = """formats _geoopt_import | _base _ranks | random_bits scaling | _numerics | _triton | _native
@@ -66,51 +62,6 @@ def test_modules_have_rooms_and_import_nothing_from_above_and_not_each_other():
     doors = ("fp8manifold", "nanogpt_bench")
     assert [m for m, room in rooms.items() if m not in doors and room in doors] == []
     TopologicalSorter({m: imported(m) for m in MODULES}).prepare()  # which names a circle
-    assert len({path.parent for path in MODULES.values()}) <= MOST_ROOMS
-
-
-#: a docstring opens with the thing, and not with one of these
-LEADS = {"How", "It", "Of", "That", "They", "Those", "What", "Where", "Whether", "Which", "Who"}
-
-
-def test_docstrings_open_with_the_thing():
-    folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study", "tests/library", "tests/reliability")
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(tree(path)):
-            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
-            assert not text or text.split()[0].rstrip(",") not in LEADS, f"{path}: {text}"
-
-
-#: values at the edge, of which all that takes a tensor has to speak
-EDGES = (r"NaN", r"Inf|infinite", r"-0", r"empty")
-
-
-def test_public_docstrings_say_what_goes_in_what_is_raised_and_what_becomes_of_the_edges_and_show_an_example():
-    houses = (fm, fm.optim, fm.ops, fm.distributed, fm.huggingface, fm.reference)
-    for name, thing in ((name, getattr(house, name)) for house in houses for name in house.__all__):
-        if not callable(thing) or (isinstance(thing, type) and issubclass(thing, Warning)):
-            continue
-        text = inspect.getdoc(thing) or ""
-        assert re.match(r"[A-Z`0-9|(\[].*[.:](\n|$)", text), name
-        for method, own in vars(thing).items() if isinstance(thing, type) else ():
-            function = getattr(own, "fget", getattr(own, "__func__", own))
-            if method[0] != "_" and inspect.isfunction(function):
-                said, source = inspect.getdoc(function) or "", inspect.getsource(function)
-                assert re.match(r"[A-Z`0-9|(\[].*[.:](\n|$)", said), f"{name}.{method}"
-                assert "Raises:" in said or not re.search(r"\n +raise (?!NotImpl)", source), f"{name}.{method}"
-        if hasattr(thing, "__dataclass_fields__") and "__post_init__" not in vars(thing):
-            continue  # something to read, not to call
-        arguments, raised = (re.search(rf"^{part}:\n((?: {{4}}.*\n?|\n)+)", text, re.M) for part in ("Args", "Raises"))
-        parameters = inspect.signature(thing).parameters
-        heads = re.findall(r"^ {4}(\w[^:]*):", arguments[1], re.M) if arguments else []
-        assert parameters.keys() - {"self", "cls"} <= {*re.findall(r"\w+", " ".join(heads))}, name
-        assert raised, name
-        assert re.search(r">>> .*\n[^>]", text), name
-        optimizes = isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer)
-        tensors = any(re.fullmatch(r"[^\[]*\bTensor\b[^\[]*", str(each.annotation)) for each in parameters.values())
-        assert not (tensors or optimizes) or re.search(r"\.\. math::|Source:", text), name
-        unsaid = [edge for edge in EDGES if not re.search(rf"(?<!\w)({edge})(?!\w)", text)]
-        assert not tensors or optimizes or not unsaid, f"{name}: {unsaid}"
 
 
 #: names of torch that are private and have no public way, each with what it is for; whoever adds one says why here
@@ -197,14 +148,12 @@ def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone(
     assert private_uses(ast.parse(code)) == []
 
 
-def test_files_are_short_and_compile_nothing():
+def test_files_that_ship_compile_nothing():
     """Files that ship call neither `compile` nor `__import__`; ruff finds what unpickles or evaluates."""
     for path in [
         *MODULES.values(),
         *(path for name in ("examples", "docs", "study") for path in (ROOT / name).glob("*.py")),
     ]:
-        assert path.read_text(encoding="utf-8").count("\n") <= 500, path
-        assert path.stem != "utils", path
         called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
         assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}, path
 
