@@ -1,6 +1,8 @@
-"""Builds the native code of ``fp8manifold/_native`` where there is a C compiler; everything works without it, slower.
+"""Builds the native code of ``fp8manifold/_native`` where there is a C compiler;
+everything works without it, slower.
 
-ctypes loads the library, which uses none of Python's headers: one wheel per platform serves every version of Python.
+ctypes loads the library, which uses none of Python's headers: one wheel per platform
+serves every version of Python.
 """
 
 import hashlib
@@ -17,14 +19,25 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "fp8manifold/_native"
 #: no fused multiplications, no fast arithmetic: the bits are those of the eager stages
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
+FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+)
 
 
 class NativeBuildHook(BuildHookInterface):
-    """Compiles the library into the package's folder, and tags the wheel with this platform."""
+    """Compiles the library into the package's folder, and tags the wheel with this
+    platform.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build before the files of a wheel are collected; a source distribution has the sources alone."""
+        """Build before the files of a wheel are collected; a source distribution has
+        the sources alone.
+        """
         if self.target_name != "wheel":
             return
         built = build(Path(self.root) / FOLDER, self.app.display_warning)
@@ -37,7 +50,8 @@ class NativeBuildHook(BuildHookInterface):
 
 
 def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path | None:
-    """Path of the library, built from a folder's sources; None, after a message, where that is not possible.
+    """Path of the library, built from a folder's sources; None, after a message, where
+    that is not possible.
 
     Args:
         folder: where the sources are and the library goes.
@@ -48,17 +62,26 @@ def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path |
     compiler = compiler_of(os.environ)
     if compiler is None:
         target.unlink(missing_ok=True)
-        say("fp8manifold: no C compiler was found, so that steps and rounding run without native code")
+        say(
+            "fp8manifold: no C compiler was found, so that steps and rounding run without native "
+            "code"
+        )
         return None
-    # replaced in one move: programs that start meanwhile find a whole library, those that run still have the old one
+    # replaced in one move: programs that start meanwhile find a whole library, those
+    # that run still have the old one
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as beside:
         built = Path(beside) / target.name
-        done = subprocess.run(_command(compiler, folder, built, flags), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            _command(compiler, folder, built, flags), capture_output=True, text=True, check=False
+        )
         if done.returncode:
             target.unlink(missing_ok=True)
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             reason = f"{compiler[0]}: {lines[0]}"
-            say(f"fp8manifold: the native code could not be built ({reason}); everything runs without it")
+            say(
+                f"fp8manifold: the native code could not be built ({reason}); everything runs "
+                f"without it"
+            )
             return None
         built.replace(target)
     return target
@@ -81,7 +104,9 @@ def _command(compiler: list[str], folder: Path, built: Path, flags: tuple[str, .
 
 
 def compiler_of(environment: Any) -> list[str] | None:
-    """The C compiler as a command: the one that CC names, or the first of cc, gcc and clang that is installed."""
+    """The C compiler as a command: the one that CC names, or the first of cc, gcc and
+    clang that is installed.
+    """
     asked = environment.get("CC", "").split()
     if asked:
         return asked if shutil.which(asked[0]) else None

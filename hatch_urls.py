@@ -1,4 +1,6 @@
-"""The project's URLs and the README's links: to the repository that the checkout was cloned from, or none."""
+"""The project's URLs and the README's links: to the repository that the checkout was
+cloned from, or none.
+"""
 
 import re
 from email import message_from_string
@@ -7,21 +9,26 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-#: `origin` in a checkout's .git/config, over HTTPS or SSH: its host and its path, without user, port and `.git`
+#: `origin` in a checkout's .git/config, over HTTPS or SSH: its host and its path,
+#: without user, port and `.git`
 ORIGIN = re.compile(
     r'^\[remote "origin"\][^[]*?^\s*url\s*=\s*'
     r"(?:https://|ssh://|(?=git@))(?:[^@/\s]*@)?([\w.-]+)(?::\d+(?=/))?[:/]([\w./-]+?)(?:\.git)?/?\s*$",
     re.MULTILINE,
 )
-#: code, which is not changed; or a link or a picture: its beginning, and the repository's file that it names
+#: code, which is not changed; or a link or a picture: its beginning, and the
+#: repository's file that it names
 LINK = re.compile(
-    r'(^```.*?^```|`[^`\n]*`)|(\]\(|\b(?:href|src|srcset)=")(?![a-z+]+:|[#/])([^)"\s]+)', re.MULTILINE | re.DOTALL
+    r'(^```.*?^```|`[^`\n]*`)|(\]\(|\b(?:href|src|srcset)=")(?![a-z+]+:|[#/])([^)"\s]+)',
+    re.MULTILINE | re.DOTALL,
 )
 PICTURES = (".png", ".svg")
 
 
 class UrlsMetadataHook(MetadataHookInterface):
-    """Fills `urls` and `readme` of the metadata; a source distribution has the URLs that it was built with."""
+    """Fills `urls` and `readme` of the metadata; a source distribution has the URLs
+    that it was built with.
+    """
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set `urls` and `readme`."""
@@ -32,7 +39,9 @@ class UrlsMetadataHook(MetadataHookInterface):
 
 
 def described(readme: str, source: str, version: str) -> str:
-    """README for a package index: its relative links lead to this version's tag, if the source is on GitHub."""
+    """README for a package index: its relative links lead to this version's tag, if the
+    source is on GitHub.
+    """
     if not source.startswith("https://github.com/"):
         return readme
 
@@ -44,7 +53,9 @@ def described(readme: str, source: str, version: str) -> str:
 
 
 def urls(root: Path) -> dict[str, str]:
-    """The URLs by label, from `PKG-INFO` of a source distribution or from `origin` of a checkout."""
+    """The URLs by label, from `PKG-INFO` of a source distribution or from `origin` of a
+    checkout.
+    """
     if (made := root / "PKG-INFO").is_file():
         lines = message_from_string(made.read_text(encoding="utf-8")).get_all("Project-URL", [])
         return dict(line.split(", ", 1) for line in lines)

@@ -1,6 +1,8 @@
-"""The common commands: `nox --list` names them; without arguments nox runs the ones that a change has to pass.
+"""The common commands: `nox --list` names them; without arguments nox runs the ones
+that a change has to pass.
 
-Sessions run in the environment that nox was started in, which needs the extra `dev`; only `package` makes its own.
+Sessions run in the environment that nox was started in, which needs the extra `dev`;
+only `package` makes its own.
 """
 
 import sys
@@ -24,7 +26,8 @@ BENCHMARKS = (
     "harness_overhead",
     "checkpoint",
 )
-#: tests of the session `first`: doctests, formats, layers, a step against its definition, a run of the bench, a report
+#: tests of the session `first`: doctests, formats, layers, a step against its
+#: definition, a run of the bench, a report
 FIRST = (
     "fp8manifold",
     "tests/library/formats/test_codec.py",
@@ -45,7 +48,8 @@ FIRST = (
     "tests/bench/training/test_train.py",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-#: make torch, oneDNN, MKL and the C library behave as on older processors, which have no products in bfloat16
+#: make torch, oneDNN, MKL and the C library behave as on older processors, which have
+#: no products in bfloat16
 OLDER = {
     "no AVX": {
         "ATEN_CPU_CAPABILITY": "default",
@@ -53,9 +57,14 @@ OLDER = {
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F",
     },
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "AVX2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
 }
-#: tests that fail so on a processor with AMX: torch sees it and gives oneDNN products of FP8, which oneDNN refuses
+#: tests that fail so on a processor with AMX: torch sees it and gives oneDNN products
+#: of FP8, which oneDNN refuses
 NOT_THERE = (
     "tests/library/kernels/test_code_products.py::test_torchs_own_products_give_the_same_bits",
     "tests/test_gpu_benchmark.py::test_a_dry_run_goes_through_every_part",
@@ -72,8 +81,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default tests. Source files after -- are replaced by their tests; other arguments go to pytest."""
-    sources = [source for source in session.posargs if source.startswith(("fp8manifold/", "nanogpt_bench/"))]
+    """The default tests. Source files after -- are replaced by their tests; other
+    arguments go to pytest.
+    """
+    sources = [
+        source
+        for source in session.posargs
+        if source.startswith(("fp8manifold/", "nanogpt_bench/"))
+    ]
     tests = [test for source in sources for test in where_tested(source)]
     others = [argument for argument in session.posargs if argument not in sources]
     session.run("pytest", *dict.fromkeys(tests), *others, env=ONE_THREAD)
@@ -109,19 +124,35 @@ def reliability(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, built into docs/_build without a warning, and the tests of the code on its pages."""
-    session.run("sphinx-build", "-n", "-W", "--keep-going", "-b", "html", "docs", "docs/_build", env=ONE_THREAD)
+    """The site, built into docs/_build without a warning, and the tests of the code on
+    its pages.
+    """
+    session.run(
+        "sphinx-build",
+        "-n",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        "docs",
+        "docs/_build",
+        env=ONE_THREAD,
+    )
     session.run("pytest", "tests/test_docs.py", env=ONE_THREAD)
 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Tests of wheel and sdist, each installed into an empty environment and imported there."""
+    """Tests of wheel and sdist, each installed into an empty environment and imported
+    there.
+    """
     session.run("pytest", "-m", "slow", "tests/test_package.py", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks of speed, one after another, on an otherwise idle machine; -- --record writes the site's files."""
+    """The benchmarks of speed, one after another, on an otherwise idle machine; --
+    --record writes the site's files.
+    """
     for name in BENCHMARKS:
         session.run("python", f"benchmarks/{name}.py", *session.posargs, env=ONE_THREAD)

@@ -1,7 +1,9 @@
-"""Contenders of ``optimizer_step.py``: each is a name and a factory of (parameters, optimizer).
+"""Contenders of ``optimizer_step.py``: each is a name and a factory of (parameters,
+optimizer).
 
-Tensors of two dimensions or more are stored as the contender's name says; vectors stay in the plain dtype, as biases
-and LayerNorms do in a model.  AdamW's settings are the same everywhere.
+Tensors of two dimensions or more are stored as the contender's name says; vectors stay
+in the plain dtype, as biases and LayerNorms do in a model. AdamW's settings are the
+same everywhere.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,7 +53,9 @@ class Workload:
 
     @classmethod
     def sized(cls, params: str, elements: float, device: torch.device) -> "Workload":
-        """A named size, each tensor scaled to ``elements`` times its number of elements."""
+        """A named size, each tensor scaled to ``elements`` times its number of
+        elements.
+        """
 
         def scaled(shape: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(max(1, round(n * elements ** (1 / len(shape)))) for n in shape)
@@ -70,7 +74,9 @@ class Workload:
     def set_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Give each parameter its gradient, in its own dtype."""
         parameters = list(parameters)
-        for parameter, gradient in zip(parameters, self._normal(1, 1e-3, parameters[0].dtype), strict=True):
+        for parameter, gradient in zip(
+            parameters, self._normal(1, 1e-3, parameters[0].dtype), strict=True
+        ):
             parameter.grad = gradient.to(parameter.dtype)
 
     def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -97,11 +103,15 @@ class Contender:
 
 
 def matrices(weights: list[nn.Parameter], convert: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-    """The weights, those of two dimensions or more converted; ``convert`` also gets the position."""
+    """The weights, those of two dimensions or more converted; ``convert`` also gets the
+    position.
+    """
     return [convert(w.detach(), i) if w.dim() > 1 else w for i, w in enumerate(weights)]
 
 
-def torch_optimizer(label: str, optimizer: type[torch.optim.Optimizer], **options: Any) -> Contender:
+def torch_optimizer(
+    label: str, optimizer: type[torch.optim.Optimizer], **options: Any
+) -> Contender:
     """One of torch's own optimizers, in float32."""
 
     def build(work: Workload) -> Built:
@@ -136,9 +146,13 @@ def torchao(label: str, name: str, dtype: torch.dtype = torch.float32, **options
 
 
 def torchao_int8(work: Workload) -> Built:
-    """torchao's int8 weights, written back with stochastic rounding, under its single-rounding AdamW."""
+    """torchao's int8 weights, written back with stochastic rounding, under its
+    single-rounding AdamW.
+    """
     from torchao.optim import _AdamW
-    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight as Int8Weight
+    from torchao.prototype.quantized_training.int8 import (
+        Int8QuantizedTrainingLinearWeight as Int8Weight,
+    )
 
     weights = matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
     return weights, _AdamW(weights, **ADAMW)
@@ -147,25 +161,33 @@ def torchao_int8(work: Workload) -> Built:
 def torchao_int8_8bit(work: Workload) -> Built:
     """torchao's int8 weights under its AdamW with averages of 8 bits."""
     from torchao.optim import AdamW8bit
-    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight as Int8Weight
+    from torchao.prototype.quantized_training.int8 import (
+        Int8QuantizedTrainingLinearWeight as Int8Weight,
+    )
 
     weights = matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
     return weights, AdamW8bit(weights, **ADAMW)
 
 
 def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
-    """SDNQ's weights, a float scale per 32, under SDNQ's optimizer with averages of 8 bits; SDNQ is under GPL-3.0."""
+    """SDNQ's weights, a float scale per 32, under SDNQ's optimizer with averages of 8
+    bits; SDNQ is under GPL-3.0.
+    """
 
     def build(work: Workload) -> Built:
         import sdnq.optim
         from sdnq.training import SDNQTensor
 
         def convert(weight: Tensor, _: int) -> Tensor:
-            return nn.Parameter(SDNQTensor.from_float(weight, layer_class_name="Linear", weights_dtype=fmt))
+            return nn.Parameter(
+                SDNQTensor.from_float(weight, layer_class_name="Linear", weights_dtype=fmt)
+            )
 
         weights = matrices(work.weights(), convert)
         options = {name: value for name, value in ADAMW.items() if name != "eps"}
-        return weights, getattr(sdnq.optim, optimizer)(list(weights), use_quantized_buffers=True, **options)
+        return weights, getattr(sdnq.optim, optimizer)(
+            list(weights), use_quantized_buffers=True, **options
+        )
 
     return Contender("peer", label, build)
 
@@ -185,9 +207,17 @@ def bitsandbytes_8bit(work: Workload) -> Built:
 
 
 def ours(
-    label: str, optimizer: str, fmt: str = "E4M3", goals: Any = None, *, factors: bool = False, **options: Any
+    label: str,
+    optimizer: str,
+    fmt: str = "E4M3",
+    goals: Any = None,
+    *,
+    factors: bool = False,
+    **options: Any,
 ) -> Contender:
-    """An optimizer of this library over weights of one byte; scales are powers of two, or with ``factors`` are not."""
+    """An optimizer of this library over weights of one byte; scales are powers of two,
+    or with ``factors`` are not.
+    """
     residual = str(options.get("writeback")).startswith("residual")
 
     def convert(weight: Tensor, position: int) -> Tensor:
@@ -196,15 +226,21 @@ def ours(
 
     def build(work: Workload) -> Built:
         weights = matrices(work.weights(), convert)
-        return weights, getattr(fm.optim, optimizer)(weights, weight_decay=ADAMW["weight_decay"], **options)
+        return weights, getattr(fm.optim, optimizer)(
+            weights, weight_decay=ADAMW["weight_decay"], **options
+        )
 
     return Contender("ours", label, build, goals or {})
 
 
 def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
-    """StiffnessAdamW with AdamW's settings, and unless given k = 1, the step that has more to compute."""
+    """StiffnessAdamW with AdamW's settings, and unless given k = 1, the step that has
+    more to compute.
+    """
     settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")} | {"stiffness": 1.0}
-    return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **(settings | options))
+    return ours(
+        f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **(settings | options)
+    )
 
 
 def grid_adamw(work: Workload) -> Built:
@@ -220,17 +256,29 @@ def grid_adamw(work: Workload) -> Built:
 
 REFERENCE: Final = "adamw-fused"
 CONTENDERS: Final[dict[str, Contender]] = {
-    REFERENCE: torch_optimizer("torch AdamW fused, float32", torch.optim.AdamW, fused=True, **ADAMW),
-    "adamw-loop": torch_optimizer("torch AdamW for-loop, float32", torch.optim.AdamW, foreach=False, **ADAMW),
+    REFERENCE: torch_optimizer(
+        "torch AdamW fused, float32", torch.optim.AdamW, fused=True, **ADAMW
+    ),
+    "adamw-loop": torch_optimizer(
+        "torch AdamW for-loop, float32", torch.optim.AdamW, foreach=False, **ADAMW
+    ),
     "sgd-fused": torch_optimizer(
-        "torch SGD fused, float32, no momentum (a floor)", torch.optim.SGD, fused=True, lr=1e-3, weight_decay=0.1
+        "torch SGD fused, float32, no momentum (a floor)",
+        torch.optim.SGD,
+        fused=True,
+        lr=1e-3,
+        weight_decay=0.1,
     ),
     "optimi-float32": optimi("optimi AdamW float32", torch.float32),
     "optimi-kahan": optimi("optimi AdamW bfloat16, Kahan sums", torch.bfloat16),
     "geoopt-adam": Contender("peer", "geoopt RiemannianAdam, Euclidean, float32", geoopt_adam),
     "torchao-fp8": torchao("torchao AdamWFp8, float32 weights", "AdamWFp8"),
-    "torchao-int8-weights": Contender("peer", "torchao int8 weights, stochastic, _AdamW", torchao_int8),
-    "torchao-int8-8bit": Contender("peer", "torchao int8 weights, stochastic, AdamW8bit", torchao_int8_8bit),
+    "torchao-int8-weights": Contender(
+        "peer", "torchao int8 weights, stochastic, _AdamW", torchao_int8
+    ),
+    "torchao-int8-8bit": Contender(
+        "peer", "torchao int8 weights, stochastic, AdamW8bit", torchao_int8_8bit
+    ),
     "sdnq-adamw-e2m5": sdnq("SDNQ AdamW, E2M5 weights, 8-bit averages", "AdamW", "float8_e2m5fn"),
     "sdnq-adamw-e4m3": sdnq("SDNQ AdamW, E4M3 weights, 8-bit averages", "AdamW", "float8_e4m3fn"),
     "sdnq-adamw-int8": sdnq("SDNQ AdamW, int8 weights, 8-bit averages", "AdamW", "int8"),
@@ -239,12 +287,16 @@ CONTENDERS: Final[dict[str, Contender]] = {
         "torchao _AdamW bfloat16, stochastic", "_AdamW", torch.bfloat16, bf16_stochastic_round=True
     ),
     "torchao-8bit": torchao("torchao AdamW8bit, float32 weights", "AdamW8bit"),
-    "bitsandbytes-8bit": Contender("peer", "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit),
+    "bitsandbytes-8bit": Contender(
+        "peer", "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit
+    ),
     "stiffness-adamw": stiffness_adamw(
         "stochastic, float32 moments", goals={("cpu", "10M"): 1.3, ("cuda", "124M"): 0.6}
     ),
     "stiffness-adamw-bfloat16": stiffness_adamw("stochastic, bfloat16 moments", moments="bfloat16"),
-    "stiffness-adamw-8bit": stiffness_adamw("stochastic, 8-bit moments", goals={("cpu", "10M"): 2.0}, moments="8bit"),
+    "stiffness-adamw-8bit": stiffness_adamw(
+        "stochastic, 8-bit moments", goals={("cpu", "10M"): 2.0}, moments="8bit"
+    ),
     "stiffness-adamw-residual8": stiffness_adamw(
         "residual8, float32 moments", goals={("cpu", "10M"): 1.6}, writeback="residual8"
     ),
@@ -254,20 +306,34 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-nearest": stiffness_adamw("nearest, float32 moments", writeback="nearest"),
     "stiffness-adamw-momentum": stiffness_adamw("momentum, float32 moments", writeback="momentum"),
     "stiffness-adamw-k0": stiffness_adamw("stochastic, k = 0", stiffness=0.0),
-    "stiffness-adamw-annealed": stiffness_adamw("stochastic, k from 1 to 0", stiffness=fm.optim.anneal(1.0, 0.0, 1000)),
-    "stiffness-adamw-factors": stiffness_adamw("stochastic, float32 moments, any scales", factors=True),
+    "stiffness-adamw-annealed": stiffness_adamw(
+        "stochastic, k from 1 to 0", stiffness=fm.optim.anneal(1.0, 0.0, 1000)
+    ),
+    "stiffness-adamw-factors": stiffness_adamw(
+        "stochastic, float32 moments, any scales", factors=True
+    ),
     "stiffness-adamw-annealed-factors": stiffness_adamw(
-        "stochastic, k from 1 to 0, any scales", stiffness=fm.optim.anneal(1.0, 0.0, 1000), factors=True
+        "stochastic, k from 1 to 0, any scales",
+        stiffness=fm.optim.anneal(1.0, 0.0, 1000),
+        factors=True,
     ),
     "stiffness-adamw-dither": stiffness_adamw("stochastic, dithered draws", draws="dither"),
     "stiffness-adamw-e2m5": stiffness_adamw("stochastic, float32 moments", "E2M5"),
     "stiffness-adamw-e5m2": stiffness_adamw("stochastic, float32 moments", "E5M2"),
     "stiffness-adamw-e3m4": stiffness_adamw("stochastic, float32 moments", "E3M4"),
     "stiffness-adamw-e7m0": stiffness_adamw("stochastic, float32 moments", "E7M0"),
-    "stiffness-adamw-grid": Contender("ours", "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw),
-    "riemannian-adam": ours("RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3),
+    "stiffness-adamw-grid": Contender(
+        "ours", "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw
+    ),
+    "riemannian-adam": ours(
+        "RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3
+    ),
     "stiffness-sgd": ours(
-        "StiffnessSGD E4M3 stochastic, momentum 0.9", "StiffnessSGD", lr=0.1, momentum=0.9, stiffness=2.0
+        "StiffnessSGD E4M3 stochastic, momentum 0.9",
+        "StiffnessSGD",
+        lr=0.1,
+        momentum=0.9,
+        stiffness=2.0,
     ),
     "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion", stiffness=1.0),
     "madam": ours("Madam E4M3 stochastic", "Madam"),

@@ -14,8 +14,13 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
 
 
 def text_table(rows: Sequence[Sequence[str]], rule: Sequence[str], markdown: bool) -> str:
-    """Rows, the header first, as Markdown under ``rule`` (``---:`` for a column of numbers) or in columns."""
+    """Rows, the header first, as Markdown under ``rule`` (``---:`` for a column of
+    numbers) or in columns.
+    """
     if markdown:
         return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    )

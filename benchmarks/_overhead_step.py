@@ -1,4 +1,6 @@
-"""The host's time for a step of small parameters: the cases of `overhead.py`, beside torch's fused AdamW."""
+"""The host's time for a step of small parameters: the cases of `overhead.py`, beside
+torch's fused AdamW.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -55,13 +57,23 @@ def pretend_a_card(until: ExitStack) -> None:
 
 
 def cases(until: ExitStack) -> Iterator[tuple[str, Step, Step, int, float]]:
-    """Cases: a name, our step and torch's, the parameters and the goal; after a CPU's cases a GPU is pretended.
+    """Cases: a name, our step and torch's, the parameters and the goal; after a CPU's
+    cases a GPU is pretended.
 
     On a CPU parameters have 32 elements, so that the arithmetic is nearly nothing.
     """
-    for place, shape, rate, goal in (("a CPU's", (1, 32), 1e-5, 15.0), ("a card's", (8, 256), 1e-3, 20.0)):
+    for place, shape, rate, goal in (
+        ("a CPU's", (1, 32), 1e-5, 15.0),
+        ("a card's", (8, 256), 1e-3, 20.0),
+    ):
         if place == "a card's":
             pretend_a_card(until)
         for moments, count in itertools.product(("float32", "8bit"), SIZES):
             step = fm.optim.StiffnessAdamW(parameters(count, shape), rate, moments=moments).step
-            yield f"{count} parameters, {place} path, {moments}", step, fused(count, shape), count, goal
+            yield (
+                f"{count} parameters, {place} path, {moments}",
+                step,
+                fused(count, shape),
+                count,
+                goal,
+            )

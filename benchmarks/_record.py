@@ -1,4 +1,6 @@
-"""Figures of a benchmark as a file, docs/measured/NAME.json, from which tables of the pages are made."""
+"""Figures of a benchmark as a file, docs/measured/NAME.json, from which tables of the
+pages are made.
+"""
 
 import argparse
 import datetime
@@ -18,13 +20,18 @@ __all__ = ["Cell", "add_option", "machine", "record"]
 
 FOLDER: Final = Path(__file__).parent.parent / "docs" / "measured"
 ARCHITECTURES: Final = {"x86_64": "x86", "AMD64": "x86", "aarch64": "Arm", "arm64": "Arm"}
-#: text, a number, nothing, or a ratio as its median alone or with its smallest and largest
+#: text, a number, nothing, or a ratio as its median alone or with its smallest and
+#: largest
 Cell = str | int | float | None | Sequence[float]
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Give a benchmark the option --record."""
-    parser.add_argument("--record", action="store_true", help="also write the figures to docs/measured, for the site")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="also write the figures to docs/measured, for the site",
+    )
 
 
 def machine(device: str = "cpu") -> str:
@@ -36,11 +43,17 @@ def machine(device: str = "cpu") -> str:
 
 
 def record(
-    peer: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], device: str = "cpu", packages: Iterable[str] = ()
+    peer: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    device: str = "cpu",
+    packages: Iterable[str] = (),
 ) -> Path:
-    """Write the figures of the script that runs, with what they are ratios to and where they were taken.
+    """Write the figures of the script that runs, with what they are ratios to and where
+    they were taken.
 
-    `packages` are those whose code was measured; the version of each that is installed is written down.
+    `packages` are those whose code was measured; the version of each that is installed
+    is written down.
     """
     script = Path(sys.argv[0])
     facts = {
@@ -75,5 +88,9 @@ def _rounded(cell: Cell) -> Cell:
 def _text(facts: dict[str, object]) -> str:
     """JSON with a line for every fact and every row."""
     rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in facts["rows"])  # type: ignore[attr-defined]
-    head = [f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in facts.items() if k != "rows"]
+    head = [
+        f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}"
+        for k, v in facts.items()
+        if k != "rows"
+    ]
     return "{\n" + ",\n".join(head) + f',\n  "rows": [\n{rows}\n  ]\n}}\n'

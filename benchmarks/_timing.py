@@ -1,4 +1,6 @@
-"""Times of two functions taken in turn, and the bytes of every tensor that objects hold."""
+"""Times of two functions taken in turn, and the bytes of every tensor that objects
+hold.
+"""
 
 import time
 from collections.abc import Callable
@@ -14,7 +16,9 @@ OPAQUE: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Time of one call: CPU time of the whole process, or time between two events of the GPU's stream."""
+    """Time of one call: CPU time of the whole process, or time between two events of
+    the GPU's stream.
+    """
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -29,7 +33,9 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def wall_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock time of one call: what a user waits for, compilers running beside the process included."""
+    """Wall-clock time of one call: what a user waits for, compilers running beside the
+    process included.
+    """
     begin = time.perf_counter()
     function()
     if device.type == "cuda":
@@ -38,9 +44,14 @@ def wall_seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def paired_seconds(
-    function: Callable[[], object], reference: Callable[[], object], pairs: int, device: torch.device
+    function: Callable[[], object],
+    reference: Callable[[], object],
+    pairs: int,
+    device: torch.device,
 ) -> list[tuple[float, float]]:
-    """Times (function, reference) of each pair; which goes first changes from pair to pair."""
+    """Times (function, reference) of each pair; which goes first changes from pair to
+    pair.
+    """
     times = []
     for pair in range(pairs):
         if pair % 2:
@@ -53,10 +64,11 @@ def paired_seconds(
 
 
 def live_bytes(*roots: object) -> int:
-    """Bytes of the storages that the roots hold, each counted once; gradients are left out.
+    """Bytes of the storages that the roots hold, each counted once; gradients are left
+    out.
 
-    Follows containers and attributes, takes a tensor subclass for its inner tensors, and so needs no list of what an
-    optimizer keeps or where.
+    Follows containers and attributes, takes a tensor subclass for its inner tensors,
+    and so needs no list of what an optimizer keeps or where.
     """
     storages: dict[int, int] = {}
     seen: dict[int, object] = {}

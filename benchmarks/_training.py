@@ -1,4 +1,6 @@
-"""A small training whose steps are recorded: the 0.86M model of ``compare`` under Muon and under AdamW."""
+"""A small training whose steps are recorded: the 0.86M model of ``compare`` under Muon
+and under AdamW.
+"""
 
 import argparse
 import tempfile
@@ -27,10 +29,18 @@ _MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four blo
 
 def read_options(description: str | None, max_steps: int) -> tuple[argparse.Namespace, list[int]]:
     """Options of a command line, and the numbers of the hidden matrices that it names."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", help="prepared text; without it the standard library's prose is prepared")
-    parser.add_argument("--max-steps", type=int, default=max_steps, help="of each training, at least 2")
-    parser.add_argument("--layers", default="0,3,9", help="which of the hidden matrices, in the model's order")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", help="prepared text; without it the standard library's prose is prepared"
+    )
+    parser.add_argument(
+        "--max-steps", type=int, default=max_steps, help="of each training, at least 2"
+    )
+    parser.add_argument(
+        "--layers", default="0,3,9", help="which of the hidden matrices, in the model's order"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     add_option(parser)
@@ -57,7 +67,9 @@ def text_for(options: argparse.Namespace) -> Iterator[str]:
         yield folder
 
 
-def trainer_of(rule: str, fmt: str, max_steps: int, seed: int, data_dir: str) -> tuple[Trainer, list[Tensor]]:
+def trainer_of(
+    rule: str, fmt: str, max_steps: int, seed: int, data_dir: str
+) -> tuple[Trainer, list[Tensor]]:
     """A trainer, and its quantised matrices in the model's order."""
     settings = row_settings(rule, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir)
     config = resolve(build_config(settings | {"shadow.enabled": False}))
@@ -65,7 +77,9 @@ def trainer_of(rule: str, fmt: str, max_steps: int, seed: int, data_dir: str) ->
     return trainer, [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
 
 
-def train(trainer: Trainer, max_steps: int, after: Callable[[int], None] = lambda number: None) -> None:
+def train(
+    trainer: Trainer, max_steps: int, after: Callable[[int], None] = lambda number: None
+) -> None:
     """Take the steps, and call ``after`` with the number of each."""
     for number in range(1, max_steps + 1):
         trainer.train_step(trainer.new_step(number, last=number == max_steps), [])

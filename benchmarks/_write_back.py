@@ -1,4 +1,6 @@
-"""Recorded updates written back again: in a format, with scales of some kind, with independent or dithered draws."""
+"""Recorded updates written back again: in a format, with scales of some kind, with
+independent or dithered draws.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ class Way:
     #: scales are powers of two (in blocks a byte each), or floats
     pow2: bool = True
     residual_bits: int = 0
-    #: by an optimizer of the library, which doubles a scale in the step that leaves a weight at its end
+    #: by an optimizer of the library, which doubles a scale in the step that leaves a
+    #: weight at its end
     stepped: bool = False
 
     @property
@@ -39,7 +42,9 @@ class Way:
         words = [self.fmt, "rows" if self.granularity == "channel" else f"blocks of {BLOCK_SIZE}"]
         words += [] if self.pow2 else ["float scale"]
         words += ["fitted in every step"] if not self.every else [f"room {self.room:g}", self.looks]
-        return ", ".join([*words, *([f"residual of {self.residual_bits} bits"] if self.residual_bits else [])])
+        return ", ".join(
+            [*words, *([f"residual of {self.residual_bits} bits"] if self.residual_bits else [])]
+        )
 
     @property
     def looks(self) -> str:
@@ -50,7 +55,9 @@ class Way:
 
     @property
     def scale_bytes(self) -> float:
-        """Bytes per weight for scales: float32, or for powers of two in blocks one byte."""
+        """Bytes per weight for scales: float32, or for powers of two in blocks one
+        byte.
+        """
         return 4 / ROW if self.granularity == "channel" else (1 if self.pow2 else 4) / BLOCK_SIZE
 
 
@@ -63,12 +70,16 @@ def fresh_scale(w: Tensor, way: Way) -> Tensor:
     """The scale of weights that have none yet."""
     if way.pow2:
         return storage_scale(w, way.fmt, way.granularity, headroom=way.room)
-    blocks = w.unflatten(-1, (-1, BLOCK_SIZE))  # a channel each: scales of blocks are powers of two in the library
+    blocks = w.unflatten(
+        -1, (-1, BLOCK_SIZE)
+    )  # a channel each: scales of blocks are powers of two in the library
     return amax_scale(blocks.flatten(0, -2), way.fmt, "channel").view(blocks.shape[:-1])
 
 
 def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
-    """The scale that a step writes under: widened where a target is beyond its end, or fitted again."""
+    """The scale that a step writes under: widened where a target is beyond its end, or
+    fitted again.
+    """
     if not way.every:
         return fresh_scale(target, way)
     if step % way.every:
@@ -76,22 +87,34 @@ def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
     return widened_scale(amax_of(target, way.granularity), scale, way.fmt, way.room).maximum(scale)
 
 
-def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Stored weights in units of their scale, and the values of their codes: the same without a residual."""
+def rounded(
+    x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """Stored weights in units of their scale, and the values of their codes: the same
+    without a residual.
+    """
     if not way.residual_bits:
-        code = fm.round_to_grid(x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws)
+        code = fm.round_to_grid(
+            x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws
+        )
         return code, code
     words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
     fmt, bits = as_format(way.fmt), way.residual_bits
-    signed = encode_signed(x, fmt, words, bits)  # code and residual in one, as the optimizers store them
+    signed = encode_signed(
+        x, fmt, words, bits
+    )  # code and residual in one, as the optimizers store them
     codes, _ = split_codes(signed, fmt, bits, 0 * signed)
     return decode_signed(signed, fmt, bits)[0], decode_with_ulp(codes, fmt)[0]
 
 
-def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> tuple[Tensor, Tensor]:
-    """The weights that updates lead to, written back in a way, and without rounding: both from the same start.
+def replayed(
+    start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int
+) -> tuple[Tensor, Tensor]:
+    """The weights that updates lead to, written back in a way, and without rounding:
+    both from the same start.
 
-    ``key`` has ``seed``, ``stream`` and ``first``, the number of the first of the updates.
+    ``key`` has ``seed``, ``stream`` and ``first``, the number of the first of the
+    updates.
     """
     if way.stepped:
         return stepped(start, updates, way, draws, key["seed"])
@@ -106,14 +129,24 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
         target = kept + update
         scale = next_scale(target, scale, way, step)
         factor = spread(scale, way)
-        kept, code = (part * factor for part in rounded(target / factor, way, step, stream, seed, draws))
+        kept, code = (
+            part * factor for part in rounded(target / factor, way, step, stream, seed, draws)
+        )
     return code, exact
 
 
-def stepped(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int) -> tuple[Tensor, Tensor]:
+def stepped(
+    start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int
+) -> tuple[Tensor, Tensor]:
     """:func:`replayed` by steps of an optimizer whose gradients are the updates."""
     p = fm.FP8Parameter(start, way.fmt, granularity=way.granularity, headroom=way.room, seed=seed)
-    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "stiffness": 0.0, "writeback": "stochastic"}
+    plain = {
+        "lr": 1.0,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "stiffness": 0.0,
+        "writeback": "stochastic",
+    }
     optimizer = fm.optim.StiffnessSGD([p], **plain, draws=draws, seed=seed)
     exact = p.dequantize().double()
     for update in updates:
@@ -129,7 +162,9 @@ class Error(NamedTuple):
     noise: float
     """The root mean square of the error over that of the weights."""
     bias: float
-    """The error along the movement, as a share of it: 0 up to chance if rounding is right on average."""
+    """The error along the movement, as a share of it: 0 up to chance if rounding is
+    right on average.
+    """
 
 
 def error_of(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> Error:

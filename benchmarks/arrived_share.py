@@ -1,18 +1,25 @@
-"""The share of small movements that survives the write-back, for weights of one byte and movements below one spacing.
+"""The share of small movements that survives the write-back, for weights of one byte
+and movements below one spacing.
 
-    python benchmarks/arrived_share.py [--movement 2] [--rows 256] [--seed 0] [--json] [--record]
+    python benchmarks/arrived_share.py [--movement 2] [--rows 256] [--seed 0] [--json]
+    [--record]
 
-Every weight is to move by the same small part of its ULP in every step, one half of the weights up and one half down,
+Every weight is to move by the same small part of its ULP in every step, one half of the
+weights up and one half down,
 
-    w_t = write(read(w_{t-1}) + d),     d = +- step * ULP(w_0),     share = mean((w_N - w_0) / (N d))
+    w_t = write(read(w_{t-1}) + d), d = +- step * ULP(w_0), share = mean((w_N - w_0) /
+    (N d))
 
-until the movements add up to ``movement`` ULPs, by steps of 0.02, 0.1 and 0.3 ULP.  The share is 1 for an unbiased
-write-back, and 0 for rounding to nearest.  Weights are in the subnormal range of their format, or in its lowest binade,
-whose spacing is the same; the largest weight of every 32 is the format's largest number and never moves, so that no
-scale changes.  int8 has one range.  Shown is the mean over the three steps, with the smallest and the largest.
+until the movements add up to ``movement`` ULPs, by steps of 0.02, 0.1 and 0.3 ULP. The
+share is 1 for an unbiased write-back, and 0 for rounding to nearest. Weights are in the
+subnormal range of their format, or in its lowest binade, whose spacing is the same; the
+largest weight of every 32 is the format's largest number and never moves, so that no
+scale changes. int8 has one range. Shown is the mean over the three steps, with the
+smallest and the largest.
 
-Our weights are written by an optimizer whose gradients are the movements (StiffnessSGD, k = 0), the others' by copying
-into their tensors what their optimizers copy there.  SDNQ (GPL-3.0) and torchao take part where they are installed.
+Our weights are written by an optimizer whose gradients are the movements (StiffnessSGD,
+k = 0), the others' by copying into their tensors what their optimizers copy there. SDNQ
+(GPL-3.0) and torchao take part where they are installed.
 """
 
 import argparse
@@ -59,10 +66,14 @@ class Grid:
     """The largest number, over that spacing."""
 
     def start(self, span: str, rows: int, room: int, generator: torch.Generator) -> Tensor:
-        """Weights from ``room`` spacings above the range's lower end to as many below its upper one, of both signs."""
+        """Weights from ``room`` spacings above the range's lower end to as many below
+        its upper one, of both signs.
+        """
         steps = 2**self.mantissa_bits
         low = steps if span == "normal" else 0
-        high = min(low + steps - room, int(self.largest) - 8 * room)  # where rounding can't lead beyond the end
+        high = min(
+            low + steps - room, int(self.largest) - 8 * room
+        )  # where rounding can't lead beyond the end
         drawn = torch.randint(low + room, high, (rows, COLUMNS), generator=generator).float()
         drawn *= torch.randint(0, 2, (rows, COLUMNS), generator=generator) * 2.0 - 1
         drawn[:, ::GROUP] = self.largest
@@ -70,7 +81,9 @@ class Grid:
 
 
 def grid_of(fmt: str, *, sdnq: bool) -> Grid:
-    """The grid of our format, or of SDNQ's of that name: in more of SDNQ's formats the top code is a number."""
+    """The grid of our format, or of SDNQ's of that name: in more of SDNQ's formats the
+    top code is a number.
+    """
     if fmt == INTEGERS:
         return Grid(6, 127.0)
     own = as_format(fmt)
@@ -122,7 +135,10 @@ def sdnq(fmt: str, start: Tensor, seed: int) -> Weights:
     torch.manual_seed(seed)
     spacing = 2.0**-10
     return copied(
-        SDNQTensor.from_float(start * spacing, "Linear", weights_dtype=SDNQ_NAMES[fmt], skip_sr=True), spacing
+        SDNQTensor.from_float(
+            start * spacing, "Linear", weights_dtype=SDNQ_NAMES[fmt], skip_sr=True
+        ),
+        spacing,
     )
 
 
@@ -160,7 +176,9 @@ def share(writer: str, fmt: str, span: str, step: float, options: argparse.Names
 
 
 def cell(writer: str, fmt: str, span: str, options: argparse.Namespace) -> str | None:
-    """The mean share over the steps, the smallest and the largest; None for a format that the writer does not have."""
+    """The mean share over the steps, the smallest and the largest; None for a format
+    that the writer does not have.
+    """
     if fmt not in WRITERS[writer][0]:
         return None
     found = [share(writer, fmt, span, step, options) for step in STEPS]
@@ -187,8 +205,12 @@ def rows(names: list[str], options: argparse.Namespace) -> list[tuple[Cell, ...]
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--movement", type=int, default=2, help="ULPs that every weight is asked to move by in all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--movement", type=int, default=2, help="ULPs that every weight is asked to move by in all"
+    )
     parser.add_argument("--rows", type=int, default=256, help=f"rows of {COLUMNS} weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -212,7 +234,10 @@ def main() -> int:
     if options.json:
         print(json.dumps([dict(zip(header, line, strict=True)) for line in found], indent=1))
     else:
-        lines = [header, *(tuple("" if part is None else str(part) for part in line) for line in found)]
+        lines = [
+            header,
+            *(tuple("" if part is None else str(part) for part in line) for line in found),
+        ]
         print(text_table(lines, ("---",) * len(header), False))
     if options.record:
         record("", header, found, packages=("torchao", "sdnq"))

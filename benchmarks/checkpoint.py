@@ -1,11 +1,14 @@
-"""The cost of a checkpoint: time and bytes of a commit, as ratios to ``torch.save`` of the same state in the same run.
+"""The cost of a checkpoint: time and bytes of a commit, as ratios to ``torch.save`` of
+the same state in the same run.
 
-    python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH] [--record]
+    python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH]
+    [--record]
 
-The state is a model of linear layers in E4M3, one byte per weight, with the two float32 averages of AdamW, and the same
-in float32.  A commit hashes and writes a file, waits until all of it is on the disk, and renames it.  ``torch.save`` is
-timed twice: as it is mostly called, and with the steps that make a file whole and durable (a temporary name, fsync,
-rename).  The three take turns in one folder, on the disk that is to be measured.
+The state is a model of linear layers in E4M3, one byte per weight, with the two float32
+averages of AdamW, and the same in float32. A commit hashes and writes a file, waits
+until all of it is on the disk, and renames it. ``torch.save`` is timed twice: as it is
+mostly called, and with the steps that make a file whole and durable (a temporary name,
+fsync, rename). The three take turns in one folder, on the disk that is to be measured.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ LAYER = 1_000_000
 
 
 def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint: weights as codes with a scale per layer, or float32, and two float32 averages."""
+    """The tensors of a checkpoint: weights as codes with a scale per layer, or float32,
+    and two float32 averages.
+    """
     generator = torch.Generator().manual_seed(0)
     model: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
@@ -39,7 +44,9 @@ def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
         if weights == "float32":
             model[f"{layer}.weight"] = torch.randn(size, generator=generator)
         else:
-            model[f"{layer}.codes"] = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+            model[f"{layer}.codes"] = torch.randint(
+                0, 256, (size,), dtype=torch.uint8, generator=generator
+            )
             model[f"{layer}.scale"] = torch.ones(1)
         for name in ("exp_avg", "exp_avg_sq"):
             moments[f"{layer}.{name}"] = torch.randn(size, generator=generator)
@@ -78,7 +85,9 @@ def in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def ratio(times: dict[str, list[float]], name: str, peer: str) -> tuple[float, float, float]:
-    """Median ratio of two contenders' times in the same turn, the smallest and the largest."""
+    """Median ratio of two contenders' times in the same turn, the smallest and the
+    largest.
+    """
     ratios = [mine / theirs for mine, theirs in zip(times[name], times[peer], strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
@@ -97,7 +106,10 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
         },
         repeats,
     )
-    loading = in_turn({"read": lambda: read(made), "torch.load": lambda: torch.load(path, weights_only=True)}, repeats)
+    loading = in_turn(
+        {"read": lambda: read(made), "torch.load": lambda: torch.load(path, weights_only=True)},
+        repeats,
+    )
     held = sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
     print(f"{weights}, {elements:,} weights, {held / 1e6:,.1f} MB of tensors")
     ratios = {
@@ -109,20 +121,34 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
         print(f"  {name:40s} {median:.2f}x ({low:.2f} .. {high:.2f})")
     ours, theirs = made.stat().st_size, path.stat().st_size
     print(f"  bytes / torch.save's                     {ours / theirs:.4f}x of {theirs:,}")
-    print(f"  commit, median                           {statistics.median(saving['commit']) * 1e3:,.0f} ms", flush=True)
+    print(
+        f"  commit, median                           "
+        f"{statistics.median(saving['commit']) * 1e3:,.0f} ms",
+        flush=True,
+    )
     return [(f"{weights}, {elements:,}", name, found) for name, found in ratios.items()]
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="on the disk to be measured",
+    )
     add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread, median of {options.repeats} turns (smallest .. largest)")
+    print(
+        f"torch {torch.__version__}, one thread, median of {options.repeats} turns (smallest .. "
+        f"largest)"
+    )
     rows: list[tuple[Cell, ...]] = []
     for weights in ("E4M3", "float32"):
         folder = Path(tempfile.mkdtemp(dir=options.folder))

@@ -1,12 +1,15 @@
-"""Calls and files between a configuration and the first codes, and the time that planning a sweep takes.
+"""Calls and files between a configuration and the first codes, and the time that
+planning a sweep takes.
 
     python benchmarks/configuration.py [--points 1000]
 
-A YAML file with one format for one layer is read, resolved and applied to a model of one block, whose layer then holds
-codes.  Counted by a profiler are the files of the two packages that this enters, their functions, their calls, and the
-calls that go to another file; a second count leaves out what the first has cached.  The plan is that of a sweep of 4
-formats, 5 rules, 5 learning rates and so many seeds that there are at least ``--points`` runs, with the check that
-corpus and layers exist, in process CPU time, the least of three.
+A YAML file with one format for one layer is read, resolved and applied to a model of
+one block, whose layer then holds codes. Counted by a profiler are the files of the two
+packages that this enters, their functions, their calls, and the calls that go to
+another file; a second count leaves out what the first has cached. The plan is that of a
+sweep of 4 formats, 5 rules, 5 learning rates and so many seeds that there are at least
+``--points`` runs, with the check that corpus and layers exist, in process CPU time, the
+least of three.
 """
 
 import argparse
@@ -80,13 +83,16 @@ def main() -> None:
         config.write_text(CONFIG)
         (Path(folder) / "text").write_text("to be or not to be " * 1000)
         prepare_text(Path(folder) / "text", Path(folder) / "data", "char")
-        sweep.write_text(SWEEP.format(seeds=list(range(-(-points // 100))), data=Path(folder) / "data"))
+        sweep.write_text(
+            SWEEP.format(seeds=list(range(-(-points // 100))), data=Path(folder) / "data")
+        )
         for times in ("first", "second"):
             model = GPT(GPTShape(n_layer=1, n_head=4, n_embd=128, block_size=64))
             way = way_of(lambda model=model: quantize(model, resolve(load_config(config))))
             print(
-                f"configuration to codes, {times} time: {len(way.files)} files, {len(way.functions)} functions, "
-                f"{way.calls} calls, {way.moves} moves between files"
+                f"configuration to codes, {times} time: {len(way.files)} files, "
+                f"{len(way.functions)} functions, {way.calls} calls, {way.moves} moves between "
+                f"files"
             )
         spent = []
         for _ in range(3):

@@ -1,13 +1,17 @@
-"""The cost of a fake-quantised linear layer, as a ratio to torchao's emulated float8 linear of the same formats.
+"""The cost of a fake-quantised linear layer, as a ratio to torchao's emulated float8
+linear of the same formats.
 
-    python benchmarks/fake_quantized_linear.py [--sizes 512x2048] [--tokens 1024] [--recipes tensor channel] [--pairs N]
+    python benchmarks/fake_quantized_linear.py [--sizes 512x2048] [--tokens 1024]
+                                               [--recipes tensor channel] [--pairs N]
                                                [--record]
 
-One thread, float32.  Forward and backward, with gradients of the input, the weight and the bias: weight and input in
-E4M3, the output's gradient in E5M2, all at scales measured in each pass, one for each tensor or one for each row.  The
-two layers are timed in turn (process CPU time) and the ratio is the median over the pairs, with the smallest and the
-largest.  The last figures are the ratio to a plain ``nn.Linear``, and the difference between the results of the two:
-with scales of rows torchao quantises all operands again for the backward pass, where this layer reuses its own.
+One thread, float32. Forward and backward, with gradients of the input, the weight and
+the bias: weight and input in E4M3, the output's gradient in E5M2, all at scales
+measured in each pass, one for each tensor or one for each row. The two layers are timed
+in turn (process CPU time) and the ratio is the median over the pairs, with the smallest
+and the largest. The last figures are the ratio to a plain ``nn.Linear``, and the
+difference between the results of the two: with scales of rows torchao quantises all
+operands again for the backward pass, where this layer reuses its own.
 """
 
 import argparse
@@ -57,7 +61,9 @@ def ours(linear: nn.Linear, recipe: str) -> nn.Module:
     """This library's layer."""
     rows = {"granularity": recipe}
     spec = fm.LayerSpec(
-        {"format": "E4M3", **rows}, {"format": "E4M3", **rows}, gradient={"activation": {"format": "E5M2", **rows}}
+        {"format": "E4M3", **rows},
+        {"format": "E4M3", **rows},
+        gradient={"activation": {"format": "E5M2", **rows}},
     )
     return fm.QuantizedLinear(copy.deepcopy(linear), spec, storage="master")
 
@@ -67,8 +73,14 @@ def torchaos(linear: nn.Linear, recipe: str) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.config import CastConfig, ScalingGranularity
 
-    granularity = ScalingGranularity.TENSORWISE if recipe == "tensor" else ScalingGranularity.AXISWISE
-    dtypes = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
+    granularity = (
+        ScalingGranularity.TENSORWISE if recipe == "tensor" else ScalingGranularity.AXISWISE
+    )
+    dtypes = {
+        "input": torch.float8_e4m3fn,
+        "weight": torch.float8_e4m3fn,
+        "grad_output": torch.float8_e5m2,
+    }
     casts: dict[str, Any] = {
         f"cast_config_{name}": CastConfig(scaling_granularity=granularity, target_dtype=dtype)
         for name, dtype in dtypes.items()
@@ -97,28 +109,39 @@ def measure(size: tuple[int, int], tokens: int, recipe: str, pairs: int) -> Row:
     linear = nn.Linear(*size)
     layers = [ours(linear, recipe), torchaos(linear, recipe), linear]
     apart = difference(layers[0], layers[1], tokens)
-    steps: list[Callable[[], object]] = [step_of(layer, tokens, *size, True, torch.empty(0)) for layer in layers]
+    steps: list[Callable[[], object]] = [
+        step_of(layer, tokens, *size, True, torch.empty(0)) for layer in layers
+    ]
     for step in steps:
         step()
     times = paired_seconds(steps[0], steps[1], pairs, CPU)
     plain = ratios_of(paired_seconds(steps[0], steps[2], pairs, CPU))[0]
     torchao_ms = 1e3 * statistics.median(theirs for _, theirs in times)
-    return Row(f"{size[0]}x{size[1]}", tokens, recipe, pairs, torchao_ms, *ratios_of(times), plain, apart)
+    return Row(
+        f"{size[0]}x{size[1]}", tokens, recipe, pairs, torchao_ms, *ratios_of(times), plain, apart
+    )
 
 
 def line(row: Row) -> str:
     """The row as text."""
     return (
         f"{row.layer}, {row.tokens} tokens, a scale for each {row.recipe}: {row.ratio:.2f}x "
-        f"({row.ratio_min:.2f} .. {row.ratio_max:.2f}) torchao's {row.torchao_ms:.1f} ms, goal <= {GOAL:.1f}x: "
-        f"{'met' if row.met else 'NOT met'}; {row.ratio_to_linear:.2f}x nn.Linear; results {row.difference:.1e} apart"
+        f"({row.ratio_min:.2f} .. {row.ratio_max:.2f}) torchao's {row.torchao_ms:.1f} ms, goal <= "
+        f"{GOAL:.1f}x: {'met' if row.met else 'NOT met'}; {row.ratio_to_linear:.2f}x nn.Linear; "
+        f"results {row.difference:.1e} apart"
     )
 
 
 def recorded(row: Row) -> tuple[object, ...]:
     """The row as numbers, for the site."""
     ratios = ((row.ratio, row.ratio_min, row.ratio_max), (row.ratio_to_linear,))
-    return (row.layer, row.tokens, f"one a {row.recipe}", *ratios, f"{GOAL:g}x, {'met' if row.met else 'not met'}")
+    return (
+        row.layer,
+        row.tokens,
+        f"one a {row.recipe}",
+        *ratios,
+        f"{GOAL:g}x, {'met' if row.met else 'not met'}",
+    )
 
 
 RECORDED: Final = ("layer", "tokens", "scales", "ratio to torchao's", "ratio to nn.Linear", "goal")
@@ -126,10 +149,14 @@ RECORDED: Final = ("layer", "tokens", "scales", "ratio to torchao's", "ratio to 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=size_of, nargs="+", default=[(512, 2048)])
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--recipes", nargs="+", choices=("tensor", "channel"), default=["tensor", "channel"])
+    parser.add_argument(
+        "--recipes", nargs="+", choices=("tensor", "channel"), default=["tensor", "channel"]
+    )
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     add_option(parser)
@@ -151,12 +178,17 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = [
-        measure(size, options.tokens, recipe, options.pairs) for size, recipe in product(options.sizes, options.recipes)
+        measure(size, options.tokens, recipe, options.pairs)
+        for size, recipe in product(options.sizes, options.recipes)
     ]
     versions = f"torch {torch.__version__}, torchao {torchao.__version__}"
     title = f"{versions}, CPU, one thread, process CPU time, {options.pairs} pairs"
     if options.json:
-        print(json.dumps({"title": title, "rows": [asdict(row) | {"met": row.met} for row in rows]}, indent=1))
+        print(
+            json.dumps(
+                {"title": title, "rows": [asdict(row) | {"met": row.met} for row in rows]}, indent=1
+            )
+        )
     else:
         print(title, *map(line, rows), sep="\n")
     if options.record:

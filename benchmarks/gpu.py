@@ -1,15 +1,18 @@
-"""All measurements on a GPU, in ten minutes: first whether its bits are the CPU's, then times.
+"""All measurements on a GPU, in ten minutes: first whether its bits are the CPU's, then
+times.
 
     python benchmarks/gpu.py [--out gpu.json] [--part exact_steps ...] [--record]
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry        the same from end to end, tiny, on a CPU
-    python benchmarks/gpu.py --list                          the parts, and the seconds that each may take
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry the same from end to end, tiny, on
+    a CPU python benchmarks/gpu.py --list the parts, and the seconds that each may take
 
-Parts run in the order of their worth, each within its own time, and any of them may fail alone: the file is written
-after every part.  A call ends within `--minutes`; the next one does what is left, and repeats what failed, as long as
-GPU, torch and code are the same.  A part that is named runs again.  Times are medians of single calls with the cache
-flushed between them, by the GPU's own clock.  `--record` writes the table of the page on performance too, once all
-bits are found to be right.  It needs torch with Triton, and geoopt; torchao and bitsandbytes are left out if they are
-not installed, and `gpt2` needs the bench's packages and a text.
+Parts run in the order of their worth, each within its own time, and any of them may
+fail alone: the file is written after every part. A call ends within `--minutes`; the
+next one does what is left, and repeats what failed, as long as GPU, torch and code are
+the same. A part that is named runs again. Times are medians of single calls with the
+cache flushed between them, by the GPU's own clock. `--record` writes the table of the
+page on performance too, once all bits are found to be right. It needs torch with
+Triton, and geoopt; torchao and bitsandbytes are left out if they are not installed, and
+`gpt2` needs the bench's packages and a text.
 """
 
 import argparse
@@ -37,7 +40,9 @@ from fp8manifold.optim import _triton_step
 
 
 class Part(NamedTuple):
-    """A function of the session that returns figures, and the seconds that it may take on a GPU."""
+    """A function of the session that returns figures, and the seconds that it may take
+    on a GPU.
+    """
 
     measure: Callable[[Session], dict[str, Any]]
     seconds: float
@@ -48,7 +53,8 @@ class Part(NamedTuple):
         return self.measure.__name__
 
 
-#: by worth: the first call is full before ``eight_billion``, and ``gpt2`` runs where it is named
+#: by worth: the first call is full before ``eight_billion``, and ``gpt2`` runs where it
+#: is named
 PARTS: Final = (
     Part(exact_steps, 30),
     Part(exact_arrays, 10),
@@ -71,7 +77,9 @@ PARTS: Final = (
 NAMED_ONLY: Final = ("gpt2",)
 
 
-def run(session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9.0) -> dict[str, Any]:
+def run(
+    session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9.0
+) -> dict[str, Any]:
     """Measure, with the file written after each part; parts that it has already stay."""
     result = facts(session)
     result["parts"] = before(result, out)
@@ -85,7 +93,10 @@ def run(session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9
         try:
             figures: Any = part.measure(session)
         except Exception as error:
-            figures = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2000:]}
+            figures = {
+                "error": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc()[-2000:],
+            }
         seconds = round(time.monotonic() - begun, 1)
         result["parts"][part.name] = {"seconds": seconds, "figures": figures}
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -96,10 +107,18 @@ def run(session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9
 
 
 def facts(session: Session) -> dict[str, Any]:
-    """Facts that figures depend on: device, torch, Python, and a digest of all code that is measured or measures."""
+    """Facts that figures depend on: device, torch, Python, and a digest of all code
+    that is measured or measures.
+    """
     root = Path(__file__).parent.parent
-    files = [path for name in ("fp8manifold", "benchmarks/_gpu") for path in sorted((root / name).rglob("*.*"))]
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".c", ".h")))
+    files = [
+        path
+        for name in ("fp8manifold", "benchmarks/_gpu")
+        for path in sorted((root / name).rglob("*.*"))
+    ]
+    code = hashlib.sha256(
+        b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".c", ".h"))
+    )
     device = "dry" if session.dry else torch.cuda.get_device_name()
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return {"device": device, **versions, "code": code.hexdigest()[:16]}
@@ -110,7 +129,11 @@ def before(now: dict[str, Any], out: Path) -> dict[str, Any]:
     if not out.exists():
         return {}
     then = json.loads(out.read_text(encoding="utf-8"))
-    return dict(then.pop("parts")) if then.keys() >= now.keys() and all(then[key] == now[key] for key in now) else {}
+    return (
+        dict(then.pop("parts"))
+        if then.keys() >= now.keys() and all(then[key] == now[key] for key in now)
+        else {}
+    )
 
 
 def chosen(named: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
@@ -126,10 +149,20 @@ def failures(result: dict[str, Any]) -> list[str]:
     found = []
     for name, part in result["parts"].items():
         figures = part["figures"]
-        nested = [(f"{name}: {what}", case) for what, case in figures.items() if isinstance(case, dict)]
-        found += [f"{what}: {case['error']}" for what, case in [(name, figures), *nested] if "error" in case]
+        nested = [
+            (f"{name}: {what}", case) for what, case in figures.items() if isinstance(case, dict)
+        ]
+        found += [
+            f"{what}: {case['error']}"
+            for what, case in [(name, figures), *nested]
+            if "error" in case
+        ]
         if name.startswith("exact") and "error" not in figures:
-            found += [f"{name}: {what} differs in {n}" for what, case in figures.items() if (n := counted(case))]
+            found += [
+                f"{name}: {what} differs in {n}"
+                for what, case in figures.items()
+                if (n := counted(case))
+            ]
     return found
 
 
@@ -156,17 +189,24 @@ COLUMNS: Final = {
 def row(what: str, figures: dict[str, Any]) -> list[str | float | None]:
     """A row of the page's table, empty where nothing was measured."""
     found = [(figures.get(name), places) for name, places in COLUMNS.values()]
-    return [what, *(x if x is None or isinstance(x, str) else round(x, places) for x, places in found)]
+    return [
+        what,
+        *(x if x is None or isinstance(x, str) else round(x, places) for x, places in found),
+    ]
 
 
 def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
-    """The table of the page: times are of one call of the step, of a layer, or of a whole step of training."""
+    """The table of the page: times are of one call of the step, of a layer, or of a
+    whole step of training.
+    """
     made = []
     for name, part in result["parts"].items():
         figures = part["figures"]
         if name.startswith("exact"):
             differing = {"count": sum(map(counted, figures.values()))}
-            made.append(row(f"{name.removeprefix('exact_')}: values that differ from the CPU's", differing))
+            made.append(
+                row(f"{name.removeprefix('exact_')}: values that differ from the CPU's", differing)
+            )
             continue
         for what, case in figures.items():
             made.append(row(f"{name}: {what}", case if isinstance(case, dict) else {"count": case}))
@@ -174,14 +214,31 @@ def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written after every part")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu.json"),
+        help="the file that is written after every part",
+    )
     names = [part.name for part in PARTS]
-    parser.add_argument("--part", nargs="+", default=[], choices=names, metavar="NAME", help="these parts, again")
-    parser.add_argument("--minutes", type=float, default=9.0, help="what a call takes at most (default: 9)")
-    parser.add_argument("--list", action="store_true", help="only print the parts, and the seconds each may take")
-    parser.add_argument("--dry", action="store_true", help="tiny, on a CPU, with TRITON_INTERPRET=1")
-    parser.add_argument("--record", action="store_true", help="also write the table of the page on performance")
+    parser.add_argument(
+        "--part", nargs="+", default=[], choices=names, metavar="NAME", help="these parts, again"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="what a call takes at most (default: 9)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only print the parts, and the seconds each may take"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny, on a CPU, with TRITON_INTERPRET=1"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="also write the table of the page on performance"
+    )
     asked = parser.parse_args()
     if asked.list:
         print("\n".join(f"{part.seconds:5.0f} s  {part.name}" for part in PARTS))
@@ -192,13 +249,26 @@ def main() -> int:
     if asked.dry:
         torch.compiler.set_stance("force_eager")
     session = Session(asked.dry)
-    parts = PARTS if asked.dry and not asked.part else chosen(asked.part, before(facts(session), asked.out))
-    print(f"{', '.join(part.name for part in parts)}: at most {sum(part.seconds for part in parts):.0f} s", flush=True)
+    parts = (
+        PARTS
+        if asked.dry and not asked.part
+        else chosen(asked.part, before(facts(session), asked.out))
+    )
+    print(
+        f"{', '.join(part.name for part in parts)}: at most "
+        f"{sum(part.seconds for part in parts):.0f} s",
+        flush=True,
+    )
     result = run(session, parts, asked.out, asked.minutes)
     found = failures(result) + [f"no kernels: {reason}" for reason in _triton_step._given_up]
     print("\n".join(found) or "every part ran, and every bit is the CPU's")
     proven = {"exact_steps", "exact_arrays", "exact_products"} <= result["parts"].keys()
-    if asked.record and not asked.dry and proven and not any(line.startswith("exact") for line in found):
+    if (
+        asked.record
+        and not asked.dry
+        and proven
+        and not any(line.startswith("exact") for line in found)
+    ):
         record("", ["what", *COLUMNS], rows(result), "cuda", ("triton", "torchao", "bitsandbytes"))
     return bool(found)
 

@@ -1,22 +1,31 @@
-"""The cost of the bench's loop beside a plain one over the same model, and the cost of its monitors.
+"""The cost of the bench's loop beside a plain one over the same model, and the cost of
+its monitors.
 
-    python benchmarks/harness_overhead.py [--steps 400] [--format E4M3] [--markdown | --json]
+    python benchmarks/harness_overhead.py [--steps 400] [--format E4M3] [--markdown |
+    --json]
 
-nanoGPT's CPU configuration (nanogpt_cpu.yaml: 4 layers, 128 wide, blocks of 64, batch 12) in float32 on one thread,
-on the standard library's prose by bytes.  Each figure is a ratio of speeds, in tokens/s:
+nanoGPT's CPU configuration (nanogpt_cpu.yaml: 4 layers, 128 wide, blocks of 64, batch
+12) in float32 on one thread, on the standard library's prose by bytes. Each figure is a
+ratio of speeds, in tokens/s:
 
-    bench / plain loop           the loop of ``run`` with its files and its check for Inf and NaN, but without
-                                 monitors, over batch, forward, backward, clipping and step written out; goal >= 0.97
-    with monitors / checked step every monitor that is on by default, at the default interval, with loop and files,
-                                 over the bench's own step and its check of weights and optimizer state, which no flag
-                                 turns off; once in float32, once with a master copy (--format); goal >= 0.95
-    with monitors / step alone   the same over the step without that check; no goal
-    compare's looks              a run of ``compare`` with its default monitors, shadow included, over its checked step:
-                                 all its 300 steps but the first, one validation batch among them; goal >= 0.95
+    bench / plain loop the loop of ``run`` with its files and its check for Inf and NaN,
+                                 but without monitors, over batch, forward, backward,
+                                 clipping and step written out; goal >= 0.97
+    with monitors / checked step every monitor that is on by default, at the default
+                                 interval, with loop and files, over the bench's own
+                                 step and its check of weights and optimizer state,
+                                 which no flag turns off; once in float32, once with a
+                                 master copy (--format); goal >= 0.95
+    with monitors / step alone the same over the step without that check; no goal
+    compare's looks a run of ``compare`` with its default monitors, shadow included,
+    over its checked step:
+                                 all its 300 steps but the first, one validation batch
+                                 among them; goal >= 0.95
 
-The two loops take their steps in turn in one process, so that whatever else the machine does slows both; process CPU
-time.  The ratio is that of the sums over all steps but the first; beside it is the median over the pairs, which the few
-monitored steps do not affect.
+The two loops take their steps in turn in one process, so that whatever else the machine
+does slows both; process CPU time. The ratio is that of the sums over all steps but the
+first; beside it is the median over the pairs, which the few monitored steps do not
+affect.
 """
 
 import argparse
@@ -48,17 +57,27 @@ from nanogpt_bench.sweep.comparison import row_settings, shipped
 Step = Callable[[], object]
 #: steps left out: first allocations
 WARM_UP: Final = 20
-LOOP, MONITORS, ALL = "bench / plain loop", "with monitors / checked step", "with monitors / step alone"
+LOOP, MONITORS, ALL = (
+    "bench / plain loop",
+    "with monitors / checked step",
+    "with monitors / step alone",
+)
 LOOKS: Final = "compare's looks"
 GOALS: Final = {LOOP: 0.97, MONITORS: 0.95, LOOKS: 0.95}
 #: runs of ``compare``, with the storages whose monitors cost most and least
 ROWS: Final = ("stochastic", "master")
-UNWATCHED: Final = ("--monitor.watch=[trend]", "--alerts.enabled=false", "--alerts.save_on_anomaly=false")
+UNWATCHED: Final = (
+    "--monitor.watch=[trend]",
+    "--alerts.enabled=false",
+    "--alerts.save_on_anomaly=false",
+)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio of speeds: of the sums over all pairs of steps, and the median over the pairs."""
+    """A ratio of speeds: of the sums over all pairs of steps, and the median over the
+    pairs.
+    """
 
     name: str
     run: str
@@ -70,14 +89,25 @@ class Figure:
 
 
 def config_of(corpus: Path, steps: int, *more: str) -> Config:
-    """The configuration of a run of ``steps`` timed steps that validates only before and after them."""
+    """The configuration of a run of ``steps`` timed steps that validates only before
+    and after them.
+    """
     length = WARM_UP + steps + 1
-    settings = (f"--data.dir={corpus}", f"--train.max_steps={length}", f"--eval.interval={length}", "--eval.batches=1")
-    return resolve(load_config(find_config("nanogpt_cpu.yaml"), [*settings, "--runtime.threads=1", *more]))
+    settings = (
+        f"--data.dir={corpus}",
+        f"--train.max_steps={length}",
+        f"--eval.interval={length}",
+        "--eval.batches=1",
+    )
+    return resolve(
+        load_config(find_config("nanogpt_cpu.yaml"), [*settings, "--runtime.threads=1", *more])
+    )
 
 
 def row_of(corpus: Path, rule: str, fmt: str) -> Config:
-    """The configuration of a run of ``compare``'s demonstration, which validates before its steps and at the last."""
+    """The configuration of a run of ``compare``'s demonstration, which validates before
+    its steps and at the last.
+    """
     steps = shipped().base["train.max_steps"]
     settings = row_settings(rule, fmt, seed=42, max_steps=steps, data_dir=str(corpus))
     settings |= {"eval.interval": steps, "eval.batches": 1}
@@ -90,7 +120,10 @@ def plain_loop(config: Config, corpus: Corpus) -> Step:
     model = initial_model(config, corpus)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     betas = (settings.beta1 or 0.0, settings.beta2 or 0.0)
     optimizer = torch.optim.AdamW(groups, lr=settings.lr or 0.0, betas=betas, fused=True)
     data = torch.from_numpy(corpus.train.astype("int64"))
@@ -110,7 +143,9 @@ def plain_loop(config: Config, corpus: Corpus) -> Step:
 
 
 def step_alone(config: Config, corpus: Corpus, *, checked: bool) -> Step:
-    """The bench's own step without monitors and files; if `checked` with the loop's check for Inf and NaN."""
+    """The bench's own step without monitors and files; if `checked` with the loop's
+    check for Inf and NaN.
+    """
     trainer = Trainer(config, corpus, torch.device("cpu"))
     sentry = Sentry(trainer)
     taken = 0
@@ -130,7 +165,9 @@ def step_alone(config: Config, corpus: Corpus, *, checked: bool) -> Step:
 
 
 def paired(config: Config, reference: Step, counted: range) -> list[tuple[float, float]]:
-    """(run, reference) seconds of the counted steps: the reference takes one whenever the run reports one."""
+    """(run, reference) seconds of the counted steps: the reference takes one whenever
+    the run reports one.
+    """
     times: list[tuple[float, float]] = []
     left = time.process_time()
 
@@ -162,12 +199,23 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Figure]:
     corpus = load_corpus(folder, unwatched.model.block_size or 0)
     counted = range(WARM_UP + 1, WARM_UP + options.steps + 1)  # the step after these validates
     figures = [figure(LOOP, "float32", paired(unwatched, plain_loop(unwatched, corpus), counted))]
-    quantised = ("--rule=master", f"--model.format={options.format}", "--model.tied=leave", "--train.precision=float32")
+    quantised = (
+        "--rule=master",
+        f"--model.format={options.format}",
+        "--model.tied=leave",
+        "--train.precision=float32",
+    )
     for what, more in (("float32", ()), (f"{options.format} master", quantised)):
         watched = config_of(folder, options.steps, *more)
         for name, checked in ((MONITORS, True), (ALL, False)):
             print(f"{name}: {what}", file=sys.stderr, flush=True)
-            figures.append(figure(name, what, paired(watched, step_alone(watched, corpus, checked=checked), counted)))
+            figures.append(
+                figure(
+                    name,
+                    what,
+                    paired(watched, step_alone(watched, corpus, checked=checked), counted),
+                )
+            )
     for rule in ROWS:
         print(f"{LOOKS}: {options.format} {rule}", file=sys.stderr, flush=True)
         row = row_of(folder, rule, options.format)
@@ -179,7 +227,16 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Figure]:
 
 def table(figures: list[Figure], markdown: bool) -> str:
     """The figures as text or Markdown."""
-    header = ("ratio", "run", "of the sums", "median of the pairs", "steps", "step, ms", "reference, ms", "goal")
+    header = (
+        "ratio",
+        "run",
+        "of the sums",
+        "median of the pairs",
+        "steps",
+        "step, ms",
+        "reference, ms",
+        "goal",
+    )
     rows = [header] + [
         (
             *(one.name, one.run, f"{one.ratio:.3f}", f"{one.median:.3f}", str(one.steps)),
@@ -205,8 +262,12 @@ def goal(one: Figure) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="timed steps of each comparison, a multiple of 100")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="timed steps of each comparison, a multiple of 100"
+    )
     parser.add_argument("--format", default="E4M3", help="format of the run with a master copy")
     add_form_options(parser)
     add_option(parser)

@@ -1,22 +1,28 @@
-"""The error of a first moment in one byte, and of the update made from it, by format, scales and draws.
+"""The error of a first moment in one byte, and of the update made from it, by format,
+scales and draws.
 
-    python benchmarks/moment_formats.py [--data-dir DIR] [--max-steps 200] [--layers 0,3,9] [--seed 42]
-                                        [--json] [--record]
+    python benchmarks/moment_formats.py [--data-dir DIR] [--max-steps 200] [--layers
+                                        0,3,9] [--seed 42] [--json] [--record]
 
-The 0.86M model of ``compare`` trains on the standard library's prose in E2M5, under Muon (``muon-stochastic``) and
-under AdamW (``stochastic``), each at its own rate.  The gradients of a few layers are recorded, clipped as for the
-step.  From the same gradients the first moment is computed in float32, and in every way that a line of the table names:
+The 0.86M model of ``compare`` trains on the standard library's prose in E2M5, under
+Muon (``muon-stochastic``) and under AdamW (``stochastic``), each at its own rate. The
+gradients of a few layers are recorded, clipped as for the step. From the same gradients
+the first moment is computed in float32, and in every way that a line of the table
+names:
 
     m = round(beta m + (1 - beta) g)
 
-Shown are, in the second half of the steps and over layers, the root mean square of two relative errors: that of the
-moment, and that of the update made from it before the moment is rounded.  Under Muon the update is the orthogonal
-factor of Nesterov's momentum, in float32; under AdamW it is the moment over the root of an exact second moment.
-``bias`` is the error along the moment, as a share of it: 0 up to chance if rounding is right on average.
+Shown are, in the second half of the steps and over layers, the root mean square of two
+relative errors: that of the moment, and that of the update made from it before the
+moment is rounded. Under Muon the update is the orthogonal factor of Nesterov's
+momentum, in float32; under AdamW it is the moment over the root of an exact second
+moment. ``bias`` is the error along the moment, as a share of it: 0 up to chance if
+rounding is right on average.
 
-A block has 128 values.  ``fitted`` scales are the smallest power of two that holds its largest value; those by
-``the gradients' bound`` hold the average of its largest gradients.  ``the library's`` are those of an optimizer that
-takes the gradients, whose draws for moments are independent.  AdamW's second moment is in float32 in every line.
+A block has 128 values. ``fitted`` scales are the smallest power of two that holds its
+largest value; those by ``the gradients' bound`` hold the average of its largest
+gradients. ``the library's`` are those of an optimizer that takes the gradients, whose
+draws for moments are independent. AdamW's second moment is in float32 in every line.
 """
 
 import json
@@ -77,7 +83,9 @@ WAYS: Final = (
 OWN: Final = {"Muon": Way("E2M5", LIBRARY), "AdamW": Way("E4M3", LIBRARY)}
 
 
-def recorded(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[list[Tensor]]:
+def recorded(
+    rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str
+) -> list[list[Tensor]]:
     """Train, and record the gradients of some of the quantised matrices."""
     trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
     seen: list[list[Tensor]] = [[] for _ in layers]
@@ -117,7 +125,9 @@ def kept(moment: Tensor, bound: Tensor, way: Way, rounding: str, step: int, seed
 class Kept:
     """A moment that is stored in one way, over steps."""
 
-    def __init__(self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int) -> None:
+    def __init__(
+        self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int
+    ) -> None:
         self.way, self.rounding, self.seed = way, rounding, seed
         self.beta, self.step = BETAS[optimizer][0], 0
         self.moment, self.bound = torch.zeros(shape), torch.zeros(shape.numel() // BLOCK, 1)
@@ -126,15 +136,21 @@ class Kept:
         """The moment that a step is taken with; it is rounded when it is stored."""
         self.step += 1
         new = self.moment * self.beta + gradient * (1 - self.beta)
-        self.bound = self.bound * self.beta + gradient.view(-1, BLOCK).abs().amax(-1, keepdim=True) * (1 - self.beta)
-        self.moment = kept(new.view(-1, BLOCK), self.bound, self.way, self.rounding, self.step, self.seed).view_as(new)
+        self.bound = self.bound * self.beta + gradient.view(-1, BLOCK).abs().amax(
+            -1, keepdim=True
+        ) * (1 - self.beta)
+        self.moment = kept(
+            new.view(-1, BLOCK), self.bound, self.way, self.rounding, self.step, self.seed
+        ).view_as(new)
         return new
 
 
 class OfTheLibrary(Kept):
     """The moment of an optimizer of the library, as it is in its state."""
 
-    def __init__(self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int) -> None:
+    def __init__(
+        self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int
+    ) -> None:
         super().__init__(shape, optimizer, way, rounding, seed)
         self.weight = torch.nn.Parameter(torch.zeros(shape))
         options: dict[str, Any] = {"lr": 0.0, "moments": "8bit", "seed": seed}
@@ -145,15 +161,23 @@ class OfTheLibrary(Kept):
         )
 
     def advanced(self, gradient: Tensor) -> Tensor:
-        """The moment that a step is taken with, from the one that the step before has stored."""
+        """The moment that a step is taken with, from the one that the step before has
+        stored.
+        """
         new = self.moment * self.beta + gradient * (1 - self.beta)
         self.weight.grad = gradient.clone()
         self.optimizer.step()
         state = self.optimizer.state[self.weight]
         if "avg_largest" in state:
-            codes, scale = state["momentum_buffer"], power_above(state["avg_largest"] / as_format(self.way.fmt).max)
+            codes, scale = (
+                state["momentum_buffer"],
+                power_above(state["avg_largest"] / as_format(self.way.fmt).max),
+            )
         else:  # the power of two that takes the bound to 2^6 .. 2^7
-            codes, scale = state["exp_avg"], power_above(state["avg_bound"] * (1 + 2.0**-23)) * 2.0**-7
+            codes, scale = (
+                state["exp_avg"],
+                power_above(state["avg_bound"] * (1 + 2.0**-23)) * 2.0**-7,
+            )
         values = fm.decode(codes, self.way.fmt).view(*scale.shape[:1], -1) * scale.view(-1, 1)
         self.moment = values.view_as(new)
         return new
@@ -164,7 +188,9 @@ def update_of(optimizer: str, moment: Tensor, gradient: Tensor, second: Tensor) 
     if optimizer == "AdamW":
         return moment / (second.sqrt() + 1e-12)
     beta = BETAS["Muon"][0]
-    return orthogonal_factor(gradient * (1 - beta) + moment * beta, COEFFICIENTS, 5, 1e-7, torch.float32)
+    return orthogonal_factor(
+        gradient * (1 - beta) + moment * beta, COEFFICIENTS, 5, 1e-7, torch.float32
+    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +205,9 @@ class Error:
 LOOK_EVERY: Final = 10
 
 
-def errors_of(optimizer: str, gradients: Sequence[Tensor], way: Way, rounding: str, seed: int) -> list[Error]:
+def errors_of(
+    optimizer: str, gradients: Sequence[Tensor], way: Way, rounding: str, seed: int
+) -> list[Error]:
     """The errors in some steps of the second half."""
     shape = gradients[0].shape
     make = OfTheLibrary if way.scale == LIBRARY else Kept
@@ -194,7 +222,13 @@ def errors_of(optimizer: str, gradients: Sequence[Tensor], way: Way, rounding: s
         error, size = moment - exact, exact.norm()
         wanted = update_of(optimizer, exact, gradient, second)
         missed = (update_of(optimizer, moment, gradient, second) - wanted).norm() / wanted.norm()
-        found.append(Error(float(error.norm() / size), float(missed), float((error * exact).sum() / size.square())))
+        found.append(
+            Error(
+                float(error.norm() / size),
+                float(missed),
+                float((error * exact).sum() / size.square()),
+            )
+        )
     return found
 
 
@@ -224,10 +258,20 @@ def rows_of(optimizer: str, layers: Sequence[Sequence[Tensor]], seed: int) -> li
         found = [
             None
             if rounding != "independent" and way.scale == LIBRARY
-            else together([e for gradients in layers for e in errors_of(optimizer, gradients, way, rounding, seed)])
+            else together(
+                [
+                    e
+                    for gradients in layers
+                    for e in errors_of(optimizer, gradients, way, rounding, seed)
+                ]
+            )
             for rounding in ROUNDINGS
         ]
-        figures = [None if e is None else getattr(e, what) for what in ("moment", "update", "bias") for e in found]
+        figures = [
+            None if e is None else getattr(e, what)
+            for what in ("moment", "update", "bias")
+            for e in found
+        ]
         rows.append([optimizer, way.label, way.bits, *figures])
     return rows
 
@@ -248,11 +292,18 @@ def main() -> int:
     if options.json:
         print(json.dumps(rows))
     else:
-        print(f"torch {torch.__version__}, seed {options.seed}, {options.max_steps} steps, layers {options.layers}")
+        print(
+            f"torch {torch.__version__}, seed {options.seed}, {options.max_steps} steps, layers "
+            f"{options.layers}"
+        )
         for optimizer, lines in rows.items():
             print(f"\n{optimizer} ({RULES[optimizer]}):\n")
             texts = [tuple(cell_text(cell) for cell in line[1:]) for line in lines]
-            print(text_table([HEADER[1:], *texts], ("---", *["---:"] * (len(HEADER) - 2)), markdown=True))
+            print(
+                text_table(
+                    [HEADER[1:], *texts], ("---", *["---:"] * (len(HEADER) - 2)), markdown=True
+                )
+            )
     if options.record:
         record("", HEADER, [line for part in rows.values() for line in part])
     return 0

@@ -1,12 +1,17 @@
-"""Adam's first average with a memory that is longer or shorter where the spacing is wide: final loss by exponent.
+"""Adam's first average with a memory that is longer or shorter where the spacing is
+wide: final loss by exponent.
 
-    python benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats E4M3,E5M2] [--seeds 42,43,44]
-                                               [--powers library,0,0.5,1,-0.5] [--beta1 0.9] [--max-steps 300]
+    python benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats
+                                               E4M3,E5M2] [--seeds 42,43,44] [--powers
+                                               library,0,0.5,1,-0.5] [--beta1 0.9]
+                                               [--max-steps 300]
 
-Model, batches and schedule are those of ``nanogpt-bench compare``, under its rule ``stiffness``.  Each weight's average
-decays by ``beta_1`` to the power ``(S / S_ref)^-p``: with p above 0 its time constant grows with the spacing S of the
-format at the weight, with p = 0 all have that of ``beta_1``.  ``library`` is the library's StiffnessAdamW, which p = 0
-repeats with other random bits.  Prints a line for every training and the paired differences to p = 0 at the end.
+Model, batches and schedule are those of ``nanogpt-bench compare``, under its rule
+``stiffness``. Each weight's average decays by ``beta_1`` to the power
+``(S / S_ref)^-p``: with p above 0 its time constant grows with the spacing S of the
+format at the weight, with p = 0 all have that of ``beta_1``. ``library`` is the
+library's StiffnessAdamW, which p = 0 repeats with other random bits. Prints a line for
+every training and the paired differences to p = 0 at the end.
 """
 
 import argparse
@@ -25,15 +30,18 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings
 
 DAMPING, CLIP = 2.0**-8, 2.0**4
-#: bounds of S / S_ref in the time constant: beyond eight times the average no run of a few hundred steps tells it apart
+#: bounds of S / S_ref in the time constant: beyond eight times the average no run of a
+#: few hundred steps tells it apart
 SHORTEST, LONGEST = 2.0**-3, 2.0**3
 LIBRARY = "library"
 
 
 class DecayByStiffness(torch.optim.Optimizer):
-    """StiffnessAdamW with k = 1 and a decay of the first average by weight, on a grid of floats.
+    """StiffnessAdamW with k = 1 and a decay of the first average by weight, on a grid
+    of floats.
 
-    The average is divided by the sum of its gradients' weights, as Adam's by ``1 - beta_1^t``.
+    The average is divided by the sum of its gradients' weights, as Adam's by
+    ``1 - beta_1^t``.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], power: float, **defaults: Any) -> None:
@@ -51,17 +59,25 @@ class DecayByStiffness(torch.optim.Optimizer):
     def _step(self, group: dict[str, Any], weight: Tensor, gradient: Tensor) -> None:
         state, (beta1, beta2) = self.state[weight], group["betas"]
         if not state:
-            state |= {name: torch.zeros_like(gradient) for name in ("first", "sum", "second")} | {"step": 0}
+            state |= {name: torch.zeros_like(gradient) for name in ("first", "sum", "second")} | {
+                "step": 0
+            }
         state["step"] += 1
         manifold = getattr(weight, "manifold", None)
-        ratio = torch.ones_like(gradient) if manifold is None else _ratio(manifold.stiffness(weight.detach()))
+        ratio = (
+            torch.ones_like(gradient)
+            if manifold is None
+            else _ratio(manifold.stiffness(weight.detach()))
+        )
         decay = beta1 ** (ratio.clamp(SHORTEST, LONGEST) ** -self._power)
         state["first"].mul_(decay).add_((1 - decay) * gradient)
         state["sum"].mul_(decay).add_(1 - decay)
         state["second"].mul_(beta2).add_((1 - beta2) * gradient * gradient)
         root = (state["second"] / (1 - beta2 ** state["step"])).sqrt()
         direction = state["first"] / state["sum"] / (root + group["eps"])
-        target = weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * ratio * direction
+        target = (
+            weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * ratio * direction
+        )
         weight.copy_(target if manifold is None else manifold.round(target))
 
 
@@ -71,7 +87,9 @@ def _ratio(stiffness: Tensor) -> Tensor:
 
 def trained(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -> float:
     """The final validation loss of a training."""
-    settings = row_settings("stiffness", fmt, seed=seed, max_steps=args.max_steps, data_dir=args.data_dir) | {
+    settings = row_settings(
+        "stiffness", fmt, seed=seed, max_steps=args.max_steps, data_dir=args.data_dir
+    ) | {
         "model.storage": "grid",
         "optimizer.beta1": args.beta1,
         "shadow.enabled": False,
@@ -79,10 +97,17 @@ def trained(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -
     config = resolve(build_config(settings))
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     if not isinstance(power, str):
-        groups = [{**group, "betas": tuple(group["betas"])} for group in trainer.optimizer.param_groups]
-        kept = [{name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay")} for group in groups]
+        groups = [
+            {**group, "betas": tuple(group["betas"])} for group in trainer.optimizer.param_groups
+        ]
+        kept = [
+            {name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay")}
+            for group in groups
+        ]
         trainer.optimizer = DecayByStiffness(kept, power)
-        assert all(isinstance(layer.manifold, fm.FP8Manifold) for layer in _quantized(trainer.model))
+        assert all(
+            isinstance(layer.manifold, fm.FP8Manifold) for layer in _quantized(trainer.model)
+        )
     for number in range(1, args.max_steps + 1):
         trainer.train_step(trainer.new_step(number, last=number == args.max_steps), [])
     return trainer.validate()
@@ -94,11 +119,17 @@ def _quantized(model: torch.nn.Module) -> Iterator[fm.QuantizedLinear]:
 
 def main() -> None:
     """Train, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True, help="prepared text: nanogpt-bench prepare stdlib")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", required=True, help="prepared text: nanogpt-bench prepare stdlib"
+    )
     parser.add_argument("--formats", default="E4M3,E5M2")
     parser.add_argument("--seeds", default="42,43,44")
-    parser.add_argument("--powers", default=f"{LIBRARY},0,0.5,1,-0.5", help="exponents p, or library")
+    parser.add_argument(
+        "--powers", default=f"{LIBRARY},0,0.5,1,-0.5", help="exponents p, or library"
+    )
     parser.add_argument("--beta1", type=float, default=0.9)
     parser.add_argument("--max-steps", type=int, default=300)
     args = parser.parse_args()
@@ -113,7 +144,11 @@ def main() -> None:
                 print(f"{fmt} seed {seed} p {power} beta1 {args.beta1:g}: {loss:.4f}", flush=True)
     for (fmt, power), found in losses.items():
         differences = [a - b for a, b in zip(found, losses.get((fmt, 0.0), ()), strict=False)]
-        paired = f", less p 0: {', '.join(f'{difference:+.4f}' for difference in differences)}" if differences else ""
+        paired = (
+            f", less p 0: {', '.join(f'{difference:+.4f}' for difference in differences)}"
+            if differences
+            else ""
+        )
         print(f"{fmt} p {power}: {statistics.mean(found):.4f}{paired}")
 
 

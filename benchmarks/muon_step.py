@@ -1,13 +1,18 @@
-"""The cost of one step of StiffnessMuon, as a ratio to ``torch.optim.Muon`` over the same float32 matrices.
+"""The cost of one step of StiffnessMuon, as a ratio to ``torch.optim.Muon`` over the
+same float32 matrices.
 
-    python benchmarks/muon_step.py [--sizes 0.86M 10M] [--pairs 15] [--processes 3] [--markdown | --json] [--record]
+    python benchmarks/muon_step.py [--sizes 0.86M 10M] [--pairs 15] [--processes 3]
+    [--markdown | --json] [--record]
 
-One thread.  The matrices are those of the hidden layers of a GPT: 4 blocks of width 128, and 6 of width 384.  Each
-contender runs in fresh processes of its own, its steps taken in turn with torch's; the ratio is the median over the
-pairs, of process CPU time, and the table shows the median of the processes with the smallest and the largest.  Our
-steps include the check that every gradient is finite.  Bytes are those of weights and state after the steps.
+One thread. The matrices are those of the hidden layers of a GPT: 4 blocks of width 128,
+and 6 of width 384. Each contender runs in fresh processes of its own, its steps taken
+in turn with torch's; the ratio is the median over the pairs, of process CPU time, and
+the table shows the median of the processes with the smallest and the largest. Our steps
+include the check that every gradient is finite. Bytes are those of weights and state
+after the steps.
 
-torch's products are always in bfloat16; ours only if the machine has it, otherwise in float32, and a row says which.
+torch's products are always in bfloat16; ours only if the machine has it, otherwise in
+float32, and a row says which.
 """
 
 import argparse
@@ -28,7 +33,11 @@ from torch import Tensor, nn
 import fp8manifold as fm
 
 WARM_UP: Final = 2
-OPTIONS: Final[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+OPTIONS: Final[dict[str, Any]] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "adjust_lr_fn": "match_rms_adamw",
+}
 SIZES: Final = {"0.86M": (4, 128), "10M": (6, 384)}
 #: label, format of the weights (None: float32), options
 CONTENDERS: Final[dict[str, tuple[str | None, dict[str, Any]]]] = {
@@ -91,7 +100,9 @@ def in_fresh_process(label: str, size: str, pairs: int) -> dict[str, float]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{label}, {size}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+        raise SystemExit(
+            f"{label}, {size}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -102,7 +113,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(options.processes):
         for size, label in names:
-            print(f"process {turn + 1} of {options.processes}: {label}, {size}", file=sys.stderr, flush=True)
+            print(
+                f"process {turn + 1} of {options.processes}: {label}, {size}",
+                file=sys.stderr,
+                flush=True,
+            )
             found[size, label].append(in_fresh_process(label, size, options.pairs))
     return [_row(size, label, each) for (size, label), each in found.items()]
 
@@ -128,7 +143,13 @@ def verdict(ratio: float) -> str:
     return "goal met" if ratio <= GOAL else "bar met" if ratio <= BAR else "bar not met"
 
 
-HEADER: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio (processes)", f"bar {BAR}x, goal {GOAL}x")
+HEADER: Final = (
+    "matrices",
+    "StiffnessMuon",
+    "bytes per weight",
+    "ratio (processes)",
+    f"bar {BAR}x, goal {GOAL}x",
+)
 RECORDED: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio", "bar and goal")
 
 
@@ -159,11 +180,21 @@ def main() -> int:
     if options.json:
         print(json.dumps(rows))
     else:
-        print(f"torch {torch.__version__}; {options.processes} processes of {options.pairs} pairs, process CPU time")
+        print(
+            f"torch {torch.__version__}; {options.processes} processes of {options.pairs} pairs, "
+            f"process CPU time"
+        )
         print(table(rows, options.markdown))
     if options.record:
         cells: list[tuple[Cell, ...]] = [
-            (row["size"], row["label"], round(row["bytes"], 2), row["ratio"], verdict(row["ratio"][0])) for row in rows
+            (
+                row["size"],
+                row["label"],
+                round(row["bytes"], 2),
+                row["ratio"],
+                verdict(row["ratio"][0]),
+            )
+            for row in rows
         ]
         record("torch.optim.Muon, float32 weights, products in bfloat16", RECORDED, cells)
     return 0

@@ -1,16 +1,21 @@
-"""The cost of one optimizer step, as a ratio to torch's fused float32 AdamW, and the bytes per parameter it needs.
+"""The cost of one optimizer step, as a ratio to torch's fused float32 AdamW, and the
+bytes per parameter it needs.
 
-    python benchmarks/optimizer_step.py [--contenders 'stiffness-*' peers] [--pairs 25] [--processes 3]
-                                        [--params 10M] [--device cpu] [--markdown | --json] [--record]
+    python benchmarks/optimizer_step.py [--contenders 'stiffness-*' peers] [--pairs 25]
+                                        [--processes 3] [--params 10M] [--device cpu]
+                                        [--markdown | --json] [--record]
 
-One thread.  Each contender runs in fresh processes of its own, its steps taken in turn with fused AdamW's over the
-same weights and gradients; the ratio is the median over the pairs, on the CPU of process CPU time, and the table shows
-the median of the processes with the smallest and the largest.  Our own steps include the check that every gradient is
-finite.  Bytes are those of the live tensors after the steps and ``zero_grad``: parameters, state and whatever else the
-optimizer holds, gradients that it does not free included.
-The first step includes work that is done once: every weight's spacing, and the words that key its random bits.
+One thread. Each contender runs in fresh processes of its own, its steps taken in turn
+with fused AdamW's over the same weights and gradients; the ratio is the median over the
+pairs, on the CPU of process CPU time, and the table shows the median of the processes
+with the smallest and the largest. Our own steps include the check that every gradient
+is finite. Bytes are those of the live tensors after the steps and ``zero_grad``:
+parameters, state and whatever else the optimizer holds, gradients that it does not free
+included. The first step includes work that is done once: every weight's spacing, and
+the words that key its random bits.
 
-A peer that is not installed is left out with a note; any other failure is printed, and the exit code is 1.
+A peer that is not installed is left out with a note; any other failure is printed, and
+the exit code is 1.
 """
 
 import argparse
@@ -37,7 +42,12 @@ from _timing import live_bytes, paired_seconds, wall_seconds
 WARM_UP: Final = 3
 #: peers that are packages of their own
 PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes", "sdnq")
-GROUPS: Final = {"all": ("torch", "peer", "ours"), "torch": ("torch",), "peers": ("peer",), "ours": ("ours",)}
+GROUPS: Final = {
+    "all": ("torch", "peer", "ours"),
+    "torch": ("torch",),
+    "peers": ("peer",),
+    "ours": ("ours",),
+}
 Step = Callable[[], object]
 
 
@@ -80,7 +90,9 @@ def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
         "bytes_per_parameter": live_bytes(*holders) / work.numel,
         "graphs": graphs,
         "graphs_while_timed": graphs_compiled() - graphs,
-        "warnings": sorted({f"{w.category.__name__}: {w.message}" for w in caught if is_of_use(w.category)}),
+        "warnings": sorted(
+            {f"{w.category.__name__}: {w.message}" for w in caught if is_of_use(w.category)}
+        ),
     }
 
 
@@ -91,7 +103,16 @@ def is_of_use(category: type[Warning]) -> bool:
 
 def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
     """Call :func:`measure` in a fresh process."""
-    command = [sys.executable, __file__, "--worker", name, "--pairs", str(options.pairs), "--params", options.params]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        name,
+        "--pairs",
+        str(options.pairs),
+        "--params",
+        options.params,
+    ]
     command += ["--elements", str(options.elements), "--device", options.device]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -99,7 +120,9 @@ def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dic
         "TORCHINDUCTOR_CACHE_DIR": str(cache / name),
     }
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=options.timeout
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {options.timeout} s"}
     lines = done.stdout.splitlines()
@@ -111,18 +134,26 @@ def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dic
 
 def reason(errors: str) -> str:
     """The line of a traceback that names the exception; hints may follow it."""
-    named = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt|Unsupported)\b.*", errors, re.MULTILINE)
+    named = re.findall(
+        r"^[\w.]+(?:Error|Exception|Interrupt|Unsupported)\b.*", errors, re.MULTILINE
+    )
     return (named or errors.strip().splitlines() or ["no output"])[-1]
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run every contender once in each round, so that a drift of the machine affects all of them."""
+    """Run every contender once in each round, so that a drift of the machine affects
+    all of them.
+    """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
         for turn in range(options.processes):
             for name, done in results.items():
                 if not turn or "ratio" in done[-1]:
-                    print(f"process {turn + 1} of {options.processes}: {name}", file=sys.stderr, flush=True)
+                    print(
+                        f"process {turn + 1} of {options.processes}: {name}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     done.append(in_fresh_process(name, options, Path(cache)))
     return results
 
@@ -157,7 +188,11 @@ def cells(line: dict[str, Any]) -> tuple[str, str, str, str, str]:
     """A row as text."""
     first, rest = line["first_step_s"][0], line["first_step_s"][1:]
     warm = f", then {statistics.median(rest):.1f}" if rest else ""
-    goal = "" if line["goal"] is None else f"<= {line['goal']:g}x: {'met' if line['met'] else 'NOT met'}"
+    goal = (
+        ""
+        if line["goal"] is None
+        else f"<= {line['goal']:g}x: {'met' if line['met'] else 'NOT met'}"
+    )
     return (
         line["label"],
         f"{line['bytes_per_parameter']:.2f}",
@@ -170,7 +205,11 @@ def cells(line: dict[str, Any]) -> tuple[str, str, str, str, str]:
 def recorded(line: dict[str, Any]) -> tuple[Cell, ...]:
     """A measured row as numbers, for the site."""
     first, rest = line["first_step_s"][0], line["first_step_s"][1:]
-    goal = None if line["goal"] is None else f"{line['goal']:g}x, {'met' if line['met'] else 'not met'}"
+    goal = (
+        None
+        if line["goal"] is None
+        else f"{line['goal']:g}x, {'met' if line['met'] else 'not met'}"
+    )
     ratio = (line["ratio"], line["ratio_min"], line["ratio_max"])
     times = (round(first, 1), round(statistics.median(rest), 1) if rest else None)
     return (line["label"], round(line["bytes_per_parameter"], 2), ratio, *times, goal)
@@ -187,14 +226,18 @@ def table(rows: list[dict[str, Any]], markdown: bool) -> str:
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each contender that is missing, has failed or warned, or has compiled while it was timed."""
+    """A line for each contender that is missing, has failed or warned, or has compiled
+    while it was timed.
+    """
     found = []
     for line in rows:
         for kind in ("missing", "failed"):
             if kind in line:
                 found.append(f"{line['label']} ({line['name']}): {kind}: {line[kind]}")
         if line.get("graphs_while_timed"):
-            found.append(f"{line['label']}: {line['graphs_while_timed']} graphs compiled while it was timed")
+            found.append(
+                f"{line['label']}: {line['graphs_while_timed']} graphs compiled while it was timed"
+            )
         if line["kind"] == "ours":
             found += [f"{line['label']}: {text}" for text in line.get("warnings", [])]
     return found
@@ -203,10 +246,14 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
 def title(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """Title of the table: its subject, and how long the reference took."""
     work = Workload.sized(options.params, options.elements, torch.device("cpu"))
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, one thread, process CPU time"
+    device = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else "CPU, one thread, process CPU time"
+    )
     text = (
-        f"torch {torch.__version__}, {work.numel:,} parameters in {len(work.shapes)} tensors, {device}, "
-        f"{options.processes} processes of {options.pairs} pairs"
+        f"torch {torch.__version__}, {work.numel:,} parameters in {len(work.shapes)} tensors, "
+        f"{device}, {options.processes} processes of {options.pairs} pairs"
     )
     measured = [line["reference_ms"] for line in rows if "ratio" in line]
     return f"{text}; fused AdamW takes {statistics.median(measured):.2f} ms" if measured else text
@@ -217,7 +264,9 @@ def chosen(patterns: list[str]) -> list[str]:
     names: set[str] = set()
     for pattern in patterns:
         if pattern in GROUPS:
-            found = [name for name, contender in CONTENDERS.items() if contender.kind in GROUPS[pattern]]
+            found = [
+                name for name, contender in CONTENDERS.items() if contender.kind in GROUPS[pattern]
+            ]
         else:
             found = fnmatch.filter(CONTENDERS, pattern)
         if not found:
@@ -244,17 +293,36 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", default=["all"], help="names, wildcards, or all, torch, peers, ours")
-    parser.add_argument("--pairs", type=positive(int), default=25, help="pairs of steps in each process")
-    parser.add_argument("--processes", type=positive(int), default=3, help="fresh processes for each contender")
-    parser.add_argument("--params", choices=SIZES, default="10M", help="50 tensors of mixed shapes, or GPT-2's 148")
-    parser.add_argument("--elements", type=positive(float), default=1.0, help="factor on each tensor's elements")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        default=["all"],
+        help="names, wildcards, or all, torch, peers, ours",
+    )
+    parser.add_argument(
+        "--pairs", type=positive(int), default=25, help="pairs of steps in each process"
+    )
+    parser.add_argument(
+        "--processes", type=positive(int), default=3, help="fresh processes for each contender"
+    )
+    parser.add_argument(
+        "--params", choices=SIZES, default="10M", help="50 tensors of mixed shapes, or GPT-2's 148"
+    )
+    parser.add_argument(
+        "--elements", type=positive(float), default=1.0, help="factor on each tensor's elements"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--timeout", type=positive(float), default=900, help="seconds a process may take")
+    parser.add_argument(
+        "--timeout", type=positive(float), default=900, help="seconds a process may take"
+    )
     add_form_options(parser)
     add_option(parser)
-    parser.add_argument("--list", action="store_true", help="print the names of the contenders and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the contenders and stop"
+    )
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     return parser
 
@@ -281,11 +349,18 @@ def main() -> int:
     if options.json:
         print(json.dumps({"title": title(rows, options), "rows": rows}, indent=1))
     else:
-        print(title(rows, options), table(rows, options.markdown), *remarks(rows), sep="\n" * (1 + options.markdown))
+        print(
+            title(rows, options),
+            table(rows, options.markdown),
+            *remarks(rows),
+            sep="\n" * (1 + options.markdown),
+        )
     if options.record:
         measured = [recorded(line) for line in rows if "ratio" in line]
         record("fused float32 AdamW of torch", RECORDED, measured, options.device, PACKAGES)
-    return int(any("failed" in line or (line["kind"] == "ours" and "missing" in line) for line in rows))
+    return int(
+        any("failed" in line or (line["kind"] == "ours" and "missing" in line) for line in rows)
+    )
 
 
 if __name__ == "__main__":

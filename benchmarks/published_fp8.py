@@ -1,11 +1,15 @@
-"""A float model converted to an FP8 folder by the usual recipe, scales of amax / 448, and a folder of its values.
+"""A float model converted to an FP8 folder by the usual recipe, scales of amax / 448,
+and a folder of its values.
 
-    python benchmarks/published_fp8.py models/smollm2 models/smollm2-squares --layout deepseek
-    python benchmarks/published_fp8.py models/smollm2 models/smollm2-rows --layout compressed-tensors
+    python benchmarks/published_fp8.py models/smollm2 models/smollm2-squares --layout
+    deepseek python benchmarks/published_fp8.py models/smollm2 models/smollm2-rows
+    --layout compressed-tensors
 
-Every linear layer except the head becomes E4M3, all other tensors bfloat16.  ``deepseek`` has a scale for each square
-of 128 x 128, by formula; ``compressed-tensors`` one per row, by that package.  The folder OUT-float has the values of
-OUT in float32, decoded by torch's float8 type alone.  Nothing here is this library's code.
+Every linear layer except the head becomes E4M3, all other tensors bfloat16.
+``deepseek`` has a scale for each square of 128 x 128, by formula;
+``compressed-tensors`` one per row, by that package. The folder OUT-float has the values
+of OUT in float32, decoded by torch's float8 type alone. Nothing here is this library's
+code.
 """
 
 import argparse
@@ -31,8 +35,12 @@ def spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def squares(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and float32 scales, amax / 448 of each square; squares at the edges are partial."""
-    tiles = [[tile.abs().max() for tile in row.split(SIDE, 1)] for row in weight.float().split(SIDE)]
+    """Codes and float32 scales, amax / 448 of each square; squares at the edges are
+    partial.
+    """
+    tiles = [
+        [tile.abs().max() for tile in row.split(SIDE, 1)] for row in weight.float().split(SIDE)
+    ]
     scales = torch.stack([torch.stack(row) for row in tiles]) / HIGHEST
     return (weight.float() / spread(scales, weight.shape)).to(torch.float8_e4m3fn), scales
 
@@ -44,14 +52,21 @@ def deepseek(model: Any, out: Path) -> None:
         if isinstance(layer, nn.Linear) and name != "lm_head":
             codes, scales = squares(layer.weight.detach())
             state |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}
-    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [SIDE, SIDE]}
+    how = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [SIDE, SIDE],
+    }
     model.save_pretrained(out, state_dict=state)
     settings = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(settings | {"quantization_config": how}, indent=2))
 
 
 def compressed(model: Any, out: Path) -> None:
-    """The layout of llm-compressor, its scheme FP8_DYNAMIC, written by compressed-tensors."""
+    """The layout of llm-compressor, its scheme FP8_DYNAMIC, written by
+    compressed-tensors.
+    """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -69,7 +84,10 @@ def compressed(model: Any, out: Path) -> None:
     compressor.update_config(str(out))
 
 
-LAYOUTS: Final[dict[str, Callable[[Any, Path], None]]] = {"deepseek": deepseek, "compressed-tensors": compressed}
+LAYOUTS: Final[dict[str, Callable[[Any, Path], None]]] = {
+    "deepseek": deepseek,
+    "compressed-tensors": compressed,
+}
 
 
 def decoded(folder: Path) -> dict[str, Tensor]:
@@ -90,14 +108,18 @@ def main() -> None:
     """Write both folders."""
     import transformers
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a folder of floats, or one with a .gguf file")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--layout", choices=LAYOUTS, required=True)
     args = parser.parse_args()
     names = [path.name for path in args.model.glob("*.gguf")]
     gguf = {"gguf_file": names[0]} if names else {}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16, **gguf)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16, **gguf
+    )
     model.hf_quantizer, model.is_quantized = None, False  # of a .gguf file's floats
     vars(model.config).pop("quantization_config", None)
     LAYOUTS[args.layout](model, args.out)

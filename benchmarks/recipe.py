@@ -1,14 +1,18 @@
-"""Loss and bytes of README's first lines of Python, run on a text in the model's tokens, beside AdamW.
+"""Loss and bytes of README's first lines of Python, run on a text in the model's
+tokens, beside AdamW.
 
-    python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl [--seeds 42,43,44] [--ways readme,float32]
+    python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl [--seeds
+    42,43,44] [--ways readme,float32]
 
-The model is a folder of floats, or one with a ``.gguf`` file; ``nanogpt-bench prepare`` writes the text.  A seed
-decides on the batches, which are those of the bench's runs of that seed, and on the random bits; ``readme`` runs
-README's lines with the name of the model and the seed put in.  ``float32`` and ``bfloat16`` are torch's AdamW over all
-weights in that dtype, clipped, with the rates, betas and decay of these lines.  The loss is over the bench's twelve
-windows of held-out text, as the model computes it, and computed in float32 on its decoded weights.  Bytes are those of
-weights and optimizer state.  Every run that ends is one line of JSON; a run that the file has is not repeated, so that
-the same command continues where it was stopped.
+The model is a folder of floats, or one with a ``.gguf`` file; ``nanogpt-bench prepare``
+writes the text. A seed decides on the batches, which are those of the bench's runs of
+that seed, and on the random bits; ``readme`` runs README's lines with the name of the
+model and the seed put in. ``float32`` and ``bfloat16`` are torch's AdamW over all
+weights in that dtype, clipped, with the rates, betas and decay of these lines. The loss
+is over the bench's twelve windows of held-out text, as the model computes it, and
+computed in float32 on its decoded weights. Bytes are those of weights and optimizer
+state. Every run that ends is one line of JSON; a run that the file has is not repeated,
+so that the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ IMPORTS: Final = "import torch\nfrom transformers import AutoModelForCausalLM\n"
 
 def lines_of_readme() -> str:
     """The first Python of README."""
-    found = re.search(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     if found is None:
         raise SystemExit(f"{README} has no Python")
     return found[1]
@@ -83,7 +89,9 @@ def batches_of(corpus: Corpus, way: str, seed: int, steps: int) -> Iterator[Tens
     begun = time.perf_counter()
     for step in range(steps):
         if step and step % 20 == 0:
-            print(f"{way}, seed {seed}: {step} steps, {time.perf_counter() - begun:.0f} s", flush=True)
+            print(
+                f"{way}, seed {seed}: {step} steps, {time.perf_counter() - begun:.0f} s", flush=True
+            )
         inputs, targets = batch(corpus.train, 1, BLOCK, seed=seed, step=step)
         yield torch.cat([inputs, targets[:, -1:]], dim=1)
 
@@ -118,15 +126,28 @@ def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[s
 
 
 def write_floats(model: Path, out: Path) -> None:
-    """A folder of float32 that ``from_pretrained`` reads, from one that may have a ``.gguf`` file."""
+    """A folder of float32 that ``from_pretrained`` reads, from one that may have a
+    ``.gguf`` file.
+    """
     read = load_causal(str(model))
     read.__class__ = type(read).__mro__[2]  # transformers' own, whose name the settings are given
     read.save_pretrained(out)
 
 
 def table(found: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) -> str:
-    """Losses by seed, the mean difference to float32 with half of its 95% interval, and bytes per parameter."""
-    rows = [("way", "seeds", "loss by seed", "minus float32", "computed in float32", "bytes per parameter")]
+    """Losses by seed, the mean difference to float32 with half of its 95% interval, and
+    bytes per parameter.
+    """
+    rows = [
+        (
+            "way",
+            "seeds",
+            "loss by seed",
+            "minus float32",
+            "computed in float32",
+            "bytes per parameter",
+        )
+    ]
     losses = {(line["way"], line["seed"]): line for line in found}
     for way in ways:
         seeds = [seed for name, seed in losses if name == way]
@@ -146,24 +167,40 @@ def table(found: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a folder of floats, or one with a .gguf file")
-    parser.add_argument("data", type=Path, help="a text that nanogpt-bench prepare has written in the model's tokens")
+    parser.add_argument(
+        "data",
+        type=Path,
+        help="a text that nanogpt-bench prepare has written in the model's tokens",
+    )
     parser.add_argument("out", type=Path, help="the file of the runs, a line of JSON each")
     parser.add_argument("--seeds", default="42,43,44", help="separated by commas")
     parser.add_argument(
-        "--ways", default="readme,float32,bfloat16", help="in their order, for one seed after the other"
+        "--ways",
+        default="readme,float32,bfloat16",
+        help="in their order, for one seed after the other",
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="fewer than the lines say, to try it")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="fewer than the lines say, to try it"
+    )
     parser.add_argument("--threads", type=int, default=1)
     add_form_options(parser)
     args = parser.parse_args()
     ways, seeds = args.ways.split(","), [int(seed) for seed in args.seeds.split(",")]
     if unknown := {*ways} - {"readme", "float32", "bfloat16"}:
-        raise SystemExit(f"--ways: {sorted(unknown)[0]!r} is unknown; give some of readme, float32, bfloat16")
+        raise SystemExit(
+            f"--ways: {sorted(unknown)[0]!r} is unknown; give some of readme, float32, bfloat16"
+        )
     torch.set_num_threads(args.threads)
     corpus = load_corpus(args.data, BLOCK)
-    found = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    found = (
+        [json.loads(line) for line in args.out.read_text().splitlines()]
+        if args.out.exists()
+        else []
+    )
     done = {(line["way"], line["seed"], line["steps"]) for line in found}
     with tempfile.TemporaryDirectory() as folder:
         write_floats(args.model, Path(folder))

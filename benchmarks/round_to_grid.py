@@ -1,10 +1,12 @@
-"""The time of rounding to a grid, as a ratio to ``torch.clone`` of the same tensor measured in the same run.
+"""The time of rounding to a grid, as a ratio to ``torch.clone`` of the same tensor
+measured in the same run.
 
     python benchmarks/round_to_grid.py [--elements 16777216] [--repeats 15] [--record]
 
-One thread.  Every contender is timed in turn with clone (clone, contender, clone, contender, ...), and the ratio is
-the median over the pairs, so that a machine whose speed drifts does not favour either.  ml_dtypes and gfloat (extra
-``test``) are left out with a note if they are not installed.
+One thread. Every contender is timed in turn with clone (clone, contender, clone,
+contender, ...), and the ratio is the median over the pairs, so that a machine whose
+speed drifts does not favour either. ml_dtypes and gfloat (extra ``test``) are left out
+with a note if they are not installed.
 """
 
 import argparse
@@ -29,7 +31,9 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def ratio(function: Callable[[], object], peer: Callable[[], object], repeats: int) -> tuple[float, float, float]:
+def ratio(
+    function: Callable[[], object], peer: Callable[[], object], repeats: int
+) -> tuple[float, float, float]:
     """Smallest, median and largest ratio of the two times over interleaved pairs."""
     function()
     peer()
@@ -51,16 +55,30 @@ def ours(x: torch.Tensor) -> Iterator[Contender]:
         )
     compiled = torch.compile(fm.round_to_grid)
     for name in ("E4M3", "E7M0"):
-        yield f"round_to_grid {name} nearest, torch.compile", lambda n=name: compiled(x, n), x.numel()
-    yield ("round_to_grid E4M3 stochastic, torch.compile", lambda: compiled(x, "E4M3", "stochastic", seed=1), x.numel())
+        yield (
+            f"round_to_grid {name} nearest, torch.compile",
+            lambda n=name: compiled(x, n),
+            x.numel(),
+        )
+    yield (
+        "round_to_grid E4M3 stochastic, torch.compile",
+        lambda: compiled(x, "E4M3", "stochastic", seed=1),
+        x.numel(),
+    )
     codes = fm.encode(x, "E4M3")
     yield "encode E4M3", lambda: fm.encode(x, "E4M3"), x.numel()
     yield "decode E4M3", lambda: fm.decode(codes, "E4M3"), x.numel()
 
 
 def peers(x: torch.Tensor) -> Iterator[Contender]:
-    """Other packages that round to FP8, on a smaller tensor where the full one would take minutes."""
-    yield "torch float8_e4m3fn, there and back", lambda: x.to(torch.float8_e4m3fn).float(), x.numel()
+    """Other packages that round to FP8, on a smaller tensor where the full one would
+    take minutes.
+    """
+    yield (
+        "torch float8_e4m3fn, there and back",
+        lambda: x.to(torch.float8_e4m3fn).float(),
+        x.numel(),
+    )
     try:
         import ml_dtypes
     except ImportError:
@@ -85,7 +103,9 @@ def peers(x: torch.Tensor) -> Iterator[Contender]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, default=2**24)
     parser.add_argument("--repeats", type=int, default=15)
     add_option(parser)
@@ -93,19 +113,35 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(options.elements)
-    print(f"torch {torch.__version__}, {options.elements:,} float32, one thread, median of {options.repeats} pairs")
+    print(
+        f"torch {torch.__version__}, {options.elements:,} float32, one thread, median of "
+        f"{options.repeats} pairs"
+    )
     print(f"{'':48s} {'ratio to torch.clone':>22s}  {'(min .. max)':>16s}  goal")
     rows: list[tuple[Cell, ...]] = []
     for contenders in (ours(x), peers(x)):
         for name, function, size in contenders:
             like = x[:size].clone()
             low, median, high = ratio(function, like.clone, options.repeats)
-            goal = next((f"<= {g}" for mode, g in GOALS.items() if "round_to_grid" in name and mode in name), "")
+            goal = next(
+                (
+                    f"<= {g}"
+                    for mode, g in GOALS.items()
+                    if "round_to_grid" in name and mode in name
+                ),
+                "",
+            )
             rows.append((name, (median, low, high), goal))
-            print(f"{name:48s} {median:21.2f}x  {f'({low:.2f} .. {high:.2f})':>16s}  {goal}", flush=True)
+            print(
+                f"{name:48s} {median:21.2f}x  {f'({low:.2f} .. {high:.2f})':>16s}  {goal}",
+                flush=True,
+            )
     if options.record:
         record(
-            "`torch.clone` of the same tensor", ("function", "ratio", "goal"), rows, packages=("ml_dtypes", "gfloat")
+            "`torch.clone` of the same tensor",
+            ("function", "ratio", "goal"),
+            rows,
+            packages=("ml_dtypes", "gfloat"),
         )
 
 

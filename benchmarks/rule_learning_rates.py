@@ -1,15 +1,19 @@
-"""The learning rate of every update rule of the bench: a short training at each of a few rates, a factor of two apart.
+"""The learning rate of every update rule of the bench: a short training at each of a
+few rates, a factor of two apart.
 
-    python benchmarks/rule_learning_rates.py [--rules A,B|all] [--format E4M3] [--max-steps 150] [--points 5]
-                                             [--seed 42] [--workers 2] [--out runs/learning-rates]
+    python benchmarks/rule_learning_rates.py [--rules A,B|all] [--format E4M3]
+                                             [--max-steps 150] [--points 5] [--seed 42]
+                                             [--workers 2] [--out runs/learning-rates]
 
-Model, corpus, batches and schedule are those of ``nanogpt-bench compare``.  Every rule gets the same grid around the
-usual learning rate of its optimizer; while the best of a rule is at an end, the grid grows by one point on that side,
-so that no rule's best is cut off.  A rule's separate learning rate of float parameters does not change.
+Model, corpus, batches and schedule are those of ``nanogpt-bench compare``. Every rule
+gets the same grid around the usual learning rate of its optimizer; while the best of a
+rule is at an end, the grid grows by one point on that side, so that no rule's best is
+cut off. A rule's separate learning rate of float parameters does not change.
 
-Every training has a folder below ``--out`` and is not repeated: interrupted, or given more rules, the same command
-continues where it was.  Prints the table, the best in bold, and writes it to ``table.md``.  The learning rates in
-``nanogpt_bench/config/rules.py`` come from here.
+Every training has a folder below ``--out`` and is not repeated: interrupted, or given
+more rules, the same command continues where it was. Prints the table, the best in bold,
+and writes it to ``table.md``. The learning rates in ``nanogpt_bench/config/rules.py``
+come from here.
 """
 
 import argparse
@@ -69,7 +73,12 @@ class Search:
     def folder(self, rule: str, power: int) -> Path:
         """Folder of the training of `rule` at 2^power times its centre."""
         steps = f"{self.max_steps}-steps-seed-{self.seed}"
-        return self.out / steps / row_label(rule, self.format_of(rule)).replace(" ", "-") / f"{lr_at(rule, power):.6g}"
+        return (
+            self.out
+            / steps
+            / row_label(rule, self.format_of(rule)).replace(" ", "-")
+            / f"{lr_at(rule, power):.6g}"
+        )
 
     def format_of(self, rule: str) -> str:
         return "none" if RULES[rule].storage == "float32" else self.fmt
@@ -77,14 +86,24 @@ class Search:
     def job(self, rule: str, power: int) -> dict[str, object]:
         """Everything a worker process needs to train."""
         settings = row_settings(
-            rule, self.format_of(rule), seed=self.seed, max_steps=self.max_steps, data_dir=self.corpus.as_posix()
+            rule,
+            self.format_of(rule),
+            seed=self.seed,
+            max_steps=self.max_steps,
+            data_dir=self.corpus.as_posix(),
         )
         watched = [name for name in WATCHED if name not in ("stall", "zones")]
-        settings |= {"optimizer.lr": lr_at(rule, power), "monitor.watch": watched, "eval.interval": self.max_steps}
+        settings |= {
+            "optimizer.lr": lr_at(rule, power),
+            "monitor.watch": watched,
+            "eval.interval": self.max_steps,
+        }
         return {"settings": settings, "run_dir": str(self.folder(rule, power)), "argv": sys.argv}
 
     def loss(self, rule: str, power: int) -> float | None:
-        """The final validation loss; infinite where the training failed, None where it has not ended."""
+        """The final validation loss; infinite where the training failed, None where it
+        has not ended.
+        """
         path = self.folder(rule, power) / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if summary.get("status") == "failed":
@@ -98,7 +117,8 @@ def lr_at(rule: str, power: int) -> float:
 
 
 def wanted(losses: Mapping[int, float], points: int) -> list[int]:
-    """The powers still to be tried: the first grid, then one beyond an end that is the best so far.
+    """The powers still to be tried: the first grid, then one beyond an end that is the
+    best so far.
 
     >>> wanted({}, 3), wanted({-1: 2.0, 0: 1.0, 1: 2.0}, 3), wanted({-1: 2.0, 0: 1.5, 1: 1.0}, 3)
     ([-1, 0, 1], [], [2])
@@ -118,7 +138,9 @@ def best_power(losses: Mapping[int, float]) -> int:
 
 
 def known(search: Search, rule: str) -> dict[int, float]:
-    """The losses found so far for the powers that `wanted` returns, in this or an earlier run of the command."""
+    """The losses found so far for the powers that `wanted` returns, in this or an
+    earlier run of the command.
+    """
     losses: dict[int, float] = {}
     while True:
         found = {power: search.loss(rule, power) for power in wanted(losses, search.points)}
@@ -129,7 +151,9 @@ def known(search: Search, rule: str) -> dict[int, float]:
 
 
 def train(search: Search, rules: Sequence[str], workers: int) -> None:
-    """Do the trainings that are left, in rounds, as a grid grows only when its points are known."""
+    """Do the trainings that are left, in rounds, as a grid grows only when its points
+    are known.
+    """
     left = missing(search, rules)
     if not left:
         return
@@ -158,18 +182,26 @@ def _follow(search: Search, left: Sequence[tuple[str, int]], pool: Pool) -> None
             raise BenchError(f"{rule} at {lr_at(rule, power):g}: {event.data['error']['message']}")
         ended += 1
         loss = search.loss(rule, power)
-        print(f"{ended} of {len(jobs)}: {rule} at lr {lr_at(rule, power):g}: {loss:.3f}", file=sys.stderr, flush=True)
+        print(
+            f"{ended} of {len(jobs)}: {rule} at lr {lr_at(rule, power):g}: {loss:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def table(search: Search, rules: Iterable[str]) -> str:
-    """The losses as Markdown: a column for each multiple of the centre, the best of a row in bold."""
+    """The losses as Markdown: a column for each multiple of the centre, the best of a
+    row in bold.
+    """
     losses = {rule: known(search, rule) for rule in rules}
     powers = sorted({power for row in losses.values() for power in row})
     header = ["rule", "centre", *(f"x {2.0**power:g}" for power in powers), "best lr", "default lr"]
     lines = [header, ["---"] * len(header)]
     for rule, row in losses.items():
         best = best_power(row) if row else None
-        cells = [("**{}**" if power == best else "{}").format(_cell(row.get(power))) for power in powers]
+        cells = [
+            ("**{}**" if power == best else "{}").format(_cell(row.get(power))) for power in powers
+        ]
         found = "-" if best is None else f"{lr_at(rule, best):g}"
         lines.append([rule, f"{lr_at(rule, 0):g}", *cells, found, f"{RULES[rule].lr:g}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
@@ -193,7 +225,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         for name in rules:
             check_available(name)
-        search = Search(args.out, format_name(args.format, "--format"), args.max_steps, args.seed, args.points)
+        search = Search(
+            args.out, format_name(args.format, "--format"), args.max_steps, args.seed, args.points
+        )
     except BenchError as error:
         parser.error(str(error))
     if not search.corpus.exists():

@@ -1,17 +1,21 @@
-"""The length that a step gains by the rounding of its second moment, by the power whose mean the rounding preserves.
+"""The length that a step gains by the rounding of its second moment, by the power whose
+mean the rounding preserves.
 
-    python benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1] [--json] [--record]
+    python benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1]
+    [--json] [--record]
 
-A step of Adam is proportional to ``1 / sqrt(v)``.  Gradients of independent weights, with sizes within a factor of
-eight, are averaged over ``lookbacks / (1 - beta2)`` steps, exactly and in every way that a column names.  Shown is the
-mean of ``sqrt(exact / v) - 1`` in percent, for the ``v`` that a step reads, over the last quarter of the steps and the
-weights that have had a gradient.
+A step of Adam is proportional to ``1 / sqrt(v)``. Gradients of independent weights,
+with sizes within a factor of eight, are averaged over ``lookbacks / (1 - beta2)``
+steps, exactly and in every way that a column names. Shown is the mean of
+``sqrt(exact / v) - 1`` in percent, for the ``v`` that a step reads, over the last
+quarter of the steps and the weights that have had a gradient.
 
-The first three columns store the root of ``v`` in E4M3, rounded up or down with odds that preserve the mean of ``v``,
-of its root, or of its fourth root.  The last are the library's: ``moments="8bit"`` with the mean of its ``v``, and
-``bfloat16``.  Gradients are normal, except those of *constant size* and those of which *one in ten* is not 0.  The
-variance of *falling* and *rising* ones changes by 30% in ``1 / (1 - beta2)`` steps; under *a sixteenth* it falls to a
-sixteenth where the last quarter begins.
+The first three columns store the root of ``v`` in E4M3, rounded up or down with odds
+that preserve the mean of ``v``, of its root, or of its fourth root. The last are the
+library's: ``moments="8bit"`` with the mean of its ``v``, and ``bfloat16``. Gradients
+are normal, except those of *constant size* and those of which *one in ten* is not 0.
+The variance of *falling* and *rising* ones changes by 30% in ``1 / (1 - beta2)`` steps;
+under *a sixteenth* it falls to a sixteenth where the last quarter begins.
 """
 
 import argparse
@@ -37,7 +41,9 @@ HEADER: Final = ("gradients", "beta2", *POWERS, "8bit", "8bit, mean of v", "bflo
 
 
 def rounded(root: Tensor, power: float, draws: Tensor) -> Tensor:
-    """Round to E4M3's spacing above its lowest binade, preserving the mean of ``root ** power``."""
+    """Round to E4M3's spacing above its lowest binade, preserving the mean of
+    ``root ** power``.
+    """
     spacing = torch.exp2(torch.floor(torch.log2(root)) - 3)
     steps = root / spacing
     below = steps.floor()
@@ -50,7 +56,12 @@ class Library:
 
     def __init__(self, sizes: Tensor, moments: str, beta2: float, seed: int) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(sizes.shape))
-        options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, beta2), "moments": moments, "seed": seed}
+        options: dict[str, Any] = {
+            "lr": 0.0,
+            "betas": (0.9, beta2),
+            "moments": moments,
+            "seed": seed,
+        }
         self.optimizer = fm.optim.StiffnessAdamW([self.weight], **options)
 
     def read(self) -> Tensor:
@@ -60,7 +71,9 @@ class Library:
             return torch.zeros(self.weight.shape, dtype=torch.float64)
         kept = state["exp_avg_sq"]
         if kept.dtype is torch.uint8:
-            return (fm.decode(kept, "E4M3") * _scale(state["sq_bound"], root=True)).double().square()
+            return (
+                (fm.decode(kept, "E4M3") * _scale(state["sq_bound"], root=True)).double().square()
+            )
         return kept.double()
 
     def step(self, gradient: Tensor) -> None:
@@ -69,7 +82,9 @@ class Library:
         self.optimizer.step()
 
 
-def gradient_of(kind: str, sizes: Tensor, done: float, beta2: float, t: int, draw: torch.Generator) -> Tensor:
+def gradient_of(
+    kind: str, sizes: Tensor, done: float, beta2: float, t: int, draw: torch.Generator
+) -> Tensor:
     """The gradients of step ``t``, when a share of ``done`` of all steps is."""
     normal = torch.randn(sizes.shape, generator=draw, dtype=torch.float64) * sizes
     if kind == "constant size":
@@ -89,7 +104,10 @@ def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]
     sizes = torch.exp2(torch.rand(shape, generator=draw, dtype=torch.float64) * 3)
     steps = round(options.lookbacks / (1 - beta2))
     every = max(1, steps // 4 // LOOKS)
-    exact, ours = torch.zeros(shape, dtype=torch.float64), [torch.zeros(shape, dtype=torch.float64) for _ in POWERS]
+    exact, ours = (
+        torch.zeros(shape, dtype=torch.float64),
+        [torch.zeros(shape, dtype=torch.float64) for _ in POWERS],
+    )
     library = [Library(sizes, moments, beta2, options.seed) for moments in ("8bit", "bfloat16")]
     found: list[list[float]] = []
     for t in range(steps):
@@ -114,8 +132,12 @@ def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1 << 15, help=f"weights, a multiple of {ROW}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--elements", type=int, default=1 << 15, help=f"weights, a multiple of {ROW}"
+    )
     parser.add_argument("--lookbacks", type=float, default=4.0, help="steps, in 1 / (1 - beta2)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
@@ -130,14 +152,20 @@ def main() -> int:
     for kind in KINDS:
         for beta2 in BETAS:
             print(f"{kind}, {beta2}", file=sys.stderr, flush=True)
-            rows.append([kind, str(beta2), *(round(figure, 2) for figure in lengths(kind, beta2, options))])
+            rows.append(
+                [kind, str(beta2), *(round(figure, 2) for figure in lengths(kind, beta2, options))]
+            )
     if options.json:
         print(json.dumps(rows))
     else:
         print(
-            f"torch {torch.__version__}, {options.elements} weights, {options.lookbacks} / (1 - beta2) steps; percent\n"
+            f"torch {torch.__version__}, {options.elements} weights, {options.lookbacks} / (1 - "
+            f"beta2) steps; percent\n"
         )
-        texts = [tuple(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row) for row in rows]
+        texts = [
+            tuple(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row)
+            for row in rows
+        ]
         print(text_table([HEADER, *texts], ("---", *["---:"] * (len(HEADER) - 1)), markdown=True))
     if options.record:
         record("", HEADER, rows)

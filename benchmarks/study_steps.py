@@ -1,11 +1,13 @@
-"""Milliseconds of a training step for each rule and format of the study, alone on the machine, and its peak memory.
+"""Milliseconds of a training step for each rule and format of the study, alone on the
+machine, and its peak memory.
 
-    python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR] [--steps 40] [--turns 2] [--smoke]
-                                     [--record]
+    python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR]
+                                     [--steps 40] [--turns 2] [--smoke] [--record]
 
-The study's own runs share a GPU, so their times say nothing; these do.  Settings are those of the study's sweeps, each
-in its ``data.dir`` unless one is given; learning rates are the rules' defaults.  A time is the median of the steps
-after two that warm up, averaged over turns through all rows.  The peak is known on a GPU only.
+The study's own runs share a GPU, so their times say nothing; these do. Settings are
+those of the study's sweeps, each in its ``data.dir`` unless one is given; learning
+rates are the rules' defaults. A time is the median of the steps after two that warm up,
+averaged over turns through all rows. The peak is known on a GPU only.
 """
 
 import argparse
@@ -33,7 +35,9 @@ COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
 
 
 def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The label and settings of every rule and format of a sweep; float rules have no format."""
+    """The label and settings of every rule and format of a sweep; float rules have no
+    format.
+    """
     file = read_sweep(FOLDER / f"{sweep}.yaml", smoke=smoke)
     axes = {axis.key: axis.values for axis in file.axes}
     for rule in axes["rule"]:
@@ -50,7 +54,9 @@ def measured(settings: Mapping[str, Any], steps: int) -> tuple[float, float | No
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         trainer = Trainer(config, open_corpus(config), device)
-        seconds = [timed(trainer, number, on_gpu=on_gpu) for number in range(1, WARMUP_STEPS + steps + 1)]
+        seconds = [
+            timed(trainer, number, on_gpu=on_gpu) for number in range(1, WARMUP_STEPS + steps + 1)
+        ]
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
     return 1e3 * statistics.median(seconds[WARMUP_STEPS:]), peak
 
@@ -65,18 +71,28 @@ def timed(trainer: Trainer, number: int, *, on_gpu: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="sweeps of the study, without .yaml")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sweeps", default=",".join(SWEEPS), help="sweeps of the study, without .yaml"
+    )
     parser.add_argument("--data-dir", help="prepared text in place of each sweep's own")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="the tiny models of the sweeps' section smoke")
+    parser.add_argument(
+        "--smoke", action="store_true", help="the tiny models of the sweeps' section smoke"
+    )
     add_option(parser)
     options = parser.parse_args()
     if min(options.steps, options.turns) < 1:
         parser.error(f"--steps {options.steps} --turns {options.turns}: at least 1 each")
     own = {} if options.data_dir is None else {"data.dir": options.data_dir}
-    cases = [(sweep, *row) for sweep in options.sweeps.split(",") for row in rows_of(sweep, smoke=options.smoke)]
+    cases = [
+        (sweep, *row)
+        for sweep in options.sweeps.split(",")
+        for row in rows_of(sweep, smoke=options.smoke)
+    ]
     found: dict[int, list[tuple[float, float | None]]] = {}
     for _ in range(options.turns):
         for number, (sweep, label, settings) in enumerate(cases):
@@ -88,7 +104,15 @@ def main() -> None:
         peak = None if peaks[0] is None else round(peaks[0])
         rows.append([sweep, label, round(statistics.fmean(times), 1), peak])
     if options.record:
-        print(record("", COLUMNS, rows, "cuda" if torch.cuda.is_available() else "cpu", ("geoopt", "triton")))
+        print(
+            record(
+                "",
+                COLUMNS,
+                rows,
+                "cuda" if torch.cuda.is_available() else "cpu",
+                ("geoopt", "triton"),
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Files and functions of the package that steps of two weights enter, and moves between the files.
+"""Files and functions of the package that steps of two weights enter, and moves between
+the files.
 
     python benchmarks/walk_of_a_step.py [--optimizer StiffnessAdamW] [--list]
 
-The fewer there are, the shorter a reader's way from ``step()`` to the arithmetic.  A move is a function that is
-entered, for the first time, after one of another file.
+The fewer there are, the shorter a reader's way from ``step()`` to the arithmetic. A
+move is a function that is entered, for the first time, after one of another file.
 """
 
 import argparse
@@ -24,7 +25,9 @@ STEPS = ("first", "later", "steady")
 
 
 def walk(step: Any, package: Path = PACKAGE) -> list[tuple[str, str]]:
-    """Files and names of the functions of a package that a call enters, in the order in which it does."""
+    """Files and names of the functions of a package that a call enters, in the order in
+    which it does.
+    """
     entered: dict[tuple[str, str], None] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -48,7 +51,9 @@ def lengths(entered: list[tuple[str, str]]) -> tuple[int, int, int]:
 
 def walks(optimizer: str, names: tuple[str, ...]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Steps of an optimizer over two weights, by their names, one after the other."""
-    weights = [fm.FP8Parameter(torch.linspace(-1, 1, 64).view(8, 8) / n, "E4M3", seed=n) for n in (1, 2)]
+    weights = [
+        fm.FP8Parameter(torch.linspace(-1, 1, 64).view(8, 8) / n, "E4M3", seed=n) for n in (1, 2)
+    ]
     steps = getattr(fm.optim, optimizer)(weights, lr=0.01)
     for name in names:
         for weight in weights:
@@ -58,8 +63,12 @@ def walks(optimizer: str, names: tuple[str, ...]) -> Iterator[tuple[str, list[tu
 
 def main() -> None:
     """Print how many files, functions and moves there are in each step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizer", default="StiffnessAdamW", help="a class of fp8manifold.optim")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--optimizer", default="StiffnessAdamW", help="a class of fp8manifold.optim"
+    )
     parser.add_argument("--list", action="store_true", help="print their names too")
     options = parser.parse_args()
     for name, entered in walks(options.optimizer, STEPS):

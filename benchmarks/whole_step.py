@@ -1,14 +1,18 @@
-"""The peak of main memory when a language model is read and trained, from its file to its stepped weights, by recipe.
+"""The peak of main memory when a language model is read and trained, from its file to
+its stepped weights, by recipe.
 
-    python benchmarks/whole_step.py [--weights 277M] [--recipes adamw,torchao,backward] [--iterations 5] [--record]
+    python benchmarks/whole_step.py [--weights 277M] [--recipes adamw,torchao,backward]
+    [--iterations 5] [--record]
 
-A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a separate process.  For each recipe
-a fresh process reads it, in bfloat16 or into codes of E4M3 with the embedding too, and takes two steps on sequences of
-128 tokens, so that the second has gradients and a state; activations of blocks are recomputed in the backward pass.  A
-recipe that steps in the backward pass frees each gradient there, clipped by the norm of the pass before; the others
-clip all gradients at once.  Shown is the largest resident set of that process (``VmHWM`` of Linux, reset first) minus
-that before, taken after such steps of one layer of the model, so that all compilation is done.  Muon's iterations,
-which all take the same memory, may be fewer than the usual 5 to save time.
+A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a
+separate process. For each recipe a fresh process reads it, in bfloat16 or into codes of
+E4M3 with the embedding too, and takes two steps on sequences of 128 tokens, so that the
+second has gradients and a state; activations of blocks are recomputed in the backward
+pass. A recipe that steps in the backward pass frees each gradient there, clipped by the
+norm of the pass before; the others clip all gradients at once. Shown is the largest
+resident set of that process (``VmHWM`` of Linux, reset first) minus that before, taken
+after such steps of one layer of the model, so that all compilation is done. Muon's
+iterations, which all take the same memory, may be fewer than the usual 5 to save time.
 """
 
 from __future__ import annotations
@@ -79,19 +83,25 @@ RECIPES: Final = {
     "bf16": Recipe("bfloat16, StiffnessAdamW", stiffness, codes=False, in_backward=False),
     "loop": Recipe("one byte, StiffnessAdamW", stiffness, codes=True, in_backward=False),
     "backward": Recipe("the same, steps in backward", stiffness, codes=True, in_backward=True),
-    "muon": Recipe("one byte, StiffnessMuon, steps in backward", muon, codes=True, in_backward=True),
+    "muon": Recipe(
+        "one byte, StiffnessMuon, steps in backward", muon, codes=True, in_backward=True
+    ),
 }
 
 
 def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
-    """Take two steps; if they are taken in the backward pass, after a pass that only takes the norm."""
+    """Take two steps; if they are taken in the backward pass, after a pass that only
+    takes the norm.
+    """
     import torch
 
     import fp8manifold as fm
 
     model.gradient_checkpointing_enable()
     model.train()
-    tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)
+    )
     optimizer = recipe.made(model, iterations)
 
     def backward() -> None:
@@ -117,13 +127,19 @@ def read(folder: Path, recipe: Recipe) -> Any:
 
     import fp8manifold as fm
 
-    config = fm.huggingface.quantization_config(FORMATS, tied="leave", embeddings="E4M3") if recipe.codes else None
+    config = (
+        fm.huggingface.quantization_config(FORMATS, tied="leave", embeddings="E4M3")
+        if recipe.codes
+        else None
+    )
     auto = transformers.AutoModelForCausalLM
     return auto.from_pretrained(folder, quantization_config=config, dtype="auto")
 
 
 def child(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
-    """Read and step in this process: its largest resident set at the start, once it has read, and at the end."""
+    """Read and step in this process: its largest resident set at the start, once it has
+    read, and at the end.
+    """
     import torch
     import transformers
 
@@ -139,7 +155,9 @@ def child(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
     take_steps(small, recipe, iterations)
     del small
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the largest resident set to the present one
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # resets the largest resident set to the present one
     found: dict[str, float] = {"empty": highest()}
     model = read(folder, recipe)
     found |= {"read": highest(), "weights": sum(p.numel() for p in model.parameters())}
@@ -159,7 +177,9 @@ def run_child(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(folder: Path, size: str, names: list[str], iterations: int) -> list[tuple[str, float, float, float]]:
+def measure(
+    folder: Path, size: str, names: list[str], iterations: int
+) -> list[tuple[str, float, float, float]]:
     """For each recipe: GB at the peak of reading and of all, and bytes per weight."""
     run_child("write", str(folder), size)
     rows = []
@@ -173,10 +193,18 @@ def measure(folder: Path, size: str, names: list[str], iterations: int) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--weights", choices=tuple(SIZES), default="277M", help="how many there are")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="separated by commas; by default all")
+    parser.add_argument(
+        "--weights", choices=tuple(SIZES), default="277M", help="how many there are"
+    )
+    parser.add_argument(
+        "--recipes", default=",".join(RECIPES), help="separated by commas; by default all"
+    )
     parser.add_argument("--iterations", type=int, default=5, help="of Muon's orthogonalisation")
-    parser.add_argument("--folder", type=Path, help="where the files are written meanwhile; by default a temporary one")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the files are written meanwhile; by default a temporary one",
+    )
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     add_form_options(parser)
     add_option(parser)
@@ -196,14 +224,26 @@ def main() -> None:
         raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = measure(Path(folder), args.weights, names, args.iterations)
-    columns = (f"{args.weights} weights, 1 x {TOKENS} tokens", "GB to read", "GB at the peak", "bytes per weight")
+    columns = (
+        f"{args.weights} weights, 1 x {TOKENS} tokens",
+        "GB to read",
+        "GB at the peak",
+        "bytes per weight",
+    )
     if args.json:
-        print(json.dumps([dict(zip(("what", "read", "gb", "bytes"), row, strict=True)) for row in rows], indent=1))
+        print(
+            json.dumps(
+                [dict(zip(("what", "read", "gb", "bytes"), row, strict=True)) for row in rows],
+                indent=1,
+            )
+        )
     else:
         lines = [(name, *(f"{cell:.2f}" for cell in cells)) for name, *cells in rows]
         print(text_table([columns, *lines], ("---", "---:", "---:", "---:"), args.markdown))
     if args.record:
-        cells: list[list[Cell]] = [[name, *(round(cell, 2) for cell in rest)] for name, *rest in rows]
+        cells: list[list[Cell]] = [
+            [name, *(round(cell, 2) for cell in rest)] for name, *rest in rows
+        ]
         record("", columns, cells, packages=("transformers", "safetensors", "torchao"))
 
 

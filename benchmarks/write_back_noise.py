@@ -1,24 +1,30 @@
-"""The noise of a write-back: what rounding adds to real updates, by format, scales and draws.
+"""The noise of a write-back: what rounding adds to real updates, by format, scales and
+draws.
 
-    python benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500] [--layers 0,3,9] [--seed 42]
-                                          [--json] [--record]
+    python benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500] [--layers
+                                          0,3,9] [--seed 42] [--json] [--record]
 
-The 0.86M model of ``compare`` trains on the standard library's prose in E4M3, under Muon (``muon-stochastic``) and
-under AdamW (``stochastic``), each at its own rate, which decays to a tenth.  The updates of a few layers are recorded,
-and each half of the steps is then written back in every way that a line of the table names,
+The 0.86M model of ``compare`` trains on the standard library's prose in E4M3, under
+Muon (``muon-stochastic``) and under AdamW (``stochastic``), each at its own rate, which
+decays to a tenth. The updates of a few layers are recorded, and each half of the steps
+is then written back in every way that a line of the table names,
 
     w_t = round(w_{t-1} + d_t),      error = w_T - (w_0 + d_1 + ... + d_T)
 
-from the weights that the half began with, rounded once (``w_0``, so that an exact write-back has no error).  Shown is
-the root mean square of the error over that of the weights, together over the layers, with independent draws and with
-dithered ones; and the bias, the error along the movement as a share of it, of the layer and half where it is largest.
+from the weights that the half began with, rounded once (``w_0``, so that an exact
+write-back has no error). Shown is the root mean square of the error over that of the
+weights, together over the layers, with independent draws and with dithered ones; and
+the bias, the error along the movement as a share of it, of the layer and half where it
+is largest.
 
-``room`` is the factor by which the largest weight under a new scale may grow.  Scales are widened to it if a target is
-beyond the end, checked in every step or in every n-th (in between such weights saturate, which is error too);
-``fitted`` scales are computed again in every step.  Under a new scale the step's targets are rounded once,
-stochastically, with no bias.  ``the library's step`` is that of an optimizer whose gradients are the updates: it
-doubles a scale after a step that has left a weight at its end.  Lines with ``residual`` store bits of the remainder;
-the error is that of the codes.
+``room`` is the factor by which the largest weight under a new scale may grow. Scales
+are widened to it if a target is beyond the end, checked in every step or in every n-th
+(in between such weights saturate, which is error too); ``fitted`` scales are computed
+again in every step. Under a new scale the step's targets are rounded once,
+stochastically, with no bias. ``the library's step`` is that of an optimizer whose
+gradients are the updates: it doubles a scale after a step that has left a weight at its
+end. Lines with ``residual`` store bits of the remainder; the error is that of the
+codes.
 """
 
 import json
@@ -46,7 +52,8 @@ FORMAT: Final = "E4M3"
 FORMER: Final = Way("E2M5", room=2, every=100)
 NO_SLACK: Final = Way("E2M5", stepped=True)
 BAR: Final = 0.5
-#: a former rule of the library, for comparison: a review every 100 steps, with room 2 in formats of few binades
+#: a former rule of the library, for comparison: a review every 100 steps, with room 2
+#: in formats of few binades
 WAYS: Final = (
     Way("E7M0", room=16, every=100),
     Way("E4M3", room=16, every=100),
@@ -73,7 +80,9 @@ WAYS: Final = (
 
 @dataclass(frozen=True)
 class Recording:
-    """The updates of one layer in the steps of a training, from the number ``first`` on."""
+    """The updates of one layer in the steps of a training, from the number ``first``
+    on.
+    """
 
     start: Tensor
     updates: list[Tensor]
@@ -81,8 +90,12 @@ class Recording:
     first: int
 
 
-def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[Recording]:
-    """Train, and record the updates of some of the quantised matrices, one recording for each half of the steps."""
+def recorded_steps(
+    rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str
+) -> list[Recording]:
+    """Train, and record the updates of some of the quantised matrices, one recording
+    for each half of the steps.
+    """
     trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
     watched = {id(matrices[layer]): layer for layer in layers}
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
@@ -96,12 +109,17 @@ def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, 
 
     def drop_weights(number: int) -> None:
         for steps in seen.values():  # those that a half begins with are enough
-            steps[-1] = (steps[-1][0] if number in (1, max_steps // 2 + 1) else torch.empty(0), steps[-1][1])
+            steps[-1] = (
+                steps[-1][0] if number in (1, max_steps // 2 + 1) else torch.empty(0),
+                steps[-1][1],
+            )
 
     train(trainer, max_steps, drop_weights)
     halves = ((0, max_steps // 2), (max_steps // 2, max_steps))
     return [
-        Recording(seen[layer][low][0], [update for _, update in seen[layer][low:high]], layer, low + 1)
+        Recording(
+            seen[layer][low][0], [update for _, update in seen[layer][low:high]], layer, low + 1
+        )
         for low, high in halves
         for layer in layers
     ]
@@ -117,7 +135,8 @@ def measure(recordings: Sequence[Recording], seed: int) -> Found:
         print(way.label, file=sys.stderr, flush=True)
         found[way] = {
             draws: [
-                error_of(r.start, r.updates, way, draws, seed=seed, stream=r.stream, first=r.first) for r in recordings
+                error_of(r.start, r.updates, way, draws, seed=seed, stream=r.stream, first=r.first)
+                for r in recordings
             ]
             for draws in DRAWS
         }
@@ -144,7 +163,11 @@ HEADER: Final = (
     "under",
     "written back in",
     "bytes for scales",
-    *(f"{draws}, {half}" for half in ("1st half", "2nd half") for draws in ("independent", "dithered")),
+    *(
+        f"{draws}, {half}"
+        for half in ("1st half", "2nd half")
+        for draws in ("independent", "dithered")
+    ),
     "dithered / independent",
     "dithered / the former rule's",
     "bias, independent",
@@ -153,22 +176,38 @@ HEADER: Final = (
 
 
 def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
-    """The table of one optimizer: the noise of each half, and ratios over layers and halves."""
+    """The table of one optimizer: the noise of each half, and ratios over layers and
+    halves.
+    """
     rows: list[list[Cell]] = []
-    for way, (independent, dithered) in ((way, [noises[draws] for draws in DRAWS]) for way, noises in found.items()):
+    for way, (independent, dithered) in (
+        (way, [noises[draws] for draws in DRAWS]) for way, noises in found.items()
+    ):
         half = len(independent) // 2
         figures = [
-            together(part) for at in (slice(half), slice(half, None)) for part in (independent[at], dithered[at])
+            together(part)
+            for at in (slice(half), slice(half, None))
+            for part in (independent[at], dithered[at])
         ]
         ratios = spread_of(dithered, independent), spread_of(dithered, found[FORMER]["independent"])
         rows.append(
-            [optimizer, way.label, round(way.scale_bytes, 3), *figures, *ratios, worst(independent), worst(dithered)]
+            [
+                optimizer,
+                way.label,
+                round(way.scale_bytes, 3),
+                *figures,
+                *ratios,
+                worst(independent),
+                worst(dithered),
+            ]
         )
     return rows
 
 
 def bar(found: Found) -> str:
-    """The bar for scales of rows without room: half of the noise of the former rule, in the median."""
+    """The bar for scales of rows without room: half of the noise of the former rule, in
+    the median.
+    """
     median, smallest, largest = spread_of(found[NO_SLACK]["dither"], found[FORMER]["independent"])
     figures = f"{median:.3f} ({smallest:.3f} .. {largest:.3f})"
     met = "met" if median <= BAR else "NOT met"
@@ -195,7 +234,10 @@ def main() -> int:
     if options.json:
         print(json.dumps(rows))
     else:
-        print(f"torch {torch.__version__}, seed {options.seed}, {options.max_steps} steps, layers {options.layers}")
+        print(
+            f"torch {torch.__version__}, seed {options.seed}, {options.max_steps} steps, layers "
+            f"{options.layers}"
+        )
         print(f"the former rule: {FORMER.label}, independent draws")
         print("ratios: median of layers and halves (smallest .. largest)")
         for optimizer, lines in rows.items():

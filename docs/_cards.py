@@ -1,7 +1,8 @@
 """Memory that training a language model of a Llama's shape takes, by arithmetic.
 
-Weights, optimizer state and gradients are counted as ``nanogpt_bench.setup.memory`` counts them on live tensors;
-activations are estimated.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
+Weights, optimizer state and gradients are counted as ``nanogpt_bench.setup.memory``
+counts them on live tensors; activations are estimated. ``python docs/_cards.py`` prints
+the tables of the pages on memory and fine-tuning.
 """
 
 from dataclasses import dataclass
@@ -30,15 +31,26 @@ class Model:
     tied: bool
     biases: bool = False
     experts: int = 0
-    """Experts of a layer, ``inner`` wide each, whose matrices are one parameter for all; 0: no mixture."""
+    """Experts of a layer, ``inner`` wide each, whose matrices are one parameter for
+    all; 0: no mixture.
+    """
     head: int = 0
     """Width of a head whose queries and keys have norms of their own."""
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the hidden layers' weights; all experts of a layer count as one weight."""
-        attention = [(self.queries, self.width), *[(self.keys, self.width)] * 2, (self.width, self.queries)]
+        """Rows and columns of the hidden layers' weights; all experts of a layer count
+        as one weight.
+        """
+        attention = [
+            (self.queries, self.width),
+            *[(self.keys, self.width)] * 2,
+            (self.width, self.queries),
+        ]
         if self.experts:
-            together = [(2 * self.experts * self.inner, self.width), (self.experts * self.width, self.inner)]
+            together = [
+                (2 * self.experts * self.inner, self.width),
+                (self.experts * self.width, self.inner),
+            ]
             return [*attention, *together] * self.layers
         return [*attention, *[(self.inner, self.width)] * 2, (self.width, self.inner)] * self.layers
 
@@ -59,7 +71,9 @@ class Model:
 
     def parameters(self) -> int:
         """Number of parameters."""
-        return sum(rows * columns for rows, columns in [*self.matrices(), *self.heads(), *self.floats()])
+        return sum(
+            rows * columns for rows, columns in [*self.matrices(), *self.heads(), *self.floats()]
+        )
 
 
 MODELS = (
@@ -104,40 +118,66 @@ def in_float32(model: Model) -> Memory:
 
 
 def in_bfloat16(model: Model, moments: float) -> Memory:
-    """A model of bfloat16 weights under AdamW, each of whose two moments takes `moments` bytes per weight."""
+    """A model of bfloat16 weights under AdamW, each of whose two moments takes
+    `moments` bytes per weight.
+    """
     return Memory((2 + 2 * moments) * model.parameters(), *_gradients(model, 2))
 
 
 def in_one_byte(model: Model, *, muon: bool) -> Memory:
-    """Linear weights in a byte with a scale per row, the rest in float32; 8-bit moments, one for Muon's matrices."""
-    hidden = sum(_byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices())
+    """Linear weights in a byte with a scale per row, the rest in float32; 8-bit
+    moments, one for Muon's matrices.
+    """
+    hidden = sum(
+        _byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices()
+    )
     heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in model.heads())
-    floats = sum(4 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.floats())
+    floats = sum(
+        4 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.floats()
+    )
     return Memory(hidden + heads + floats, *_gradients(model, 4))
 
 
 def all_in_codes(model: Model, *, muon: bool) -> Memory:
-    """Linear weights and embedding in a byte, the rest and all gradients in bfloat16; 8-bit moments."""
-    hidden = sum(_byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices())
+    """Linear weights and embedding in a byte, the rest and all gradients in bfloat16;
+    8-bit moments.
+    """
+    hidden = sum(
+        _byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices()
+    )
     others = [*model.heads(), (model.vocab, model.width)]
     heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in others)
-    floats = sum(2 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.small())
+    floats = sum(
+        2 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.small()
+    )
     return Memory(hidden + heads + floats, *_gradients(model, 2))
 
 
 def activations(model: Model, tokens: int = TOKENS) -> float:
-    """An estimate in bfloat16 with activation checkpointing: the input of each block, one block, and the logits.
+    """An estimate in bfloat16 with activation checkpointing: the input of each block,
+    one block, and the logits.
 
-    A block holds inputs and outputs of its norms and matrices; logits and their gradients are in bfloat16 and float32.
+    A block holds inputs and outputs of its norms and matrices; logits and their
+    gradients are in bfloat16 and float32.
     """
-    block = 6 * model.width + 2 * (model.queries + model.keys) + 4 * model.inner * (OF_EXPERTS if model.experts else 1)
+    block = (
+        6 * model.width
+        + 2 * (model.queries + model.keys)
+        + 4 * model.inner * (OF_EXPERTS if model.experts else 1)
+    )
     return tokens * (2 * model.layers * model.width + 2 * block + 12 * model.vocab)
 
 
 def to_load(model: Model) -> float:
-    """Peak bytes while a model is read into codes, embedding included: codes, bfloat16 parameters, largest tensor."""
-    codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads(), (model.vocab, model.width)])
-    return codes + sum(2 * rows * columns for rows, columns in model.small()) + _gradients(model, 2)[1]
+    """Peak bytes while a model is read into codes, embedding included: codes, bfloat16
+    parameters, largest tensor.
+    """
+    codes = sum(
+        _byte(*shape) for shape in [*model.matrices(), *model.heads(), (model.vocab, model.width)]
+    )
+    return (
+        codes + sum(2 * rows * columns for rows, columns in model.small()) + _gradients(model, 2)[1]
+    )
 
 
 def _byte(rows: int, columns: int) -> int:
@@ -145,13 +185,17 @@ def _byte(rows: int, columns: int) -> int:
 
 
 def _average(rows: int, columns: int) -> int:
-    """Bytes of an 8-bit moment: one per weight, and a bound of four per block, the longest that divides a row."""
+    """Bytes of an 8-bit moment: one per weight, and a bound of four per block, the
+    longest that divides a row.
+    """
     block = max(size for size in range(1, min(columns, LONGEST_BLOCK) + 1) if columns % size == 0)
     return rows * columns + 4 * rows * columns // block
 
 
 def _gradients(model: Model, width: int) -> tuple[int, int]:
-    largest = max(rows * columns for rows, columns in [*model.matrices(), *model.heads(), *model.floats()])
+    largest = max(
+        rows * columns for rows, columns in [*model.matrices(), *model.heads(), *model.floats()]
+    )
     return width * model.parameters(), width * largest
 
 
@@ -171,10 +215,22 @@ def peaks(model: Model) -> dict[str, float]:
 
 
 def memory_table() -> str:
-    """A table by model: GB at the peak with gradients, of activations, and to read into codes."""
-    header = ("model", "parameters, billion", *peaks(MODELS[0]), f"activations, {TOKENS:,} tokens", "to load")
+    """A table by model: GB at the peak with gradients, of activations, and to read into
+    codes.
+    """
+    header = (
+        "model",
+        "parameters, billion",
+        *peaks(MODELS[0]),
+        f"activations, {TOKENS:,} tokens",
+        "to load",
+    )
     rows = [
-        [m.name, f"{m.parameters() / 1e9:.2f}", *map(gb, [*peaks(m).values(), activations(m), to_load(m)])]
+        [
+            m.name,
+            f"{m.parameters() / 1e9:.2f}",
+            *map(gb, [*peaks(m).values(), activations(m), to_load(m)]),
+        ]
         for m in MODELS
     ]
     return markdown(header, rows)
@@ -198,13 +254,16 @@ def named(name: str) -> Model:
 
 
 def owned_table() -> str:
-    """A table of GB for README's models by way of training, activations of one sequence included."""
+    """A table of GB for README's models by way of training, activations of one sequence
+    included.
+    """
     found = [(peaks(model), activations(model)) for model in map(named, OWNED)]
     rows = [[name, *(gb(peak[way] + more) for peak, more in found)] for name, way in WAYS.items()]
     return markdown((f"GB, one sequence of {TOKENS:,} tokens", *OWNED), rows)
 
 
-#: final losses of SmolLM2-135M after 200 steps of EU law, in nats per token, for seeds 42, 43 and 44, from the log
+#: final losses of SmolLM2-135M after 200 steps of EU law, in nats per token, for seeds
+#: 42, 43 and 44, from the log
 ENDED: dict[str, tuple[float, ...]] = {
     "AdamW, float32": (2.166, 2.201, 2.106),
     "AdamW, bfloat16": (2.677, 2.683, 2.680),
@@ -213,7 +272,9 @@ ENDED: dict[str, tuple[float, ...]] = {
 
 
 def recipe_table() -> str:
-    """README's recipe against AdamW: loss, and bytes per parameter without and with gradients."""
+    """README's recipe against AdamW: loss, and bytes per parameter without and with
+    gradients.
+    """
     model = MODELS[0]
     exact, half, ours = in_float32(model), in_bfloat16(model, 2), all_in_codes(model, muon=False)
     memory = [(exact.held, exact.peak), (half.held, half.peak), (ours.held, ours.in_backward)]
@@ -221,11 +282,17 @@ def recipe_table() -> str:
     for (name, losses), sizes in zip(ENDED.items(), memory, strict=True):
         cells = [f"{size / model.parameters():.1f} ({gb(size)} GB)" for size in sizes]
         rows.append([name, f"{sum(losses) / len(losses):.3f}", *cells])
-    header = ("SmolLM2-135M, 200 steps", "loss, nats per token", "bytes per parameter", "at the peak, with gradients")
+    header = (
+        "SmolLM2-135M, 200 steps",
+        "loss, nats per token",
+        "bytes per parameter",
+        "at the peak, with gradients",
+    )
     return markdown(header, rows)
 
 
-#: measured MiB of SmolLM2-135M after a few steps: of weights and state, and with gradients at the peak
+#: measured MiB of SmolLM2-135M after a few steps: of weights and state, and with
+#: gradients at the peak
 MEASURED = {
     "float32 AdamW": (1539, 2053),
     "one-byte AdamW, clipped": (472, 985),
@@ -238,7 +305,10 @@ def measured_table() -> str:
     """The sizes in MEASURED, in bytes per parameter and GB."""
     count = MODELS[0].parameters()
     sizes = {name: [mib * 2**20 for mib in found] for name, found in MEASURED.items()}
-    rows = [[name, *(f"{size / count:.1f} ({gb(size)} GB)" for size in of)] for name, of in sizes.items()]
+    rows = [
+        [name, *(f"{size / count:.1f} ({gb(size)} GB)" for size in of)]
+        for name, of in sizes.items()
+    ]
     return markdown(("SmolLM2-135M", "bytes per parameter", "at the peak, with gradients"), rows)
 
 
@@ -248,7 +318,13 @@ def gb(size: float) -> str:
     >>> gb(4.96e8), gb(14.84e9), gb(177e9)
     ('0.50', '14.8', '177')
     """
-    return f"{size / 1e9:.2f}" if size < 1e10 else f"{size / 1e9:.1f}" if size < 1e11 else f"{size / 1e9:.0f}"
+    return (
+        f"{size / 1e9:.2f}"
+        if size < 1e10
+        else f"{size / 1e9:.1f}"
+        if size < 1e11
+        else f"{size / 1e9:.0f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Rows of a results file against a baseline: a table with the paired differences, and the machine of the runs."""
+"""Rows of a results file against a baseline: a table with the paired differences, and
+the machine of the runs.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,13 +20,19 @@ BASELINES = ("fp32", "muon")
 
 
 def measured_against(file: Exported, baseline: str) -> list[Result]:
-    """The rows of a file, with their differences to the row `baseline` on the same text."""
+    """The rows of a file, with their differences to the row `baseline` on the same
+    text.
+    """
     return measure(file.rows, find_reference(file.rows, baseline_of(baseline, file.rows)))
 
 
 def baselines(file: Exported, among: Sequence[str] = BASELINES) -> list[str]:
-    """The baselines of a file: those of `among` that it has, or else the one that the file names."""
-    known = {name for row in file.rows for name in (row.label, row.rule, row_label(row.rule, row.format))}
+    """The baselines of a file: those of `among` that it has, or else the one that the
+    file names.
+    """
+    known = {
+        name for row in file.rows for name in (row.label, row.rule, row_label(row.rule, row.format))
+    }
     there = [name for name in among if name in known]
     return there or ([] if file.baseline is None else [file.baseline])
 
@@ -51,7 +59,9 @@ def short(result: Result) -> str:
 
 def brief(label: str) -> str:
     """A label without `dir=` and without settings that are None."""
-    return " ".join(word for word in label.split() if not word.startswith("dir=") and not word.endswith("=None"))
+    return " ".join(
+        word for word in label.split() if not word.startswith("dir=") and not word.endswith("=None")
+    )
 
 
 def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -62,7 +72,9 @@ def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 
 def table(file: Exported, against: Sequence[str]) -> str:
-    """Every text's rows: rates, bytes, losses and the paired differences to each baseline."""
+    """Every text's rows: rates, bytes, losses and the paired differences to each
+    baseline.
+    """
     each = {name: {r.row.label: r for r in measured_against(file, name)} for name in against}
     first = list(next(iter(each.values())).values())
     parts = [f"({missing} were made.)\n"] if (missing := shortfall(file.rows)) else []
@@ -91,22 +103,36 @@ def rates(result: Result) -> str:
 
 
 def _difference(result: Result) -> str:
-    return "-" if result.reference or result.difference is None else difference_text(result.difference)
+    return (
+        "-" if result.reference or result.difference is None else difference_text(result.difference)
+    )
 
 
 def source(file: Exported) -> str:
     """Commit and machine of the runs; the commit is left out where it is not known."""
     runs = [run for row in file.rows for run in row.runs]
-    commits = dict.fromkeys(str(known)[:7] for run in runs if (known := run.environment.get("commit")))
+    commits = dict.fromkeys(
+        str(known)[:7] for run in runs if (known := run.environment.get("commit"))
+    )
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
     torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
-    on = dict.fromkeys(str(run.environment.get("gpu") or run.environment.get("cpu")) for run in runs)
-    how = "several runs at a time" if any(run.environment.get("gpu") for run in runs) else "one thread per run"
+    on = dict.fromkeys(
+        str(run.environment.get("gpu") or run.environment.get("cpu")) for run in runs
+    )
+    how = (
+        "several runs at a time"
+        if any(run.environment.get("gpu") for run in runs)
+        else "one thread per run"
+    )
     note = "".join(f" {mark}: on two processors." for mark in [MARK.strip()] if _apart(file))
     return f"{made} {', '.join(torches)}, {', '.join(on)}, {how}.{note}\n"
 
 
 def _apart(file: Exported) -> bool:
-    """Return whether a row is paired across two processors with one that it may be measured against."""
+    """Return whether a row is paired across two processors with one that it may be
+    measured against.
+    """
     each = [measured_against(file, name) for name in baselines(file)]
-    return any(result.difference.apart for results in each for result in results if result.difference)
+    return any(
+        result.difference.apart for results in each for result in results if result.difference
+    )

@@ -1,4 +1,6 @@
-"""Links to files that the site leaves out: into the repository where its address is known, else to copies."""
+"""Links to files that the site leaves out: into the repository where its address is
+known, else to copies.
+"""
 
 import re
 from importlib.metadata import metadata
@@ -9,12 +11,15 @@ LINK = re.compile(r"\]\(((?:\.\./)+)((?:study|fp8manifold)/[\w/-]+\.(?:md|py))(#
 
 def repository() -> str | None:
     """Address of the repository's files, from the package's metadata."""
-    urls = dict(line.split(", ", 1) for line in metadata("fp8manifold").get_all("Project-URL") or [])
+    urls = dict(
+        line.split(", ", 1) for line in metadata("fp8manifold").get_all("Project-URL") or []
+    )
     return urls["Documentation"].removesuffix("docs") if "Documentation" in urls else None
 
 
 def redirected(text: str, address: str | None) -> str:
-    """A page's text with its links to `study/` redirected; a link to a copy downloads the file.
+    """A page's text with its links to `study/` redirected; a link to a copy downloads
+    the file.
 
     >>> redirected("[Q1](../study/study-q1.md#a), [Q2](../study/study-q2.md)", "https://github.com/o/p/tree/main/")
     '[Q1](https://github.com/o/p/tree/main/study/study-q1.md#a), [Q2](https://github.com/o/p/tree/main/study/study-q2.md)'

@@ -1,4 +1,6 @@
-"""The figures of the geometry page.  Everything in them is computed by the library when the pages are built."""
+"""The figures of the geometry page. Everything in them is computed by the library when
+the pages are built.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +24,17 @@ def normal_weights(sd: float, n: int = 20_000) -> torch.Tensor:
 
 
 def grid_manifold(weights: torch.Tensor, name: str) -> fm.FP8Manifold:
-    """The manifold that quantize_model would store these weights on: a power-of-two scale with headroom."""
+    """The manifold that quantize_model would store these weights on: a power-of-two
+    scale with headroom.
+    """
     return fm.FP8Manifold(name, fm.storage_scale(weights, name, "tensor"))
 
 
 def number_line() -> Figure:
     """Values of four formats on a line, and the chart that numbers them."""
-    figure, (line, chart) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.25, 1), layout="constrained")
+    figure, (line, chart) = plt.subplots(
+        1, 2, figsize=(9, 4.2), width_ratios=(1.25, 1), layout="constrained"
+    )
     names = ("E1M6", "E4M3", "E5M2", "E7M0")
     for row, name in enumerate(names):
         fmt = fm.FloatFormat.from_string(name)
@@ -36,7 +42,9 @@ def number_line() -> Figure:
         line.vlines(inside, -row - 0.32, -row + 0.32, color=LOOKS[name]["color"], linewidth=0.9)
         x = torch.linspace(-4, 4, 4001, dtype=torch.float64)
         chart.plot(x, fm.to_chart(x, fmt), label=name, **LOOKS[name])
-    line.set(yticks=range(0, -len(names), -1), yticklabels=names, xlabel="value", xlim=(-0.05, 4.05))
+    line.set(
+        yticks=range(0, -len(names), -1), yticklabels=names, xlabel="value", xlim=(-0.05, 4.05)
+    )
     line.set_title("representable values from 0 to 4: one tick each")
     line.spines["left"].set_visible(False)
     line.tick_params(left=False)
@@ -47,8 +55,12 @@ def number_line() -> Figure:
 
 
 def stiffness() -> Figure:
-    """The spacing as a staircase, and how unevenly it falls over the weights of a layer."""
-    figure, (stairs, bars) = plt.subplots(1, 2, figsize=(9, 4.0), width_ratios=(1.25, 1), layout="constrained")
+    """The spacing as a staircase, and how unevenly it falls over the weights of a
+    layer.
+    """
+    figure, (stairs, bars) = plt.subplots(
+        1, 2, figsize=(9, 4.0), width_ratios=(1.25, 1), layout="constrained"
+    )
     weights = normal_weights(0.05)
     names = ("E1M6", "E3M4", "E4M3", "E5M2", "E7M0")
     x = torch.logspace(-4.5, 0.15, 3000, dtype=torch.float64)
@@ -69,7 +81,9 @@ def stiffness() -> Figure:
 
 
 def moving() -> Figure:
-    """The probability of moving, and where a weight gets to under a steady small update."""
+    """The probability of moving, and where a weight gets to under a steady small
+    update.
+    """
     figure, (chance, drift) = plt.subplots(1, 2, figsize=(9, 4.0), layout="constrained")
     _probability(chance)
     _drift(drift)
@@ -77,12 +91,19 @@ def moving() -> Figure:
 
 
 def _probability(axes: Axes) -> None:
-    """Share of 4000 write-backs that changed the weight, against the requested update in ULPs."""
+    """Share of 4000 write-backs that changed the weight, against the requested update
+    in ULPs.
+    """
     sizes = torch.linspace(0, 1.2, 121)
     weight, ulp = 1.25, fm.ulp(torch.tensor(1.25), "E4M3").item()
     target = (weight + ulp * sizes).expand(4000, -1)
     inward = 1 - fm.ulp(torch.tensor(1.0), "E4M3").item() * sizes
-    axes.plot(sizes, (fm.round_to_grid(target[0], "E4M3") != weight).float(), color=NEAREST, label="nearest")
+    axes.plot(
+        sizes,
+        (fm.round_to_grid(target[0], "E4M3") != weight).float(),
+        color=NEAREST,
+        label="nearest",
+    )
     axes.plot(
         sizes,
         (fm.round_to_grid(inward, "E4M3") != 1).float(),
@@ -91,8 +112,14 @@ def _probability(axes: Axes) -> None:
         label="nearest, shrinking from a power of two",
     )
     moved = fm.round_to_grid(target, "E4M3", "stochastic", seed=0) != weight
-    axes.plot(sizes, moved.float().mean(0), color=STOCHASTIC, linestyle=(0, (6, 1.5)), label="stochastic")
-    axes.set(xlabel="requested update |u| / S, in ULPs", ylabel="probability of moving", ylim=(-0.04, 1.45))
+    axes.plot(
+        sizes, moved.float().mean(0), color=STOCHASTIC, linestyle=(0, (6, 1.5)), label="stochastic"
+    )
+    axes.set(
+        xlabel="requested update |u| / S, in ULPs",
+        ylabel="probability of moving",
+        ylim=(-0.04, 1.45),
+    )
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_title("one step of an E4M3 weight")
     axes.legend(loc="upper left")
@@ -106,9 +133,18 @@ def _drift(axes: Axes, steps: int = 200, update: float = 0.005, copies: int = 40
     for t in range(steps):
         paths[t + 1] = fm.round_to_grid(paths[t] + update, "E4M3", "stochastic", seed=0, step=t)
         stuck[t + 1] = fm.round_to_grid(stuck[t : t + 1] + update, "E4M3")
-    axes.plot(paths[:, 0], color=STOCHASTIC, linewidth=1, alpha=0.75, label="stochastic, one weight")
-    axes.plot(paths.mean(1), color=STOCHASTIC, linestyle=(0, (6, 1.5)), label=f"stochastic, mean of {copies}")
-    axes.plot([0, steps], [1, 1 + steps * update], color=EXACT, linestyle=":", label="without rounding")
+    axes.plot(
+        paths[:, 0], color=STOCHASTIC, linewidth=1, alpha=0.75, label="stochastic, one weight"
+    )
+    axes.plot(
+        paths.mean(1),
+        color=STOCHASTIC,
+        linestyle=(0, (6, 1.5)),
+        label=f"stochastic, mean of {copies}",
+    )
+    axes.plot(
+        [0, steps], [1, 1 + steps * update], color=EXACT, linestyle=":", label="without rounding"
+    )
     axes.plot(stuck, color=NEAREST, label="nearest")
     axes.set(xlabel="steps", ylabel="weight", ylim=(0.93, 2.55))
     axes.set_title("200 updates of +0.005, each 0.04 ULP")
@@ -116,17 +152,23 @@ def _drift(axes: Axes, steps: int = 200, update: float = 0.005, copies: int = 40
 
 
 def stalled() -> Figure:
-    """Share of a layer's weights that nearest rounding freezes, against the learning rate."""
+    """Share of a layer's weights that nearest rounding freezes, against the learning
+    rate.
+    """
     figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
     weights = normal_weights(0.05)
     rates = torch.logspace(-4.5, -0.9, 181)
     for name in ("E3M4", "E4M3", "E5M2", "E7M0"):
         manifold = grid_manifold(weights, name)
         before = manifold.projx(weights)
-        axes.plot(rates, [_lost(manifold, before, lr) for lr in rates.tolist()], label=name, **LOOKS[name])
+        axes.plot(
+            rates, [_lost(manifold, before, lr) for lr in rates.tolist()], label=name, **LOOKS[name]
+        )
     axes.axvline(1e-3, color="#999999", linewidth=0.8)
     axes.text(1.06e-3, 1.055, "lr 10⁻³", color="#555555", fontsize=9)
-    axes.set(xscale="log", xlabel="learning rate (Adam-like direction of size 1)", ylim=(-0.03, 1.12))
+    axes.set(
+        xscale="log", xlabel="learning rate (Adam-like direction of size 1)", ylim=(-0.03, 1.12)
+    )
     axes.set_ylabel("share of updates lost")
     axes.set_title("nearest write-back, weights from N(0, 0.05²)")
     axes.legend(loc="lower left", handlelength=3.2)
@@ -134,14 +176,18 @@ def stalled() -> Figure:
 
 
 def _lost(manifold: fm.FP8Manifold, before: torch.Tensor, lr: float) -> float:
-    """Share of the weights that a step of size lr, up or down at random, leaves where they were."""
+    """Share of the weights that a step of size lr, up or down at random, leaves where
+    they were.
+    """
     signs = torch.randint(2, before.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
     target = before - lr * signs
     return update_lost(before, target, manifold.projx(target))
 
 
 def crossing() -> Figure:
-    """A weight that has to change sign in E7M0, with and without the lower bound on the stiffness."""
+    """A weight that has to change sign in E7M0, with and without the lower bound on the
+    stiffness.
+    """
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     bounds = {
         "S / S_ref at least 2⁻⁸ (the default)": (2.0**-8, STOCHASTIC, "-"),
@@ -152,16 +198,25 @@ def crossing() -> Figure:
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=2.0**-40, base=2)
     ticks = {2.0**-2: "¼", 2.0**-14: "2⁻¹⁴", 2.0**-26: "2⁻²⁶"}
-    axes.set_yticks([*ticks, 0, *(-t for t in ticks)], [*ticks.values(), "0", *(f"\u2212{t}" for t in ticks.values())])
+    axes.set_yticks(
+        [*ticks, 0, *(-t for t in ticks)],
+        [*ticks.values(), "0", *(f"\u2212{t}" for t in ticks.values())],
+    )
     axes.minorticks_off()
-    axes.set(xlabel="steps of StiffnessAdamW, k = 1", ylabel="weight (signed log scale)", ylim=(-1, 2**12))
+    axes.set(
+        xlabel="steps of StiffnessAdamW, k = 1",
+        ylabel="weight (signed log scale)",
+        ylim=(-1, 2**12),
+    )
     axes.set_title("a weight pulled from +¼ to \u2212¼ in E7M0")
     axes.legend(loc="upper right")
     return figure
 
 
 def _cross_zero(damping: float, steps: int = 300) -> list[float]:
-    """The path of the one weight of 64 that is pulled from +1/4 to -1/4; the others are at home at 1/4."""
+    """The path of the one weight of 64 that is pulled from +1/4 to -1/4; the others are
+    at home at 1/4.
+    """
     import geoopt
 
     goal = torch.full((64,), 0.25)
@@ -201,7 +256,9 @@ def draw_all(folder: Path, suffix: str = "svg") -> None:
     with plt.rc_context(STYLE):
         for name, draw in FIGURES.items():
             figure = draw()
-            figure.savefig(folder / f"{name}.{suffix}", dpi=110, facecolor="white", metadata=_undated(suffix))
+            figure.savefig(
+                folder / f"{name}.{suffix}", dpi=110, facecolor="white", metadata=_undated(suffix)
+            )
             plt.close(figure)
 
 

@@ -1,4 +1,6 @@
-"""The tables and the figure of fine-tuning rules against each other, from the results files alone."""
+"""The tables and the figure of fine-tuning rules against each other, from the results
+files alone.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +28,10 @@ FORMAT = "E4M3"
 LINEAR = 0.01
 
 Of = Callable[[Result], Difference | None]
-TEXTS: dict[str, Of] = {"new": lambda result: result.difference, "old": lambda result: result.also_difference}
+TEXTS: dict[str, Of] = {
+    "new": lambda result: result.difference,
+    "old": lambda result: result.also_difference,
+}
 
 
 def rate(file: Exported) -> float:
@@ -50,29 +55,48 @@ def named(rate: float) -> str:
 
 
 def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
-    """Files measured at several rates (`NAME-RATE.json`) or at one (`NAME.json`), by name, by increasing rate."""
+    """Files measured at several rates (`NAME-RATE.json`) or at one (`NAME.json`), by
+    name, by increasing rate.
+    """
     paths = sorted(files.glob("*.json"))
     for name, of in groupby(paths, key=lambda path: path.stem.split("-")[0]):
         yield name, sorted(map(read_export, of), key=rates)
 
 
 def tables(files: Sequence[Exported]) -> str:
-    """Losses of float32 before and after; in E4M3 a line per rule and a column for each text and rate."""
+    """Losses of float32 before and after; in E4M3 a line per rule and a column for each
+    text and rate.
+    """
     each = {rate(file): measured_against(file, BASELINE) for file in files}
     parts = [*map(_came_from, each, each.values())]
     parts.append(f"{FORMAT}, losses minus those of `{BASELINE}` on either text:\n\n{_grid(each)}")
-    return "\n\n".join([*parts, source(replace(files[0], rows=tuple(row for file in files for row in file.rows)))])
+    return "\n\n".join(
+        [*parts, source(replace(files[0], rows=tuple(row for file in files for row in file.rows)))]
+    )
 
 
 def table_of_rows(files: Sequence[Exported]) -> str:
-    """A line per row, for rows that differ in rate: the loss on either text, and its difference to float32's."""
+    """A line per row, for rows that differ in rate: the loss on either text, and its
+    difference to float32's.
+    """
     file = replace(files[0], rows=tuple(row for each in files for row in each.rows))
     results = measured_against(file, BASELINE)
-    header = ("rule", "lr", "bytes", "seeds", "new text", f"minus `{BASELINE}`", "old text", f"minus `{BASELINE}`")
+    header = (
+        "rule",
+        "lr",
+        "bytes",
+        "seeds",
+        "new text",
+        f"minus `{BASELINE}`",
+        "old text",
+        f"minus `{BASELINE}`",
+    )
     rows = []
     for result in (result for result in results if result.row.runs):
         runs = result.row.runs
-        lr = ", ".join(named(each) for each in sorted({float(run.config["optimizer"]["lr"]) for run in runs}))
+        lr = ", ".join(
+            named(each) for each in sorted({float(run.config["optimizer"]["lr"]) for run in runs})
+        )
         old = [loss for run in runs if (loss := run.number("also_loss")) is not None]
         held = result.bytes_per_parameter
         cells = [
@@ -82,22 +106,42 @@ def table_of_rows(files: Sequence[Exported]) -> str:
             str(len(runs)),
         ]
         cells += [format_figure(result.final_val_loss), _apart(result, result.difference)]
-        cells += [f"{sum(old) / len(old):.3f}" if old else "-", _apart(result, result.also_difference)]
+        cells += [
+            f"{sum(old) / len(old):.3f}" if old else "-",
+            _apart(result, result.also_difference),
+        ]
         rows.append(cells)
     return f"{markdown(header, rows)}\n{source(file)}"
 
 
 def table_of_folders(files: Mapping[str, Exported]) -> str:
-    """For each published folder how it was trained: losses before and after, and the difference to float training's."""
-    header = ("folder", "rule", "lr", "bytes per parameter", "seeds", "before", "after", f"minus `{BASELINE}`")
+    """For each published folder how it was trained: losses before and after, and the
+    difference to float training's.
+    """
+    header = (
+        "folder",
+        "rule",
+        "lr",
+        "bytes per parameter",
+        "seeds",
+        "before",
+        "after",
+        f"minus `{BASELINE}`",
+    )
     rows = []
     for name, file in files.items():
         for result in (result for result in measured_against(file, BASELINE) if result.row.runs):
             runs, held = result.row.runs, result.bytes_per_parameter
             before = [loss for run in runs if (loss := run.number("first_val_loss")) is not None]
             cells = [name, f"`{result.row.rule}`", named(float(runs[0].config["optimizer"]["lr"]))]
-            cells += ["-" if held is None else f"{held:.2f}", str(len(runs)), f"{sum(before) / len(before):.4f}"]
-            rows.append([*cells, format_figure(result.final_val_loss), _apart(result, result.difference)])
+            cells += [
+                "-" if held is None else f"{held:.2f}",
+                str(len(runs)),
+                f"{sum(before) / len(before):.4f}",
+            ]
+            rows.append(
+                [*cells, format_figure(result.final_val_loss), _apart(result, result.difference)]
+            )
     every = tuple(row for file in files.values() for row in file.rows)
     short = f"({missing} were made.)\n\n" if (missing := shortfall(every)) else ""
     return f"{short}{markdown(header, rows)}\n{source(replace(next(iter(files.values())), rows=every))}"
@@ -116,7 +160,10 @@ def _came_from(rate: float, results: Sequence[Result]) -> str:
 
 
 def _grid(each: Mapping[float, Sequence[Result]]) -> str:
-    by_rule = {rate: {r.row.rule: r for r in results if r.row.format == FORMAT} for rate, results in each.items()}
+    by_rule = {
+        rate: {r.row.rule: r for r in results if r.row.format == FORMAT}
+        for rate, results in each.items()
+    }
     columns = [(text, rate) for text in TEXTS for rate in each]
     rows = []
     for rule in dict.fromkeys(rule for of in by_rule.values() for rule in of):
@@ -135,7 +182,9 @@ def written(found: Difference | None) -> str:
     """
     if found is None:
         return "-"
-    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
+    half = (
+        "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
+    )
     return f"{found.mean:+.3f}{half}"
 
 
@@ -168,8 +217,12 @@ def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
 
 
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
-    """Write the tables of every group of results files into the folder, and a figure of groups with several rates."""
-    folders = {path.stem: read_export(path) for path in sorted(PUBLISHED.glob("*.json"), reverse=True)}
+    """Write the tables of every group of results files into the folder, and a figure of
+    groups with several rates.
+    """
+    folders = {
+        path.stem: read_export(path) for path in sorted(PUBLISHED.glob("*.json"), reverse=True)
+    }
     (folder / "finetune-published.md").write_text(table_of_folders(folders), encoding="utf-8")
     for name, of in groups(files):
         if any(len(rates(file)) > 1 for file in of):

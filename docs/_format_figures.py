@@ -1,4 +1,6 @@
-"""Figures of the formats themselves: where the values of each lie, and what each code stands for."""
+"""Figures of the formats themselves: where the values of each lie, and what each code
+stands for.
+"""
 
 import math
 
@@ -24,7 +26,11 @@ def number_lines() -> Figure:
         for values, color in zip(_split(fmt), ("#E69F00", "#0072B2"), strict=True):
             axes.vlines(values, -row - 0.34, -row + 0.34, color=color, linewidth=0.5)
     axes.set_xscale("log", base=2)
-    axes.set(yticks=range(0, -len(TABLED), -1), yticklabels=TABLED, xlabel="positive value (zero is off to the left)")
+    axes.set(
+        yticks=range(0, -len(TABLED), -1),
+        yticklabels=TABLED,
+        xlabel="positive value (zero is off to the left)",
+    )
     axes.set_xticks([2.0**e for e in range(-64, 65, 16)])
     axes.set_title("every positive value: subnormal in orange, normal in blue")
     axes.spines["left"].set_visible(False)
@@ -39,14 +45,18 @@ def _split(fmt: fm.FloatFormat) -> tuple[list[float], list[float]]:
 
 
 def code_maps() -> Figure:
-    """The byte as a square, high half down and low half across, coloured by the size of what it stands for."""
+    """The byte as a square, high half down and low half across, coloured by the size of
+    what it stands for.
+    """
     figure, grid = plt.subplots(2, 4, figsize=(9, 5.6), layout="constrained")
     for axes, name in zip(grid.flat, MAPPED, strict=True):
         image = _code_map(axes, fm.FloatFormat.from_string(name))
     bar = figure.colorbar(image, ax=grid, shrink=0.8, extend="both")
     bar.set_label("log₂ |value|")
     kinds = {"NaN": NOT_A_NUMBER, "infinity": INFINITE, "zero": "#ffffff"}
-    patches = [Patch(facecolor=color, edgecolor="#555555", label=kind) for kind, color in kinds.items()]
+    patches = [
+        Patch(facecolor=color, edgecolor="#555555", label=kind) for kind, color in kinds.items()
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure
 
@@ -62,7 +72,12 @@ def _code_map(axes: Axes, fmt: fm.FloatFormat) -> object:
             axes.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, color=color, linewidth=0))
     axes.axhline(7.5, color="white", linewidth=1.2)
     ticks = range(0, 16, 4)
-    axes.set(xticks=ticks, yticks=ticks, xticklabels=[f"_{t:X}" for t in ticks], yticklabels=[f"{t:X}_" for t in ticks])
+    axes.set(
+        xticks=ticks,
+        yticks=ticks,
+        xticklabels=[f"_{t:X}" for t in ticks],
+        yticklabels=[f"{t:X}_" for t in ticks],
+    )
     axes.tick_params(labelsize=8, length=2)
     axes.set_title(f"{fmt.name}: to {_short(fmt.max)}", fontsize=9.5)
     return image

@@ -11,13 +11,26 @@ import fp8manifold as fm
 
 def facts(formats: Sequence[fm.FloatFormat]) -> str:
     """Facts that `FloatFormat` derives of formats, a line per format."""
-    header = ("format", "binades", "values in [1, 2)", "one ULP, smallest and largest", "code of the largest")
+    header = (
+        "format",
+        "binades",
+        "values in [1, 2)",
+        "one ULP, smallest and largest",
+        "code of the largest",
+    )
     rows = []
     for fmt in formats:
         steps = sum(1 <= value < 2 for value in fmt.values) or "none"
         ulps = f"{number(fmt.ulp_min)}, {number(fmt.ulp_max)}"
         inf = "none" if fmt.inf_code is None else f"`0x{fmt.inf_code:02X}`"
-        cells = (fmt.name, str(fmt.emax - fmt.emin + 1), str(steps), ulps, f"`0x{fmt.max_code:02X}`", inf)
+        cells = (
+            fmt.name,
+            str(fmt.emax - fmt.emin + 1),
+            str(steps),
+            ulps,
+            f"`0x{fmt.max_code:02X}`",
+            inf,
+        )
         rows.append((*cells, spans(fmt.nan_codes), "yes" if fmt.has_negative_zero else "no"))
     return markdown((*header, "infinity", "NaN", "negative zero"), rows)
 
@@ -31,7 +44,10 @@ def spans(codes: Sequence[int]) -> str:
     first = [code for code in codes if code - 1 not in codes]
     last = [code for code in codes if code + 1 not in codes]
     ends = zip(first, last, strict=True)
-    return ", ".join(f"`0x{a:02X}`" if a == b else f"`0x{a:02X}` to `0x{b:02X}`" for a, b in ends) or "none"
+    return (
+        ", ".join(f"`0x{a:02X}`" if a == b else f"`0x{a:02X}` to `0x{b:02X}`" for a, b in ends)
+        or "none"
+    )
 
 
 def write_formats(folder: Path) -> None:

@@ -1,8 +1,11 @@
-"""Tables and figures made from the library and the results files: checked, or with --write made again.
+"""Tables and figures made from the library and the results files: checked, or with
+--write made again.
 
-A page has a table between `<!-- table: NAME -->` and `<!-- end -->`, and a figure as an image of `figures/NAME.svg`.
-Both are committed, so that a reader of the repository sees what a reader of the site does; the site builds from them.
-Quick pieces are made in every check. For slow ones, `_generated.json` has digests of their inputs and of the pieces.
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`, and a figure as an
+image of `figures/NAME.svg`. Both are committed, so that a reader of the repository sees
+what a reader of the site does; the site builds from them. Quick pieces are made in
+every check. For slow ones, `_generated.json` has digests of their inputs and of the
+pieces.
 """
 
 import argparse
@@ -19,13 +22,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TABLE = re.compile(r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL)
+TABLE = re.compile(
+    r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL
+)
 FIGURE = re.compile(r"!\[[^]]*\]\(figures/(?P<name>[\w-]+\.svg)\)")
 
 
 @dataclass(frozen=True)
 class Maker:
-    """A function of a module that writes pieces into a folder, and patterns of the files it reads."""
+    """A function of a module that writes pieces into a folder, and patterns of the
+    files it reads.
+    """
 
     module: str
     function: str
@@ -37,7 +44,9 @@ class Maker:
         getattr(import_module(self.module), self.function)(folder)
 
     def made_from(self, folder: Path) -> str:
-        """A digest of the inputs: files in a folder by the maker's patterns, and modules of that folder or this one."""
+        """A digest of the inputs: files in a folder by the maker's patterns, and
+        modules of that folder or this one.
+        """
         read = sorted(path for pattern in self.reads.split() for path in folder.glob(pattern))
         files = [*sorted(needed(self.module, folder)), *read]
         parts = [f"{path.name} {digest(path.read_text(encoding='utf-8'))}" for path in files]
@@ -50,9 +59,13 @@ def digest(text: str) -> str:
 
 
 def needed(module: str, folder: Path = HERE, found: set[Path] | None = None) -> set[Path]:
-    """The files of a module, in a folder or in this one, and of all such modules that it imports."""
+    """The files of a module, in a folder or in this one, and of all such modules that
+    it imports.
+    """
     found = set() if found is None else found
-    path = next((path for path in (folder / f"{module}.py", HERE / f"{module}.py") if path.exists()), None)
+    path = next(
+        (path for path in (folder / f"{module}.py", HERE / f"{module}.py") if path.exists()), None
+    )
     if path is not None and path not in found:
         found.add(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -69,21 +82,31 @@ def made(makers: Iterable[Maker]) -> dict[str, str]:
         folder = Path(name)
         for maker in makers:
             maker.make(folder)
-        return {path.name: as_committed(path) for path in sorted(folder.iterdir()) if path.suffix in (".md", ".svg")}
+        return {
+            path.name: as_committed(path)
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".md", ".svg")
+        }
 
 
 def as_committed(path: Path) -> str:
-    """A table without blanks around it; a figure with coordinates in hundredths of a point and no trailing blanks."""
+    """A table without blanks around it; a figure with coordinates in hundredths of a
+    point and no trailing blanks.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text.strip()
-    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\d+\.\d\d)\d+", r"\1", match[0]), text)
+    text = re.sub(
+        r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\d+\.\d\d)\d+", r"\1", match[0]), text
+    )
     return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
 
 
 @dataclass
 class Pages:
-    """The pages of a folder with their tables and figures, their makers, and the command that runs these."""
+    """The pages of a folder with their tables and figures, their makers, and the
+    command that runs these.
+    """
 
     folder: Path
     makers: Mapping[str, Maker]
@@ -99,29 +122,43 @@ class Pages:
         return {path: path.read_text(encoding="utf-8") for path in sorted(self.folder.glob("*.md"))}
 
     def shown(self) -> dict[str, str | None]:
-        """The pieces on pages, as committed: tables by `NAME.md`, figures by `NAME.svg`, None where one is missing."""
+        """The pieces on pages, as committed: tables by `NAME.md`, figures by
+        `NAME.svg`, None where one is missing.
+        """
         found: dict[str, str | None] = {}
         for text in self.pages().values():
-            found |= {f"{match['name']}.md": match["text"].strip() for match in TABLE.finditer(text)}
+            found |= {
+                f"{match['name']}.md": match["text"].strip() for match in TABLE.finditer(text)
+            }
             for match in FIGURE.finditer(text):
                 path = self.folder / "figures" / match["name"]
                 found[match["name"]] = path.read_text(encoding="utf-8") if path.exists() else None
         return found
 
     def recorded(self) -> dict[str, Any]:
-        """Read `_generated.json`: of every slow maker its inputs, and the digests of its pieces."""
-        held: dict[str, Any] = json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else {}
+        """Read `_generated.json`: of every slow maker its inputs, and the digests of
+        its pieces.
+        """
+        held: dict[str, Any] = (
+            json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else {}
+        )
         return held
 
     def stale(self) -> list[str]:
-        """The pieces on pages that are missing, edited by hand, or older than their inputs."""
+        """The pieces on pages that are missing, edited by hand, or older than their
+        inputs.
+        """
         record, there = self.recorded(), self.shown()
         quick = made(maker for maker in self.makers.values() if maker.quick)
         fresh = {name: digest(text) for name, text in quick.items()}
         for name, maker in self.makers.items():
-            if not maker.quick and record.get(name, {}).get("made_from") == maker.made_from(self.folder):
+            if not maker.quick and record.get(name, {}).get("made_from") == maker.made_from(
+                self.folder
+            ):
                 fresh |= record[name]["pieces"]
-        return [name for name, text in there.items() if text is None or digest(text) != fresh.get(name)]
+        return [
+            name for name, text in there.items() if text is None or digest(text) != fresh.get(name)
+        ]
 
     def write(self, everything: bool = False) -> None:
         """Make the stale pieces, or all, and put them where the pages show them."""
@@ -130,7 +167,8 @@ class Pages:
         for name, maker in self.makers.items():
             known = record.get(name, {})
             unchanged = (
-                known.get("made_from") == maker.made_from(self.folder) and not wrong & known.get("pieces", {}).keys()
+                known.get("made_from") == maker.made_from(self.folder)
+                and not wrong & known.get("pieces", {}).keys()
             )
             if maker.quick or everything or not unchanged:
                 of_makers[name] = made([maker])
@@ -146,12 +184,17 @@ class Pages:
             self.write_tables(used)
             if not self.makers[name].quick:
                 digests = {piece: digest(text) for piece, text in sorted(used.items())}
-                record[name] = {"made_from": self.makers[name].made_from(self.folder), "pieces": digests}
+                record[name] = {
+                    "made_from": self.makers[name].made_from(self.folder),
+                    "pieces": digests,
+                }
         kept = {piece for piece in self.shown() if piece.endswith(".svg")}
         for path in (self.folder / "figures").glob("*.svg"):
             if path.name not in kept:
                 path.unlink()
-        self.record.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self.record.write_text(
+            json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
     def write_figures(self, pieces: dict[str, str]) -> None:
         """Write figures into their folder."""
@@ -183,7 +226,9 @@ DOCS = Pages(
         "tables": Maker("_tables", "write_all", quick=True),
         "formats": Maker("_format_pages", "write_formats", quick=True),
         "performance": Maker("_measured", "write_measured", "measured/*.json", quick=True),
-        "finetune": Maker("_finetune", "write_finetune", "measured/finetune/*.json measured/published/*.json"),
+        "finetune": Maker(
+            "_finetune", "write_finetune", "measured/finetune/*.json measured/published/*.json"
+        ),
         "geometry": Maker("_figures", "draw_all"),
     },
     "python docs/_generated.py --write",
@@ -192,7 +237,9 @@ DOCS = Pages(
 
 def main() -> int:
     """Check for stale pieces, or with --write make them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="make what is stale and write it")
     parser.add_argument("--all", action="store_true", help="with --write: make everything, minutes")
     arguments = parser.parse_args()

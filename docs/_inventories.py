@@ -1,4 +1,6 @@
-"""Inventories of other projects' names, as far as the pages use them, so that a build needs no network."""
+"""Inventories of other projects' names, as far as the pages use them, so that a build
+needs no network.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +14,14 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
             "library/stdtypes.html": "class:dict class:list class:str class:tuple",
             "library/constants.html": "data:None",
             "library/typing.html": "data:typing.Any data:typing.Literal",
-            "library/collections.abc.html": "class:collections.abc.Callable class:collections.abc.Iterable "
-            "class:collections.abc.Mapping class:collections.abc.Sequence",
+            "library/collections.abc.html": "class:collections.abc.Callable "
+            "class:collections.abc.Iterable "
+            "class:collections.abc.Mapping "
+            "class:collections.abc.Sequence",
             "library/pathlib.html": "class:pathlib.Path",
-            "library/exceptions.html": "exception:TypeError exception:ValueError exception:FloatingPointError "
-            "exception:UserWarning exception:RuntimeWarning exception:RuntimeError",
+            "library/exceptions.html": "exception:TypeError exception:ValueError "
+            "exception:FloatingPointError exception:UserWarning "
+            "exception:RuntimeWarning exception:RuntimeError",
         },
     ),
     "torch": (
@@ -45,7 +50,8 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
         "https://geoopt.readthedocs.io/en/latest",
         {
             "manifolds.html": "class:geoopt.manifolds.base.Manifold class:geoopt.manifolds.Stiefel",
-            "tensors.html": "class:geoopt.tensor.ManifoldParameter class:geoopt.tensor.ManifoldTensor",
+            "tensors.html": "class:geoopt.tensor.ManifoldParameter "
+            "class:geoopt.tensor.ManifoldTensor",
             "optimizers.html": "class:geoopt.optim.RiemannianAdam class:geoopt.optim.RiemannianSGD",
         },
     ),
@@ -53,13 +59,19 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
 
 
 def inventory(project: str) -> str:
-    """An inventory in Sphinx's first format, which is plain text: a line `NAME TYPE PAGE` for every name."""
+    """An inventory in Sphinx's first format, which is plain text: a line
+    `NAME TYPE PAGE` for every name.
+    """
     _, pages = PROJECTS[project]
     names = [
-        (name.partition(":")[2], name.partition(":")[0], page) for page, text in pages.items() for name in text.split()
+        (name.partition(":")[2], name.partition(":")[0], page)
+        for page, text in pages.items()
+        for name in text.split()
     ]
     lines = [f"{name} {kind} {page}" for name, kind, page in names]
-    return "\n".join(["# Sphinx inventory version 1", f"# Project: {project}", "# Version: 0", *lines, ""])
+    return "\n".join(
+        ["# Sphinx inventory version 1", f"# Project: {project}", "# Version: 0", *lines, ""]
+    )
 
 
 def write_inventories(folder: Path) -> None:
@@ -70,5 +82,10 @@ def write_inventories(folder: Path) -> None:
 
 
 def intersphinx_mapping(folder: Path) -> dict[str, tuple[str, tuple[str | None, str]]]:
-    """For each project the address of its pages, and where its inventory is looked for: there, then in the folder."""
-    return {project: (pages, (None, str(folder / f"{project}.inv"))) for project, (pages, _) in PROJECTS.items()}
+    """For each project the address of its pages, and where its inventory is looked for:
+    there, then in the folder.
+    """
+    return {
+        project: (pages, (None, str(folder / f"{project}.inv")))
+        for project, (pages, _) in PROJECTS.items()
+    }

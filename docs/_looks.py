@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# Okabe and Ito's colours, told apart under every common colour blindness; each also has a line style of its own.
+# Okabe and Ito's colours, told apart under every common colour blindness; each also has
+# a line style of its own.
 LOOKS: dict[str, dict[str, Any]] = {
     "E1M6": {"color": "#555555", "linestyle": (0, (1, 1.2))},
     "E3M4": {"color": "#E69F00", "linestyle": (0, (5, 1, 1, 1))},

@@ -1,4 +1,6 @@
-"""Formulas as MathML, which browsers lay out themselves: pages need neither a script nor a network for them."""
+"""Formulas as MathML, which browsers lay out themselves: pages need neither a script
+nor a network for them.
+"""
 
 from typing import Any, Protocol
 from xml.etree.ElementTree import Element, tostring
@@ -8,7 +10,11 @@ from docutils import nodes
 from latex2mathml.converter import convert_to_element
 
 OPENING = {"(", "&#x00028;", ",", "&#x0002C;"}
-MINUS, BARS, LINES = {"-", "&#x02212;"}, {"|", "&#x0007C;"}, {"&#x02015;", "&#x000AF;", "&#x00305;", "&#x0203E;", "¯"}
+MINUS, BARS, LINES = (
+    {"-", "&#x02212;"},
+    {"|", "&#x0007C;"},
+    {"&#x02015;", "&#x000AF;", "&#x00305;", "&#x0203E;", "¯"},
+)
 
 
 class Writer(Protocol):
@@ -16,13 +22,16 @@ class Writer(Protocol):
 
     body: list[str]
 
-    def starttag(self, node: nodes.Element, tagname: str, suffix: str = "", **attributes: Any) -> str:
+    def starttag(
+        self, node: nodes.Element, tagname: str, suffix: str = "", **attributes: Any
+    ) -> str:
         """The opening tag of a node, with its classes and identifiers."""
         ...
 
 
 def mathml(formula: str, display: str) -> str:
-    r"""A formula in LaTeX as MathML; rows that end with two backslashes are aligned at ampersands.
+    r"""A formula in LaTeX as MathML; rows that end with two backslashes are aligned at
+    ampersands.
 
     >>> '<mo form="prefix">' in mathml("f(-x)", "inline"), '<mo form="prefix">' in mathml("1 - x", "inline")
     (True, False)
@@ -39,7 +48,9 @@ def mathml(formula: str, display: str) -> str:
 
 
 def _join_words(parent: Element) -> None:
-    """Three or more small letters in a row are a name, not a product; its last letter may carry an index."""
+    """Three or more small letters in a row are a name, not a product; its last letter
+    may carry an index.
+    """
     run: list[Element] = []
     for child in [*parent, Element("end")]:
         if _is_letter(child):
@@ -64,19 +75,33 @@ def _join(parent: Element, letters: list[Element], last: Element) -> None:
 
 
 def _space(children: list[Element]) -> None:
-    """A minus after a bracket or a comma is a sign, and a bar no operator: neither has space around it."""
+    """A minus after a bracket or a comma is a sign, and a bar no operator: neither has
+    space around it.
+    """
     for before, child in zip([None, *children], children, strict=False):
         if child.tag != "mo" or child.attrib.get("form"):
             continue
-        if child.text in MINUS and before is not None and before.tag == "mo" and before.text in OPENING:
+        if (
+            child.text in MINUS
+            and before is not None
+            and before.tag == "mo"
+            and before.text in OPENING
+        ):
             child.set("form", "prefix")
         if child.text in BARS:
             child.attrib |= {"lspace": "0", "rspace": "0"}
 
 
 def _draw_lines(element: Element) -> None:
-    """A line over more than a letter is drawn as a border, because only mathematical fonts can stretch the sign."""
-    if element.tag == "mover" and len(element) == 2 and element[0].tag == "mrow" and element[1].text in LINES:
+    """A line over more than a letter is drawn as a border, because only mathematical
+    fonts can stretch the sign.
+    """
+    if (
+        element.tag == "mover"
+        and len(element) == 2
+        and element[0].tag == "mrow"
+        and element[1].text in LINES
+    ):
         element.tag = "mrow"
         element.remove(element[1])
         element.set("style", "border-top: 0.07em solid; padding-top: 0.15em")

@@ -1,4 +1,6 @@
-"""Figures of weights in motion: write-backs, geodesics, and the stiffness field that training leaves."""
+"""Figures of weights in motion: write-backs, geodesics, and the stiffness field that
+training leaves.
+"""
 
 import math
 
@@ -20,10 +22,14 @@ WRITEBACKS = {
 
 
 def walk() -> Figure:
-    """E4M3 weights that SGD asks to grow by 0.04 ULP per step: six under stochastic rounding, one under each other."""
+    """E4M3 weights that SGD asks to grow by 0.04 ULP per step: six under stochastic
+    rounding, one under each other.
+    """
     figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
     steps, update = 200, 0.005
-    axes.plot([0, steps], [1, 1 + steps * update], color=EXACT, linestyle=":", label="without rounding")
+    axes.plot(
+        [0, steps], [1, 1 + steps * update], color=EXACT, linestyle=":", label="without rounding"
+    )
     for name, (color, linestyle) in WRITEBACKS.items():
         paths = _walk(name, steps, update, 6 if name == "stochastic" else 1)
         width = 0.8 if name == "stochastic" else 1.5
@@ -51,7 +57,9 @@ def _walk(writeback: str, steps: int, update: float, weights: int) -> torch.Tens
 
 
 def geodesic() -> Figure:
-    """From one weight to another: along the straight line, and along the geodesics of two formats."""
+    """From one weight to another: along the straight line, and along the geodesics of
+    two formats.
+    """
     figure, (value, codes) = plt.subplots(1, 2, figsize=(9, 4.0), layout="constrained")
     start, end = torch.tensor(-0.25), torch.tensor(4.0)
     t = torch.linspace(0, 1, 801)
@@ -74,19 +82,28 @@ def geodesic() -> Figure:
 
 
 def field() -> Figure:
-    """One ULP at each weight of a layer, before and after it has been trained in one byte per weight."""
+    """One ULP at each weight of a layer, before and after it has been trained in one
+    byte per weight.
+    """
     figure, grid = plt.subplots(1, 2, figsize=(9, 4.3), layout="constrained")
     before, after = _fields()
     both = torch.cat((before, after)).flatten()
-    limits = (float(both.quantile(0.02)), float(both.max()))  # the few nearest to zero would take all of the colours
-    for axes, stiffness, title in zip(grid, (before, after), ("before training", "after training"), strict=True):
+    limits = (
+        float(both.quantile(0.02)),
+        float(both.max()),
+    )  # the few nearest to zero would take all of the colours
+    for axes, stiffness, title in zip(
+        grid, (before, after), ("before training", "after training"), strict=True
+    ):
         image = _field(axes, stiffness, title, limits)
     figure.colorbar(image, ax=grid, shrink=0.85, label="log₂ S", extend="min")
     return figure
 
 
 def _field(axes: Axes, stiffness: Tensor, title: str, limits: tuple[float, float]) -> object:
-    image = axes.imshow(stiffness.numpy(), cmap="cividis", vmin=limits[0], vmax=limits[1], interpolation="nearest")
+    image = axes.imshow(
+        stiffness.numpy(), cmap="cividis", vmin=limits[0], vmax=limits[1], interpolation="nearest"
+    )
     axes.set(xlabel="input", ylabel="output", xticks=range(0, 33, 8), yticks=range(0, 33, 8))
     axes.set_title(f"{title}: warp {stiffness.std().item():.2f} binades")
     return image
@@ -95,9 +112,13 @@ def _field(axes: Axes, stiffness: Tensor, title: str, limits: tuple[float, float
 def _fields(steps: int = 300) -> tuple[Tensor, Tensor]:
     """log2 S of the hidden layer of a network that learns a sine."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 1))
+    model = nn.Sequential(
+        nn.Linear(1, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 1)
+    )
     model = fm.quantize_model(model, "E4M3", storage="fp8", granularity="tensor")
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = fm.optim.StiffnessAdamW(
+        model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0
+    )
     x = torch.linspace(-1, 1, 128)[:, None]
     before = _stiffness(model[2])
     for _ in range(steps):

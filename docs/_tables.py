@@ -1,4 +1,6 @@
-"""Tables of the pages, made from the library and the bench so that no fact is stored twice."""
+"""Tables of the pages, made from the library and the bench so that no fact is stored
+twice.
+"""
 
 import argparse
 import math
@@ -28,18 +30,36 @@ STORED = {
 
 def formats_table(names: Sequence[str] = TABLED_FORMATS) -> str:
     """The facts of formats, each derived by the library from its four stored fields."""
-    header = ("format", "bits", "bias", "layout", "largest", "smallest normal", "smallest subnormal", "finite codes")
+    header = (
+        "format",
+        "bits",
+        "bias",
+        "layout",
+        "largest",
+        "smallest normal",
+        "smallest subnormal",
+        "finite codes",
+    )
     return markdown(header, [_format_row(fm.FloatFormat.from_string(name)) for name in names])
 
 
 def _format_row(fmt: fm.FloatFormat) -> list[str]:
     subnormal = "none" if fmt.min_subnormal is None else number(fmt.min_subnormal)
-    facts = (fmt.name, fmt.bits, fmt.bias, fmt.layout, number(fmt.max), number(fmt.min_normal), subnormal)
+    facts = (
+        fmt.name,
+        fmt.bits,
+        fmt.bias,
+        fmt.layout,
+        number(fmt.max),
+        number(fmt.min_normal),
+        subnormal,
+    )
     return [*map(str, facts), str(fmt.finite_codes)]
 
 
 def number(x: float) -> str:
-    """A format's number, exactly: in decimals where they are short, otherwise with a power of two.
+    """A format's number, exactly: in decimals where they are short, otherwise with a
+    power of two.
 
     >>> number(448.0), number(0.125), number(2.0**64), number(1.5 * 2.0**32)
     ('448', '2⁻³', '2⁶⁴', '1.5·2³²')
@@ -57,21 +77,32 @@ def rules_table() -> str:
     from nanogpt_bench.config.rules import RULES
 
     rows = [
-        (f"`{name}`", rule.help.replace(", no master copy", ""), STORED[rule.storage], f"{rule.lr:g}")
+        (
+            f"`{name}`",
+            rule.help.replace(", no master copy", ""),
+            STORED[rule.storage],
+            f"{rule.lr:g}",
+        )
         for name, rule in RULES.items()
     ]
     return markdown(("rule", "what it does", "weights live in", "default lr"), rows)
 
 
 def metrics_tables() -> str:
-    """A table of the metrics that are always recorded, and one for every monitor's, from the registry of metrics."""
+    """A table of the metrics that are always recorded, and one for every monitor's,
+    from the registry of metrics.
+    """
     from nanogpt_bench.monitors import METRICS
 
     parts = []
     for monitor in dict.fromkeys(metric.monitor for metric in METRICS):
-        title = {"": "Always:", "shadow": "With `shadow.enabled`:"}.get(monitor, f"With `{monitor}`:")
+        title = {"": "Always:", "shadow": "With `shadow.enabled`:"}.get(
+            monitor, f"With `{monitor}`:"
+        )
         rows = [_metric_row(metric) for metric in METRICS if metric.monitor == monitor]
-        parts.append(f"{title}\n\n" + markdown(("metric", "what it is", "unit", "all layers", "bad"), rows))
+        parts.append(
+            f"{title}\n\n" + markdown(("metric", "what it is", "unit", "all layers", "bad"), rows)
+        )
     return "\n".join(parts)
 
 
@@ -88,7 +119,11 @@ def failures_table() -> str:
     from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 
     sides = {"above": "at least", "below": "at most"}
-    names = {each.name: f"{metric.name}/OPERAND" for metric in (OVERFLOW, CLAMPED) for each in metric.each}
+    names = {
+        each.name: f"{metric.name}/OPERAND"
+        for metric in (OVERFLOW, CLAMPED)
+        for each in metric.each
+    }
     rows = [
         (
             f"`{row.kind}`",
@@ -98,7 +133,9 @@ def failures_table() -> str:
         )
         for row in CLASSES
     ]
-    return markdown(("class", "figure", "bound", "measurements in a row"), list(dict.fromkeys(rows)))
+    return markdown(
+        ("class", "figure", "bound", "measurements in a row"), list(dict.fromkeys(rows))
+    )
 
 
 def settings_sections() -> str:
@@ -106,7 +143,10 @@ def settings_sections() -> str:
     from nanogpt_bench.config.keys import FIELDS
     from nanogpt_bench.config.schema import Config
 
-    parts = ["## Of the run\n\n" + _settings_rows(setting for key, setting in FIELDS.items() if "." not in key)]
+    parts = [
+        "## Of the run\n\n"
+        + _settings_rows(setting for key, setting in FIELDS.items() if "." not in key)
+    ]
     for name, field in Config.model_fields.items():
         if rows := [setting for key, setting in FIELDS.items() if key.startswith(f"{name}.")]:
             text = (field.annotation.__doc__ or "").split("\n\n")[0]
@@ -119,8 +159,16 @@ def _settings_rows(settings: Iterable[Any]) -> str:
     rows = []
     for setting in settings:
         default = setting.default
-        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
-        rows.append((f"`{setting.key}`", f"`{shown}`", setting.help.replace("|", "\\|"), _bounds(setting)))
+        shown = (
+            "null"
+            if default is None
+            else str(default).lower()
+            if isinstance(default, bool)
+            else str(default)
+        )
+        rows.append(
+            (f"`{setting.key}`", f"`{shown}`", setting.help.replace("|", "\\|"), _bounds(setting))
+        )
     return markdown(("setting", "default", "meaning", "allowed"), rows)
 
 
@@ -129,12 +177,18 @@ def _bounds(setting: Any) -> str:
     if setting.facts["choices"]:
         return ", ".join(f"`{choice}`" for choice in setting.facts["choices"])
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    limits = [(sign, getattr(bound, name, None)) for name, sign in signs.items() for bound in setting.bounds]
+    limits = [
+        (sign, getattr(bound, name, None))
+        for name, sign in signs.items()
+        for bound in setting.bounds
+    ]
     return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
 
 def commands() -> str:
-    """A heading for every command with its help and its options, from the parser itself."""
+    """A heading for every command with its help and its options, from the parser
+    itself.
+    """
     from nanogpt_bench.cli import COMMANDS, build_parser
 
     _, parsers = build_parser(COMMANDS)
@@ -147,11 +201,15 @@ def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) ->
     for action in parser._actions:
         spelled = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         value = f" {action.metavar}" if action.option_strings and action.metavar else ""
-        text = _prose((action.help or "").replace("|", "\\|").replace("%(default)s", str(action.default)))
+        text = _prose(
+            (action.help or "").replace("|", "\\|").replace("%(default)s", str(action.default))
+        )
         rows.append((f"`{(spelled + value).replace('|', chr(92) + '|')}`", text))
     usage = parser.format_usage().removeprefix("usage: ").strip()
     text = _prose((parser.description or "").replace("\n", " "))
-    return f"## `{name}`\n\n{text}\n\n```text\n{usage}\n```\n\n" + markdown(("argument", "meaning"), rows)
+    return f"## `{name}`\n\n{text}\n\n```text\n{usage}\n```\n\n" + markdown(
+        ("argument", "meaning"), rows
+    )
 
 
 def _prose(text: str) -> str:
@@ -163,16 +221,21 @@ def _prose(text: str) -> str:
     return re.sub(r"(?<!\S)--[a-z][a-z-]*", r"`\g<0>`", text.replace("*", "\\*"))
 
 
-#: for every row of the table of bytes: the call as the page shows it, and the function that makes the optimizer
+#: for every row of the table of bytes: the call as the page shows it, and the function
+#: that makes the optimizer
 BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "torch.optim.AdamW(...)": lambda p: torch.optim.AdamW(p),
     "StiffnessAdamW(...)": lambda p: fm.optim.StiffnessAdamW(p),
-    'StiffnessAdamW(..., moments="bfloat16")': lambda p: fm.optim.StiffnessAdamW(p, moments="bfloat16"),
+    'StiffnessAdamW(..., moments="bfloat16")': lambda p: fm.optim.StiffnessAdamW(
+        p, moments="bfloat16"
+    ),
     'StiffnessAdamW(..., moments="8bit")': lambda p: fm.optim.StiffnessAdamW(p, moments="8bit"),
     'StiffnessAdamW(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
         p, writeback="residual8", moments="8bit"
     ),
-    'StiffnessAdamW(..., writeback="momentum")': lambda p: fm.optim.StiffnessAdamW(p, writeback="momentum"),
+    'StiffnessAdamW(..., writeback="momentum")': lambda p: fm.optim.StiffnessAdamW(
+        p, writeback="momentum"
+    ),
     "RiemannianAdam(...)": lambda p: fm.optim.RiemannianAdam(p),
     "StiffnessSGD(...)": lambda p: fm.optim.StiffnessSGD(p),
     "StiffnessSGD(..., momentum=0.9)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.9),
@@ -189,14 +252,18 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
 
 
 def bytes_table(rows: int = 64, columns: int = 512) -> str:
-    """Bytes per weight after one step, measured on the live tensors: weight, scale and state."""
+    """Bytes per weight after one step, measured on the live tensors: weight, scale and
+    state.
+    """
     return markdown(
         ("optimizer", "weight and scales", "state", "in all"),
         [(f"`{name}`", *_bytes(make, rows, columns)) for name, make in BYTES.items()],
     )
 
 
-def _bytes(make: Callable[..., torch.optim.Optimizer], rows: int, columns: int) -> tuple[str, str, str]:
+def _bytes(
+    make: Callable[..., torch.optim.Optimizer], rows: int, columns: int
+) -> tuple[str, str, str]:
     from nanogpt_bench.setup.memory import bytes_of, plain_tensors
 
     layer = torch.nn.Linear(columns, rows, bias=False)

@@ -43,7 +43,9 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = False  # signatures that a decorator completes have more defaults than their source
+autodoc_preserve_defaults = (
+    False  # signatures that a decorator completes have more defaults than their source
+)
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -51,13 +53,17 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 nitpicky = True
-# Names of other projects, of typing's anonymous aliases, and of attributes that are documented in their class's text.
-# Names that an inventory has become links; without a network, few have one, and the build must pass all the same.
+# Names of other projects, of typing's anonymous aliases, and of attributes that are
+# documented in their class's text. Names that an inventory has become links; without a
+# network, few have one, and the build must pass all the same.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|geoopt|fractions|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
     (r"py:.*", r"(float|int|str|bool|None|dict|list|tuple|object|cached_property|NoneType)"),
     (r"py:data", r"LAYOUTS"),
-    (r"py:.*", r"(TypeError|ValueError|FloatingPointError|UserWarning|Callable|Mapping|Sequence|Iterable|Literal)"),
+    (
+        r"py:.*",
+        r"(TypeError|ValueError|FloatingPointError|UserWarning|Callable|Mapping|Sequence|Iterable|Literal)",
+    ),
     (
         r"py:.*",
         r"(fp8manifold\.[\w.]+\.)?(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
@@ -72,7 +78,9 @@ intersphinx_disabled_reftypes = ["std:*"]
 
 # pytest runs the examples in docstrings.
 doctest_test_doctest_blocks = ""
-doctest_global_setup = "import warnings\nwarnings.filterwarnings('ignore', message='`torch.jit.script`')"
+doctest_global_setup = (
+    "import warnings\nwarnings.filterwarnings('ignore', message='`torch.jit.script`')"
+)
 
 sphinx_gallery_conf = {
     "examples_dirs": ["../examples"],
@@ -98,14 +106,24 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-def _join_names(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
-    """Join a list of argument names that is broken after a comma into one line, as napoleon needs it."""
+def _join_names(
+    _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
+) -> None:
+    """Join a list of argument names that is broken after a comma into one line, as
+    napoleon needs it.
+    """
     text = "\n".join(lines)
-    lines[:] = re.sub(r"^( {4}(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )", r"\1 \2", text, flags=re.MULTILINE).split("\n")
+    lines[:] = re.sub(
+        r"^( {4}(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )", r"\1 \2", text, flags=re.MULTILINE
+    ).split("\n")
 
 
-def _keep_property(_app: Any, what: str, _name: str, obj: Any, _options: Any, lines: list[str]) -> None:
-    """Restore a property's one-line docstring, which napoleon has split as "type: description"."""
+def _keep_property(
+    _app: Any, what: str, _name: str, obj: Any, _options: Any, lines: list[str]
+) -> None:
+    """Restore a property's one-line docstring, which napoleon has split as "type:
+    description".
+    """
     if what == "property":
         lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
 

@@ -2,9 +2,10 @@
 A format of your own
 ====================
 
-A format is four facts: exponent bits, mantissa bits, bias and layout.  Here are a format of eight bits that spends no
-codes on infinities and NaN, and one of seven bits.  ``FloatFormat`` derives the rest, and everything that takes a
-format takes these.  The network learns y = sin(2 pi x).
+A format is four facts: exponent bits, mantissa bits, bias and layout. Here are a format
+of eight bits that spends no codes on infinities and NaN, and one of seven bits.
+``FloatFormat`` derives the rest, and everything that takes a format takes these. The
+network learns y = sin(2 pi x).
 
 Expected output::
 
@@ -29,7 +30,9 @@ MINE = (fm.FloatFormat(3, 4, bias=4, layout="finite"), fm.FloatFormat.from_strin
 def network() -> nn.Sequential:
     """The same initial weights every time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
 
 
 def rounding_error(before: nn.Sequential, after: nn.Sequential) -> float:
@@ -42,7 +45,9 @@ def train(model: nn.Module) -> float:
     """Fit the sine and return the mean squared error."""
     x = torch.linspace(-1, 1, 128)[:, None]
     y = torch.sin(2 * math.pi * x)
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = fm.optim.StiffnessAdamW(
+        model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -55,8 +60,14 @@ def train(model: nn.Module) -> float:
 
 if __name__ == "__main__":
     for fmt in MINE:
-        print(f"{fmt}: {fmt.finite_codes} finite codes, largest {fmt.max:g}, smallest step {fmt.ulp_min:.5f}")
+        print(
+            f"{fmt}: {fmt.finite_codes} finite codes, largest {fmt.max:g}, smallest step "
+            f"{fmt.ulp_min:.5f}"
+        )
     for fmt in (fm.FloatFormat.from_string("E4M3"), *MINE):
         model = fm.quantize_model(network(), fmt, storage="fp8")
         error = rounding_error(network(), model)
-        print(f"{fmt.name:<15} rounding error of the weights {error:.2%}   loss after training {train(model):.4f}")
+        print(
+            f"{fmt.name:<15} rounding error of the weights {error:.2%}   loss after training "
+            f"{train(model):.4f}"
+        )

@@ -2,10 +2,12 @@
 A write-back of your own
 ========================
 
-One method of the manifold, ``round``, brings a step back to the grid.  This one goes up or down with the odds of
-stochastic rounding but without chance: weight i of step t is compared with the fraction of (i + t) times the golden
-ratio, a sequence that fills [0, 1) more evenly than random numbers do.  geoopt's RiemannianAdam then trains a linear
-regression on an E4M3 grid with each write-back, with a learning rate that falls from 4 ULPs per step to 0.04.
+One method of the manifold, ``round``, brings a step back to the grid. This one goes up
+or down with the odds of stochastic rounding but without chance: weight i of step t is
+compared with the fraction of (i + t) times the golden ratio, a sequence that fills [0,
+1) more evenly than random numbers do. geoopt's RiemannianAdam then trains a linear
+regression on an E4M3 grid with each write-back, with a learning rate that falls from 4
+ULPs per step to 0.04.
 
 Expected output::
 
@@ -27,7 +29,9 @@ class GoldenRatioManifold(fm.FP8Manifold):
     """The grid of a format, written back to with evenly spread odds."""
 
     def round(self, x: Tensor) -> Tensor:
-        """Round to the grid, away from zero where the fraction of a step is above the element's draw."""
+        """Round to the grid, away from zero where the fraction of a step is above the
+        element's draw.
+        """
         index = torch.arange(x.numel(), dtype=torch.float64).view(x.shape)
         place = (index + float(self.counter)) * GOLDEN % 1
         self.counter += 1

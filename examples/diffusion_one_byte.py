@@ -2,12 +2,15 @@
 A diffusion transformer in one byte per weight
 ==============================================
 
-A small DiT of diffusers with random weights learns to remove noise from handwritten digits, given the digit's class:
-by AdamW in float32, and with the weights of its linear layers in one byte each by Muon, whose momentum takes another
-byte.  There each gradient is used and freed before the next is computed, and clipped by the norm of the step before.
-Losses are the mean squared error of the predicted noise on images that were not trained on.
+A small DiT of diffusers with random weights learns to remove noise from handwritten
+digits, given the digit's class: by AdamW in float32, and with the weights of its linear
+layers in one byte each by Muon, whose momentum takes another byte. There each gradient
+is used and freed before the next is computed, and clipped by the norm of the step
+before. Losses are the mean squared error of the predicted noise on images that were not
+trained on.
 
-Needs diffusers and scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
+Needs diffusers and scikit-learn (``pip install 'fp8manifold[examples]'``). Expected
+output::
 
     before training          1.516
     AdamW, float32           0.362
@@ -36,8 +39,16 @@ scheduler = DDPMScheduler(num_train_timesteps=100)
 def model_of(seed: int = 0) -> nn.Module:
     """Two blocks on patches of 2 x 2 pixels."""
     torch.manual_seed(seed)
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "patch_size": 2}
-    return DiTTransformer2DModel(**sizes, in_channels=1, num_embeds_ada_norm=10, dropout=0.0).train()
+    sizes = {
+        "num_attention_heads": 4,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "sample_size": 8,
+        "patch_size": 2,
+    }
+    return DiTTransformer2DModel(
+        **sizes, in_channels=1, num_embeds_ada_norm=10, dropout=0.0
+    ).train()
 
 
 def loss_of(model: nn.Module, x: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -51,14 +62,19 @@ def loss_of(model: nn.Module, x: Tensor, labels: Tensor, generator: torch.Genera
 @torch.no_grad()
 def report(name: str, model: nn.Module) -> None:
     """Print the loss on the images that were held out."""
-    loss = loss_of(model.eval(), images[held_out], classes[held_out], torch.Generator().manual_seed(2))
+    loss = loss_of(
+        model.eval(), images[held_out], classes[held_out], torch.Generator().manual_seed(2)
+    )
     model.train()
     print(f"{name:<25}{float(loss):.3f}")
 
 
 def train(model: nn.Module, optimizer: Any, clip: Callable[[], object] = lambda: None) -> None:
     """Train on random images, at a rate that falls to zero."""
-    generator, peaks = torch.Generator().manual_seed(1), [group["lr"] for group in optimizer.param_groups]
+    generator, peaks = (
+        torch.Generator().manual_seed(1),
+        [group["lr"] for group in optimizer.param_groups],
+    )
     for step in range(STEPS):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * (1 - step / STEPS)
@@ -71,7 +87,11 @@ def train(model: nn.Module, optimizer: Any, clip: Callable[[], object] = lambda:
 
 model = model_of()
 report("before training", model)
-train(model, torch.optim.AdamW(model.parameters(), LR), lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+train(
+    model,
+    torch.optim.AdamW(model.parameters(), LR),
+    lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+)
 report("AdamW, float32", model)
 
 model = fm.quantize_model(model_of(), "E4M3", storage="fp8")
@@ -81,6 +101,11 @@ train(model, optimizer)
 report("Muon, one byte", model)
 layers = [module for module in model.modules() if isinstance(module, fm.QuantizedLinear)]
 weights = [layer.weight for layer in layers if "momentum_buffer" in optimizer.state[layer.weight]]
-state = [value for weight in weights for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
+state = [
+    value
+    for weight in weights
+    for value in optimizer.state[weight].values()
+    if isinstance(value, Tensor)
+]
 held = sum(weight.codes.nbytes for weight in weights) + sum(value.nbytes for value in state)
 print(f"{'bytes per linear weight':<25}{held / sum(weight.numel() for weight in weights):.2f}")

@@ -2,9 +2,10 @@
 Digits in one byte per weight
 =============================
 
-A small MLP learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels) three ways: AdamW on float32
-weights, and StiffnessAdamW on weights that are E4M3 numbers with no other copy, with float32 and with 8-bit averages.
-The last column counts all bytes of the weight matrices: weights, scales and optimizer state.
+A small MLP learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels)
+three ways: AdamW on float32 weights, and StiffnessAdamW on weights that are E4M3
+numbers with no other copy, with float32 and with 8-bit averages. The last column counts
+all bytes of the weight matrices: weights, scales and optimizer state.
 
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
@@ -34,7 +35,9 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def network() -> nn.Sequential:
     """The same initial weights every time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -42,7 +45,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     x, y, test_x, test_y = data()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
-        for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(BATCH):
+        for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(
+            BATCH
+        ):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
@@ -52,17 +57,27 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def bytes_per_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of the weight matrices and of the optimizer's state for them, over the number of weights."""
+    """Bytes of the weight matrices and of the optimizer's state for them, over the
+    number of weights.
+    """
     weights = [p for p in model.parameters() if p.ndim == 2]
-    stored = [p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes for p in weights]
-    state = [v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+    stored = [
+        p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes
+        for p in weights
+    ]
+    state = [
+        v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)
+    ]
     return (sum(stored) + sum(state)) / sum(p.numel() for p in weights)
 
 
 def report(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train and print one line."""
     accuracy = train(model, optimizer)
-    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {bytes_per_weight(model, optimizer):.1f}")
+    print(
+        f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight "
+        f"{bytes_per_weight(model, optimizer):.1f}"
+    )
 
 
 if __name__ == "__main__":
@@ -73,5 +88,7 @@ if __name__ == "__main__":
         report(
             f"E4M3, StiffnessAdamW{name}",
             model,
-            fm.optim.StiffnessAdamW(model.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=moments),
+            fm.optim.StiffnessAdamW(
+                model.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=moments
+            ),
         )

@@ -2,10 +2,12 @@
 Fine-tuning all of a language model
 ===================================
 
-All weights of a model of transformers learn from a text: those of the linear layers live in one byte each, Adam's two
-averages of them in another byte each, and each gradient is used and freed before the next is computed.  Without
-arguments a small Llama, pretrained on the Python reference, learns Python code; with a folder that ``save_pretrained``
-wrote and a text file, that model learns that text.  ``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
+All weights of a model of transformers learn from a text: those of the linear layers
+live in one byte each, Adam's two averages of them in another byte each, and each
+gradient is used and freed before the next is computed. Without arguments a small Llama,
+pretrained on the Python reference, learns Python code; with a folder that
+``save_pretrained`` wrote and a text file, that model learns that text.
+``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
 
 Needs transformers (``pip install 'fp8manifold[hf]'``).  Expected output::
 
@@ -41,7 +43,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = peak * (1 - step / steps)
-        batch = text[torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator) + torch.arange(LENGTH)]
+        batch = text[
+            torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
+            + torch.arange(LENGTH)
+        ]
         optimizer.zero_grad()
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
@@ -61,7 +66,9 @@ def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
     report("as it was", model, held_out)
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
     report("in one byte per weight", model, held_out)
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit")
+    optimizer = fm.optim.StiffnessAdamW(
+        model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit"
+    )
     fm.optim.step_in_backward(optimizer)
     train(model, optimizer, learnt, STEPS)
     report("fine-tuned", model, held_out)
@@ -74,12 +81,25 @@ def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         folder, path = sys.argv[1:]
-        words = AutoTokenizer.from_pretrained(folder)(Path(path).read_text(encoding="utf-8"))["input_ids"]
-        finetune(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor(words), lr=5e-5)
+        words = AutoTokenizer.from_pretrained(folder)(Path(path).read_text(encoding="utf-8"))[
+            "input_ids"
+        ]
+        finetune(
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            torch.tensor(words),
+            lr=5e-5,
+        )
     else:
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-        llama = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128, max_position_embeddings=LENGTH, **sizes))
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        llama = AutoModelForCausalLM.from_config(
+            LlamaConfig(vocab_size=128, max_position_embeddings=LENGTH, **sizes)
+        )
         prose = text_bytes("\n".join(topics.topics.values())[:200_000])
         train(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3), prose, steps=150)
         finetune(llama, text_bytes(inspect.getsource(difflib)), lr=1e-3)

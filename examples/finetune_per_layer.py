@@ -2,9 +2,10 @@
 Fine-tuning with a format for every layer
 =========================================
 
-A small Llama of transformers learns bytes of English prose (the Python reference that comes with Python) in float32.
-Then its linear layers are quantised to one byte per weight, E4M3 for attention, E3M4 for the MLPs and E5M2 for the
-output layer, and it is fine-tuned on Python code.  Losses are in nats per byte, on code that was not trained on.
+A small Llama of transformers learns bytes of English prose (the Python reference that
+comes with Python) in float32. Then its linear layers are quantised to one byte per
+weight, E4M3 for attention, E3M4 for the MLPs and E5M2 for the output layer, and it is
+fine-tuned on Python code. Losses are in nats per byte, on code that was not trained on.
 
 Needs transformers (``pip install 'fp8manifold[examples]'``).  Expected output::
 
@@ -42,11 +43,18 @@ TRAIN, TEST = CODE[:-8192], CODE[-8192:]
 def small_llama() -> nn.Module:
     """Two layers of width 64."""
     torch.manual_seed(0)
-    width = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    width = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=LENGTH, **width))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps: int) -> nn.Module:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps: int
+) -> nn.Module:
     """Train on random stretches of the text."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -75,7 +83,9 @@ if __name__ == "__main__":
     report("fine-tuned, float32", llama)
     train(
         in_bytes,
-        fm.optim.StiffnessAdamW(in_bytes.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        fm.optim.StiffnessAdamW(
+            in_bytes.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
+        ),
         TRAIN,
         steps=100,
     )

@@ -2,11 +2,13 @@
 Natural gradients with nngeometry
 =================================
 
-``FisherNaturalGradient`` measures the Fisher matrix of each layer with nngeometry and takes natural gradients (in
-the coordinates of the codes with ``stiffness=1.0``).  Two epochs on scikit-learn's digits, weights in E4M3, one byte
-each; StiffnessAdamW takes as many steps beside it, with the same learning rate.
+``FisherNaturalGradient`` measures the Fisher matrix of each layer with nngeometry and
+takes natural gradients (in the coordinates of the codes with ``stiffness=1.0``). Two
+epochs on scikit-learn's digits, weights in E4M3, one byte each; StiffnessAdamW takes as
+many steps beside it, with the same learning rate.
 
-Needs scikit-learn and nngeometry (``pip install 'fp8manifold[examples,fisher]'``).  Expected output::
+Needs scikit-learn and nngeometry (``pip install 'fp8manifold[examples,fisher]'``).
+Expected output::
 
     StiffnessAdamW                    loss after 1 epoch 0.491, after 2 epochs 0.216
     FisherNaturalGradient, diagonal   loss after 1 epoch 0.394, after 2 epochs 0.196
@@ -30,7 +32,10 @@ def data() -> tuple[Batches, tuple[Tensor, Tensor]]:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    return [(x[part], y[part]) for part in order[360:].split(BATCH)], (x[order[:360]], y[order[:360]])
+    return [(x[part], y[part]) for part in order[360:].split(BATCH)], (
+        x[order[:360]],
+        y[order[:360]],
+    )
 
 
 def network() -> nn.Module:
@@ -59,7 +64,9 @@ def train(make: Callable[[nn.Module, Batches], torch.optim.Optimizer]) -> list[f
 def fisher(representation: str) -> Callable[[nn.Module, Batches], torch.optim.Optimizer]:
     """A natural gradient with one form of the Fisher matrix, measured every tenth step."""
     options = {"representation": representation, "refresh": 10, "batches": 2}
-    return lambda model, batches: fm.optim.FisherNaturalGradient(model.parameters(), model, batches, lr=LR, **options)
+    return lambda model, batches: fm.optim.FisherNaturalGradient(
+        model.parameters(), model, batches, lr=LR, **options
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 geoopt's RiemannianAdam on eight-bit weights
 ============================================
 
-A linear regression whose weights are E4M3 numbers without another copy, stepped by geoopt's own optimizer.  Its
-learning rate falls from 4 ULPs per step to 0.04: below half an ULP nearest rounding loses every update, and stochastic
-rounding does not.
+A linear regression whose weights are E4M3 numbers without another copy, stepped by
+geoopt's own optimizer. Its learning rate falls from 4 ULPs per step to 0.04: below half
+an ULP nearest rounding loses every update, and stochastic rounding does not.
 
 Expected output::
 

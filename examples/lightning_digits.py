@@ -2,10 +2,12 @@
 Under Lightning
 ===============
 
-A ``LightningModule`` around a quantised model trains with this library's optimizer as with any other.  A small MLP
-learns scikit-learn's digits for ten epochs, and once more from the checkpoint of the fifth, to the same bits.
+A ``LightningModule`` around a quantised model trains with this library's optimizer as
+with any other. A small MLP learns scikit-learn's digits for ten epochs, and once more
+from the checkpoint of the fifth, to the same bits.
 
-Needs lightning and scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
+Needs lightning and scikit-learn (``pip install 'fp8manifold[examples]'``). Expected
+output::
 
     before: loss 2.306, accuracy 0.078
     after:  loss 0.097, accuracy 0.981
@@ -42,13 +44,21 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""
-        return fm.optim.StiffnessAdamW(self.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit")
+        return fm.optim.StiffnessAdamW(
+            self.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit"
+        )
 
 
-def fit(model: Digits, loader: DataLoader, epochs: int, start: Path | None = None) -> lightning.Trainer:
+def fit(
+    model: Digits, loader: DataLoader, epochs: int, start: Path | None = None
+) -> lightning.Trainer:
     """Train up to an epoch, from the beginning or from a checkpoint."""
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = lightning.Trainer(accelerator="cpu", precision="bf16-mixed", max_epochs=epochs, **quiet)
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", precision="bf16-mixed", max_epochs=epochs, **quiet
+    )
     trainer.fit(model, loader, ckpt_path=start, weights_only=True)
     return trainer
 
@@ -63,7 +73,12 @@ def report(when: str, model: Digits, x: Tensor, y: Tensor) -> None:
 def held(model: Digits, trainer: lightning.Trainer) -> list[list[float]]:
     """Every number of the model, and of the optimizer's averages."""
     tensors = model.state_dict()
-    averages = [x for entry in trainer.optimizers[0].state.values() for x in entry.values() if isinstance(x, Tensor)]
+    averages = [
+        x
+        for entry in trainer.optimizers[0].state.values()
+        for x in entry.values()
+        if isinstance(x, Tensor)
+    ]
     return [x.double().flatten().tolist() for x in (*tensors.values(), *averages)]
 
 
@@ -81,7 +96,10 @@ def main() -> None:
         again = fit(other := Digits(), loader, 10, Path(folder) / "half.ckpt")
     whole = fit(model := Digits(), loader, 10)
     report("after:", model, x[:360], y[:360])
-    print(f"the weights are still {type(model.net[0].weight).__name__}, codes {model.net[0].weight.codes.dtype}")
+    print(
+        f"the weights are still {type(model.net[0].weight).__name__}, codes "
+        f"{model.net[0].weight.codes.dtype}"
+    )
     same = "the same" if held(model, whole) == held(other, again) else "other"
     print(f"gone on from the checkpoint half-way: {same} codes, scales and averages")
 

@@ -2,12 +2,13 @@
 Muon, in two bytes per weight
 =============================
 
-A small convolutional network learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels) three ways:
-AdamW and Muon on float32 weights, and Muon on linear layers whose weights are E4M3 numbers with no other copy, with a
-momentum of one byte.  ``for_model`` leaves all parameters that are not hidden matrices, the head and the biases, to
-Adam.  The last column counts all bytes (weights, scales and optimizer state) per weight of all layers, the kernels of
-the convolutions included, which stay floats.  The third run steps in the backward pass: no two gradients need memory at
-once.
+A small convolutional network learns scikit-learn's handwritten digits (1,797 real
+images of 8 x 8 pixels) three ways: AdamW and Muon on float32 weights, and Muon on
+linear layers whose weights are E4M3 numbers with no other copy, with a momentum of one
+byte. ``for_model`` leaves all parameters that are not hidden matrices, the head and the
+biases, to Adam. The last column counts all bytes (weights, scales and optimizer state)
+per weight of all layers, the kernels of the convolutions included, which stay floats.
+The third run steps in the backward pass: no two gradients need memory at once.
 
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
@@ -57,7 +58,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     x, y, test_x, test_y = data()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
-        for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(BATCH):
+        for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(
+            BATCH
+        ):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()  # under step_in_backward this only ends the step
@@ -70,8 +73,13 @@ def report(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     """Train and print one line."""
     accuracy = train(model, optimizer)
     weights = [p for p in model.parameters() if p.ndim > 1]
-    held = [p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes for p in weights]
-    held += [v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+    held = [
+        p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes
+        for p in weights
+    ]
+    held += [
+        v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)
+    ]
     share = sum(held) / sum(p.numel() for p in weights)
     print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {share:.1f}")
 

@@ -2,11 +2,13 @@
 A run folder in pandas
 ======================
 
-A run of ``nanogpt-bench`` leaves a folder of text: a line of ``metrics.jsonl`` for every step, and the totals in
-``summary.json``.  This script makes a short run, or takes the folder that is given to it, and computes with pandas how
-the loss fell, and what share of the requested updates each layer lost.
+A run of ``nanogpt-bench`` leaves a folder of text: a line of ``metrics.jsonl`` for
+every step, and the totals in ``summary.json``. This script makes a short run, or takes
+the folder that is given to it, and computes with pandas how the loss fell, and what
+share of the requested updates each layer lost.
 
-Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``).  Expected output::
+Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``). Expected
+output::
 
     stochastic, E4M3: finished after 120 steps
     steps   1 to  40: mean training loss 5.281
@@ -36,19 +38,30 @@ SMALL = "--model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size
 def make_run() -> Path:
     """Train a tiny GPT in one byte per weight and return its run folder."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert bench(["run", "e4m3.yaml", "--rule", "stochastic", "--name", "small", *SMALL.split()]) == 0
+        assert (
+            bench(["run", "e4m3.yaml", "--rule", "stochastic", "--name", "small", *SMALL.split()])
+            == 0
+        )
     return Path("runs/small")
 
 
 def report(run: Path) -> None:
-    """Print the run's status, its loss by thirds, and the lost share of each layer's updates."""
+    """Print the run's status, its loss by thirds, and the lost share of each layer's
+    updates.
+    """
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    print(f"{summary['rule']}, {summary['format']}: {summary['status']} after {summary['steps']} steps")
+    print(
+        f"{summary['rule']}, {summary['format']}: {summary['status']} after {summary['steps']} "
+        f"steps"
+    )
     metrics = pd.read_json(run / "metrics.jsonl", lines=True).set_index("step")
     losses = metrics["train/loss"].dropna()
     third = -(-len(losses) // 3)
     for steps, part in losses.groupby((losses.index - 1) // third):
-        print(f"steps {steps * third + 1:>3} to {(steps + 1) * third:>3}: mean training loss {part.mean():.3f}")
+        print(
+            f"steps {steps * third + 1:>3} to {(steps + 1) * third:>3}: mean training loss "
+            f"{part.mean():.3f}"
+        )
     lost = metrics.filter(regex=r"^stall/update_lost/").mean()
     for layer, share in lost.items():
         print(f"{layer.removeprefix('stall/update_lost/'):<26}{share:>8.3f} of the updates lost")

@@ -2,8 +2,9 @@
 StiffnessAdamW in AdamW's place
 ===============================
 
-A small network learns y = sin(2 pi x): AdamW on float32 weights, and StiffnessAdamW on layers that live in one byte a
-weight, with nearest and with stochastic rounding.  The figures are mean squared errors.
+A small network learns y = sin(2 pi x): AdamW on float32 weights, and StiffnessAdamW on
+layers that live in one byte a weight, with nearest and with stochastic rounding. The
+figures are mean squared errors.
 
 Expected output::
 
@@ -25,7 +26,9 @@ STEPS = 600
 def network() -> nn.Sequential:
     """One input, one output, two hidden layers; the same initial weights every time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -45,7 +48,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 def main() -> None:
     """Train three ways and print the errors."""
     model = network()
-    print(f"float32, AdamW:                    {train(model, torch.optim.AdamW(model.parameters(), lr=4e-3)):.5f}")
+    print(
+        f"float32, AdamW:                    "
+        f"{train(model, torch.optim.AdamW(model.parameters(), lr=4e-3)):.5f}"
+    )
     for writeback in ("nearest", "stochastic"):
         model = fm.quantize_model(network(), "E4M3", storage="fp8")
         optimizer = fm.optim.StiffnessAdamW(

@@ -2,9 +2,10 @@
 A stiffness schedule around any optimizer
 =========================================
 
-``StiffnessWrapper`` takes an optimizer as it is, scales its update by (S / mean S)^k and rounds once.  Here it
-is around three of torch's own, over weights on the E4M3 grid: with nearest rounding, with stochastic rounding, and with
-stochastic rounding and k that goes from 1 to 0.  The network learns y = sin(2 pi x); figures are mean squared errors.
+``StiffnessWrapper`` takes an optimizer as it is, scales its update by (S / mean S)^k
+and rounds once. Here it is around three of torch's own, over weights on the E4M3 grid:
+with nearest rounding, with stochastic rounding, and with stochastic rounding and k that
+goes from 1 to 0. The network learns y = sin(2 pi x); figures are mean squared errors.
 
 Expected output::
 
@@ -41,7 +42,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def train(make: Callable[[nn.Module], torch.optim.Optimizer], wrap: Wrap) -> float:
     """Fit the sine with weights on the grid, and return the mean squared error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
     model = fm.quantize_model(model, "E4M3", storage="grid")
     optimizer = make(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

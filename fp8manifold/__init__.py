@@ -1,4 +1,6 @@
-"""8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
+"""8-bit float formats as Riemannian manifolds, and optimizers whose weights live on
+their grids.
+"""
 
 from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
 from fp8manifold._native import NativeUnavailableWarning
@@ -25,7 +27,13 @@ from fp8manifold.nn._surgery import (
 )
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
-from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale
+from fp8manifold.scaling import (
+    SaturationWarning,
+    UnderflowWarning,
+    amax_scale,
+    storage_scale,
+    widened_scale,
+)
 from fp8manifold.tensor import FP8Tensor
 
 __version__ = "0.1.0"

@@ -1,4 +1,6 @@
-"""The first import of geoopt, which scripts one helper: torch's deprecation of that is nothing its users can change."""
+"""The first import of geoopt, which scripts one helper: torch's deprecation of that is
+nothing its users can change.
+"""
 
 import warnings
 

@@ -1,4 +1,6 @@
-"""Running averages of quantised weights, in float32: an average moves by fractions of a step of the grid."""
+"""Running averages of quantised weights, in float32: an average moves by fractions of a
+step of the grid.
+"""
 
 import copy
 import sys
@@ -20,11 +22,13 @@ _SHARD_BOTH: Final = "call averaged_model before fully_shard, then fully_shard o
 
 
 def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
-    """An ``AveragedModel`` (``torch.optim.swa_utils``) of a quantised model, with the average in float32.
+    """An ``AveragedModel`` (``torch.optim.swa_utils``) of a quantised model, with the
+    average in float32.
 
     .. math:: a \\leftarrow a + (w - a) / (n + 1)
 
-    ``AveragedModel(model)`` itself is refused, because averages in codes stall.  To quantise the average, call
+    ``AveragedModel(model)`` itself is refused, because averages in codes stall. To
+    quantise the average, call
     :func:`quantize_model` on its ``module``.  Under ``fully_shard`` each process averages its rows.
 
     Args:
@@ -32,12 +36,14 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
         options: ``device``, ``avg_fn`` and ``multi_avg_fn`` of ``AveragedModel``.
 
     Returns:
-        The average; NaN, Inf and -0 are averaged as floats are, and a model without parameters has an empty one.
+        The average; NaN, Inf and -0 are averaged as floats are, and a model without
+        parameters has an empty one.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: ``use_buffers=True``; a model that ``fully_shard`` has cut into rows; in ``update_parameters`` a
-            model that is cut into other rows than the average.
+        ValueError: ``use_buffers=True``; a model that ``fully_shard`` has cut into
+            rows; in ``update_parameters`` a model that is cut into other rows than the
+            average.
 
     Example:
         >>> import torch, fp8manifold as fm
@@ -50,25 +56,40 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     Source: Izmailov et al. 2018 (stochastic weight averaging).
     """
     if options.get("use_buffers"):
-        raise ValueError("use_buffers=True is not supported: quantised layers have buffers that the average lacks")
+        raise ValueError(
+            "use_buffers=True is not supported: quantised layers have buffers that the average "
+            "lacks"
+        )
     if _sharded_of(model):
-        raise ValueError(f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}")
+        raise ValueError(
+            f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}"
+        )
     return _Average(dequantize_model(copy.deepcopy(model)).float(), **options)
 
 
 class _Average(AveragedModel):
-    """An average whose module lacks what the model's layers have beside their weights: scales, counts, manifolds."""
+    """An average whose module lacks what the model's layers have beside their weights:
+    scales, counts, manifolds.
+    """
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Take a model's parameters into the average; other buffers than those of quantised layers are copied."""
+        """Take a model's parameters into the average; other buffers than those of
+        quantised layers are copied.
+        """
         floats = _AsFloats(model)
         sharded = (*_sharded_of(model), *_sharded_of(self.module))
         for module in sharded:
-            module.reshard()  # what is written into rows that a forward pass has left whole would be lost
-        for (name, own), its in zip(self.module.named_parameters(), floats.parameters(), strict=bool(sharded)):
+            # What is written into rows that a forward pass has left whole would be lost
+            module.reshard()
+        for (name, own), its in zip(
+            self.module.named_parameters(), floats.parameters(), strict=bool(sharded)
+        ):
             if sharded and _rows_of(own) != _rows_of(its):
-                raise ValueError(f"{name!r} has other rows in the average than in the model: {_SHARD_BOTH}")
-        super().update_parameters(floats)  # type: ignore[arg-type]  # which asks for parameters and buffers only
+                raise ValueError(
+                    f"{name!r} has other rows in the average than in the model: {_SHARD_BOTH}"
+                )
+        # Which asks for parameters and buffers only
+        super().update_parameters(floats)  # type: ignore[arg-type]
 
 
 def _sharded_of(model: nn.Module) -> list[Any]:
@@ -79,36 +100,49 @@ def _sharded_of(model: nn.Module) -> list[Any]:
 
 
 def _rows_of(parameter: Tensor) -> tuple[Any, ...] | None:
-    """A key of the rows of a parameter that this process holds; None for one that is whole."""
+    """A key of the rows of a parameter that this process holds; None for one that is
+    whole.
+    """
     share = share_of(parameter)
     return None if share is None else (share.shape, share.mesh, tuple(share.placements))
 
 
 class _AsFloats:
-    """Parameters and buffers of a model in the order and shapes that they have once its layers are dequantised."""
+    """Parameters and buffers of a model in the order and shapes that they have once its
+    layers are dequantised.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
 
     def parameters(self) -> Iterator[Tensor]:
-        transposed = {id(layer.weight) for layer in self.layers if isinstance(layer, QuantizedConv1D)}
+        transposed = {
+            id(layer.weight) for layer in self.layers if isinstance(layer, QuantizedConv1D)
+        }
         floats = ((p.detach().float(), id(p) in transposed) for p in self.model.parameters())
         return (p.t() if turned else p for p, turned in floats)
 
     def buffers(self) -> Iterator[Tensor]:
         named = ((layer, *each) for layer in self.layers for each in layer.named_buffers())
-        own = {id(buffer) for layer, name, buffer in named if name.partition(".")[0] in layer._own_names}
+        own = {
+            id(buffer)
+            for layer, name, buffer in named
+            if name.partition(".")[0] in layer._own_names
+        }
         return (buffer for buffer in self.model.buffers() if id(buffer) not in own)
 
 
 def _refuse_codes(module: nn.Module, name: str, averaged: Any) -> None:
     """Refuse ``AveragedModel`` of one-byte weights, as it takes its copy of the model."""
     if isinstance(module, AveragedModel) and name == "module":
-        found = next((own for own, p in averaged.named_parameters() if isinstance(p, FP8Tensor)), None)
+        found = next(
+            (own for own, p in averaged.named_parameters() if isinstance(p, FP8Tensor)), None
+        )
         if found is not None:
             raise TypeError(
-                f"AveragedModel would average {found!r} in codes, where small changes are rounded away: use "
+                f"AveragedModel would average {found!r} in codes, where small changes are rounded "
+                f"away: use "
                 "fp8manifold.averaged_model(model), whose average is in float32"
             )
 

@@ -1,4 +1,6 @@
-"""Published FP8 checkpoints: read into models of transformers as they are, trained in place, and written back."""
+"""Published FP8 checkpoints: read into models of transformers as they are, trained in
+place, and written back.
+"""
 
 import json
 import re
@@ -59,34 +61,44 @@ def load_fp8(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Read a published FP8 model into a model of transformers whose weights are codes that can be trained.
+    """Read a published FP8 model into a model of transformers whose weights are codes
+    that can be trained.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Codes, formats and scales are those of the files, in the layouts of DeepSeek (squares of 128 x 128),
-    compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4.  A linear layer becomes a :class:`QuantizedLinear`, and
-    experts and other weights an :class:`FP8Parameter` where they are; floats stay float.  :func:`save_fp8` writes the
-    model back, also after ``save_pretrained``.  Reading takes the memory of the codes and of one tensor.
+    Codes, formats and scales are those of the files, in the layouts of DeepSeek
+    (squares of 128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4. A
+    linear layer becomes a :class:`QuantizedLinear`, and experts and other weights an
+    :class:`FP8Parameter` where they are; floats stay float. :func:`save_fp8` writes the
+    model back, also after ``save_pretrained``. Reading takes the memory of the codes
+    and of one tensor.
 
     Args:
-        folder: with ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
-        dtype: of the floats, and the one that weights in codes appear in: ``torch.bfloat16`` or ``torch.float32``.
+        folder: with ``*.safetensors`` and ``config.json``, or a model's name on the
+            Hub.
+        dtype: of the floats, and the one that weights in codes appear in:
+            ``torch.bfloat16`` or ``torch.float32``.
         device: where the weights go, one at a time.
-        activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at the files' ``input_scale``.
+        activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at
+            the files' ``input_scale``.
         rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
-        options: of transformers' ``from_pretrained``, and for the Hub ``revision``, ``token``, ``cache_dir``,
-            ``local_files_only`` and ``force_download``.
+        options: of transformers' ``from_pretrained``, and for the Hub ``revision``,
+            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``.
 
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode.
 
-    NaN and -0 among the codes are preserved, and tensors without a place in the model are written back as they were.
+    NaN and -0 among the codes are preserved, and tensors without a place in the model
+    are written back as they were.
 
     Raises:
-        ImportError, FileNotFoundError: transformers is missing; no such folder, or one without weights or settings.
-        TypeError, ValueError: no weight in codes; an unsupported layout, dtype or option; a tensor that the model
-            or the files lack; scales that one parameter can't hold where the model fuses weights; floats that ``dtype``
-            does not hold exactly; ``activations="as stored"`` where no layer has an ``input_scale``.
+        ImportError, FileNotFoundError: transformers is missing; no such folder, or one
+            without weights or settings.
+        TypeError, ValueError: no weight in codes; an unsupported layout, dtype or
+            option; a tensor that the model or the files lack; scales that one parameter
+            can't hold where the model fuses weights; floats that ``dtype`` does not
+            hold exactly; ``activations="as stored"`` where no layer has an
+            ``input_scale``.
 
     Example:
         >>> import fp8manifold as fm
@@ -96,7 +108,8 @@ def load_fp8(
         Traceback (most recent call last):
         ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'as stored'?
 
-    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project); Model-Optimizer; OCP MX Formats 1.0.
+    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
+    Model-Optimizer; OCP MX Formats 1.0.
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
@@ -105,7 +118,9 @@ def load_fp8(
     with closing(FileTensors(files_of(place))) as tensors:
         layout = Layout(described(place, tensors))
         if not layout.stored:
-            raise ValueError(f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained")
+            raise ValueError(
+                f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained"
+            )
         how = {"rounding": rounding, "draws": draws, "dtype": dtype, "device": device}
         reader = _Reader(tensors, layout, how, seed, activations)
         config = library.AutoConfig.from_pretrained(place)
@@ -129,29 +144,37 @@ def load_fp8(
 
 
 def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
-    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads it as it loads the original.
+    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads
+    it as it loads the original.
 
     .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
 
-    Names, dtypes, shards, index and settings are those of the folder that was read, a weight that was not trained is
-    the same bytes, and the tokenizer's files are copied.  Floats are not rounded: a parameter that the file's dtype
-    does not hold exactly is written in its own dtype.
+    Names, dtypes, shards, index and settings are those of the folder that was read, a
+    weight that was not trained is the same bytes, and the tokenizer's files are copied.
+    Floats are not rounded: a parameter that the file's dtype does not hold exactly is
+    written in its own dtype.
 
     Args:
-        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``.  It does not change, except that
-            rows of a fused weight that share a scale in the file take their largest (:meth:`FP8Tensor.rescale_`).
-        folder: made if it is not there; files of the same names are replaced once all have been written.
-        source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it.
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``. It
+            does not change, except that rows of a fused weight that share a scale in
+            the file take their largest (:meth:`FP8Tensor.rescale_`).
+        folder: made if it is not there; files of the same names are replaced once all
+            have been written.
+        source: the folder that was read, or its name on the Hub; by default where
+            :func:`load_fp8` found it.
 
     NaN and -0 are preserved.
 
     Raises:
         ImportError: safetensors is missing.
-        FileNotFoundError: the folder that tensors without a place in the model are copied from is unknown or gone.
-        TypeError, ValueError: a sharded model; one that does not say how it was published; a weight of another format.
+        FileNotFoundError: the folder that tensors without a place in the model are
+            copied from is unknown or gone.
+        TypeError, ValueError: a sharded model; one that does not say how it was
+            published; a weight of another format.
 
     Warns:
-        UserWarning: the tokenizer's or other files beside the weights that can't be copied.
+        UserWarning: the tokenizer's or other files beside the weights that can't be
+            copied.
 
     Example:
         >>> import fp8manifold as fm
@@ -165,7 +188,10 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     """
     published = published_of(model)
     if published is None:
-        raise ValueError("the model was not read by fm.load_fp8 and knows no FP8 layout of files: use fm.export_model")
+        raise ValueError(
+            "the model was not read by fm.load_fp8 and knows no FP8 layout of files: use "
+            "fm.export_model"
+        )
     layout = Layout(published)
     layout.find(model)
     known = published.get("source")
@@ -182,7 +208,9 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
             for name in said["tensors"]:
                 if name not in made:
                     made |= _written(name, layout, entries, origin)
-            tensors = _apart({name: made[name].detach().cpu().contiguous() for name in said["tensors"]})
+            tensors = _apart(
+                {name: made[name].detach().cpu().contiguous() for name in said["tensors"]}
+            )
             where |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, _beside(folder / file), said["metadata"])
@@ -190,19 +218,28 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     if "index" in published:
         about = dict(published["index"])
         about |= {"total_size": total} if "total_size" in about else {}
-        texts[INDEX] = json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+        texts[INDEX] = (
+            json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+        )
     for name, text in texts.items():
         _beside(folder / name).write_text(text, "utf-8")
-    for name in (*published["files"], *texts):  # whole or not at all, and never into a file that is mapped
+    for name in (
+        *published["files"],
+        *texts,
+    ):  # whole or not at all, and never into a file that is mapped
         _beside(folder / name).replace(folder / name)
     _copy_others(published["others"], place, folder)
 
 
 def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
-    """Copy what a server needs beside the weights, such as the tokenizer, from where the model was read."""
+    """Copy what a server needs beside the weights, such as the tokenizer, from where
+    the model was read.
+    """
     there = [name for name in names if place is not None and (place / name).is_file()]
     if gone := [name for name in names if name not in there]:
-        warnings.warn(f"not copied: {', '.join(gone)}; {_missing(place)}", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"not copied: {', '.join(gone)}; {_missing(place)}", UserWarning, stacklevel=3
+        )
     for name in there:
         if (found := cast("Path", place) / name).resolve() != (folder / name).resolve():
             shutil.copyfile(found, folder / name)
@@ -210,7 +247,11 @@ def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
 
 def _missing(place: Path | None) -> str:
     """Why nothing can be copied from the folder that was read."""
-    why = "the model's settings do not say where it was read" if place is None else f"not in {str(place)!r} any more"
+    why = (
+        "the model's settings do not say where it was read"
+        if place is None
+        else f"not in {str(place)!r} any more"
+    )
     return f"{why}: give source=, the folder of the published model"
 
 
@@ -219,13 +260,16 @@ def _beside(path: Path) -> Path:
 
 
 def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
-    """The weights of a published model that are in codes, by the headers of its files: no tensor is read.
+    """The weights of a published model that are in codes, by the headers of its files:
+    no tensor is read.
 
     Args:
-        folder, options: as in :func:`load_fp8`, but only the options for the Hub, which a local folder ignores.
+        folder, options: as in :func:`load_fp8`, but only the options for the Hub, which
+            a local folder ignores.
 
     Returns:
-        A description of each weight (format, granularity, file and more) by its name; empty for a model of floats.
+        A description of each weight (format, granularity, file and more) by its name;
+        empty for a model of floats.
 
     Raises:
         ImportError, FileNotFoundError, ValueError: as :func:`load_fp8`.
@@ -250,14 +294,20 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
         return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
     except (OSError, ValueError) as error:  # of a bad name and of the network
         why = str(error).partition("\n")[0]
-        raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {why}") from error
+        raise FileNotFoundError(
+            f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {why}"
+        ) from error
 
 
 def _class_of(library: Any, config: Any) -> Any:
     names = config.architectures or []
-    found = next((kind for name in names if (kind := getattr(library, name, None)) is not None), None)
+    found = next(
+        (kind for name in names if (kind := getattr(library, name, None)) is not None), None
+    )
     if found is None:
-        raise ValueError(f"config.json has architectures={names!r}: the name of a transformers class is needed")
+        raise ValueError(
+            f"config.json has architectures={names!r}: the name of a transformers class is needed"
+        )
     return found
 
 
@@ -265,14 +315,21 @@ class _Reader:
     """Reads codes before transformers reads the floats, and puts them in afterwards."""
 
     def __init__(
-        self, tensors: FileTensors, layout: Layout, options: dict[str, Any], seed: int, activations: Activations
+        self,
+        tensors: FileTensors,
+        layout: Layout,
+        options: dict[str, Any],
+        seed: int,
+        activations: Activations,
     ) -> None:
         self._tensors, self._layout, self._options, self._seed = tensors, layout, options, seed
         self._activations = activations
         self._made: dict[str, FP8Parameter] = {}
         self._scales: dict[str, Tensor] = {}
         self._aside: list[str] = []
-        self.floats: dict[str, Any] = {}  #: Floats for transformers to read, once it is known which the model has.
+        self.floats: dict[
+            str, Any
+        ] = {}  #: Floats for transformers to read, once it is known which the model has.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Reader":
         """Itself: settings are copied, and files are not."""
@@ -283,14 +340,17 @@ class _Reader:
         return False
 
     def begin(self, model: Any) -> None:
-        """Read every weight in codes, one tensor at a time, and take its parameter out of a model without values."""
+        """Read every weight in codes, one tensor at a time, and take its parameter out
+        of a model without values.
+        """
         layout = self._layout
         turned = [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]
         modules = dict(model.named_modules())
         for each in turned:
             if not getattr(modules.get(each.name.rpartition(".")[0]), "is_transposed", False):
                 raise ValueError(
-                    f"{each.codes!r} of {each.file!r} is stored as transposed experts are, and the model has no such "
+                    f"{each.codes!r} of {each.file!r} is stored as transposed experts are, and the "
+                    f"model has no such "
                     "experts there: this layout is read for models such as gpt-oss only"
                 )
         turn(model, names := [each.name for each in turned])
@@ -298,7 +358,9 @@ class _Reader:
         layout.find(model)
         self._keep()
         self._check_left(model)
-        self.floats |= {name: self._tensors.part(name) for name in layout.floats if name in layout.places}
+        self.floats |= {
+            name: self._tensors.part(name) for name in layout.floats if name in layout.places
+        }
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         by_target: dict[str, list[StoredWeight]] = {}
         for name, stored in layout.stored.items():
@@ -308,18 +370,26 @@ class _Reader:
         for number, (target, parts) in enumerate(by_target.items()):
             if target in floats:
                 raise ValueError(
-                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model joins them in {target!r}"
+                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model joins "
+                    f"them in {target!r}"
                 )
             if target in tied or target in tied.values():
                 raise ValueError(
-                    f"{parts[0].codes!r} is in codes and tied by the model, which can't be read: see "
+                    f"{parts[0].codes!r} is in codes and tied by the model, which can't be read: "
+                    f"see "
                     "tie_word_embeddings in config.json"
                 )
             own = model.get_parameter(target)
             places = [(layout.places[each.name].index, each) for each in parts]
             seed = (self._seed << 32) + number
             self._made[target] = weight_of(
-                target, places, own.shape, self._tensors.read, self._tensors.was_read, seed=seed, **self._options
+                target,
+                places,
+                own.shape,
+                self._tensors.read,
+                self._tensors.was_read,
+                seed=seed,
+                **self._options,
             )
             if self._activations != "float":
                 self._take_input_scale(target, parts)
@@ -330,7 +400,10 @@ class _Reader:
             module._parameters[entry], vars(module)[entry] = None, own
             module._is_hf_initialized = own._is_hf_initialized = True
         if self._activations != "float" and not self._scales:
-            raise ValueError("activations='as stored' needs an input_scale, and the files have none: take 'float'")
+            raise ValueError(
+                "activations='as stored' needs an input_scale, and the files have none: take "
+                "'float'"
+            )
 
     def finish(self, model: Any) -> None:
         """Put the codes in."""
@@ -353,19 +426,28 @@ class _Reader:
     def _check_left(self, model: Any) -> None:
         patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
         for name in self._layout.left:
-            if name not in self._layout.published["kept"] and not any(re.search(each, name) for each in patterns):
-                raise ValueError(f"{name!r} of {self._layout.headers[name].file!r} has no place in the model")
+            if name not in self._layout.published["kept"] and not any(
+                re.search(each, name) for each in patterns
+            ):
+                raise ValueError(
+                    f"{name!r} of {self._layout.headers[name].file!r} has no place in the model"
+                )
 
     def _take_input_scale(self, target: str, parts: list[StoredWeight]) -> None:
         names = [name for each in parts for name in each.extras if name.endswith(_INPUT)]
         if len(parts) > 1 and names:
-            raise ValueError(f"activations='as stored': {target!r} has {len(names)} input scales, not 1: take 'float'")
+            raise ValueError(
+                f"activations='as stored': {target!r} has {len(names)} input scales, not 1: take "
+                f"'float'"
+            )
         if names:
             self._scales[target] = self._tensors.read(names[0]).float().reshape(())
 
 
 def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None:
-    """Refuse a dtype that does not hold a file's floats exactly: they could not be written back."""
+    """Refuse a dtype that does not hold a file's floats exactly: they could not be
+    written back.
+    """
     entries = entries_of(model)
     for name in layout.floats:
         if (place := layout.places.get(name)) is None:
@@ -373,18 +455,23 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
         held = entries[place.target][place.index]
         dtype = layout.headers[name].dtype
         its = _DTYPES.get(dtype, held.dtype)
-        if its == held.dtype or (its.is_floating_point and torch.promote_types(its, held.dtype) == held.dtype):
+        if its == held.dtype or (
+            its.is_floating_point and torch.promote_types(its, held.dtype) == held.dtype
+        ):
             continue
         value = tensors.read(name)
         if not torch.equal(held.to(value), value):
             raise ValueError(
-                f"{name!r} of {layout.headers[name].file!r} is {dtype}, and {held.dtype} can't hold all of its values: "
+                f"{name!r} of {layout.headers[name].file!r} is {dtype}, and {held.dtype} can't "
+                f"hold all of its values: "
                 "give dtype=torch.float32"
             )
 
 
 class _Source:
-    """The folder that a model came from, opened only if it has tensors that the model does not."""
+    """The folder that a model came from, opened only if it has tensors that the model
+    does not.
+    """
 
     def __init__(self, layout: Layout, place: Path | None) -> None:
         names = [name for name in layout.left if name not in layout.published["kept"]]
@@ -392,10 +479,15 @@ class _Source:
         if not names:
             return
         if place is None or not place.is_dir():
-            raise FileNotFoundError(f"{names[0]!r}, which the model lacks, can't be copied: {_missing(place)}")
+            raise FileNotFoundError(
+                f"{names[0]!r}, which the model lacks, can't be copied: {_missing(place)}"
+            )
         self._tensors = FileTensors(files_of(place))
         for name in names:
-            if self._tensors.names().count(name) != 1 or self._tensors.header(name) != layout.headers[name]:
+            if (
+                self._tensors.names().count(name) != 1
+                or self._tensors.header(name) != layout.headers[name]
+            ):
                 raise ValueError(f"{name!r} in {str(place)!r} has changed since the model was read")
 
     def read(self, name: str) -> Tensor:
@@ -408,7 +500,9 @@ class _Source:
 
 
 @torch.no_grad()
-def _written(name: str, layout: Layout, entries: Mapping[str, Tensor], source: _Source) -> dict[str, Tensor]:
+def _written(
+    name: str, layout: Layout, entries: Mapping[str, Tensor], source: _Source
+) -> dict[str, Tensor]:
     """A tensor of the files by its name, with those that are written together with it."""
     kept, header = layout.published["kept"], layout.headers[name]
     if name in kept:
@@ -422,11 +516,16 @@ def _written(name: str, layout: Layout, entries: Mapping[str, Tensor], source: _
         raise TypeError(f"{place.target!r} is sharded: save the model in one process")
     if stored is not None:
         if not isinstance(own, FP8Parameter):
-            raise ValueError(f"{place.target!r} is no longer in codes: {name!r} can't be written back")
+            raise ValueError(
+                f"{place.target!r} is no longer in codes: {name!r} can't be written back"
+            )
         return written_parts(stored, part_of(own, place, stored))
     value = own[place.index]
     if isinstance(own, FP8Parameter):
-        raise ValueError(f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written back")
+        raise ValueError(
+            f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written "
+            f"back"
+        )
     narrow = value.to(_DTYPES[header.dtype]) if header.dtype in _DTYPES else value
     return {name: narrow if torch.equal(narrow.to(value.dtype), value) else value}
 

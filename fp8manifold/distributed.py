@@ -1,4 +1,6 @@
-"""The same model in every process: an exact start, the scales and skipped steps that processes share, and digests."""
+"""The same model in every process: an exact start, the scales and skipped steps that
+processes share, and digests.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,21 +26,27 @@ _BLOCK: Final = 2**20
 
 
 def sync(model: nn.Module, group: Any = None) -> None:
-    """Give every process the model of the first one, to the bit, and let them train it together.
+    """Give every process the model of the first one, to the bit, and let them train it
+    together.
 
-    It sends codes, scales, counters, seeds, remainders of the first rounding, ordinary parameters and buffers.  From
-    then on the magnitudes of delayed and global scales are the largest over the processes, this library's optimizers
-    skip a step in all processes if a gradient is not finite in one, and their first step compares the parameters.  Call
-    it in every process before ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
-    ``fully_shard``; with ``init_sync=True`` DDP calls it for a model with one-byte weights.
+    It sends codes, scales, counters, seeds, remainders of the first rounding, ordinary
+    parameters and buffers. From then on the magnitudes of delayed and global scales are
+    the largest over the processes, this library's optimizers skip a step in all
+    processes if a gradient is not finite in one, and their first step compares the
+    parameters. Call it in every process before
+    ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
+    ``fully_shard``; with ``init_sync=True`` DDP calls it for a model with one-byte
+    weights.
 
     Args:
-        model: of the same layers, formats and shapes in every process; NaN, Inf, -0 and empty tensors as they are.
+        model: of the same layers, formats and shapes in every process; NaN, Inf, -0 and
+            empty tensors as they are.
         group: the process group; None takes the default one.
 
     Raises:
-        RuntimeError: no process group; a model that is sharded already, or that differs between processes (before
-            anything changes); later, if the model runs in a ``Join`` without ``throw_on_early_termination=True``.
+        RuntimeError: no process group; a model that is sharded already, or that differs
+            between processes (before anything changes); later, if the model runs in a
+            ``Join`` without ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -47,10 +55,13 @@ def sync(model: nn.Module, group: Any = None) -> None:
         ...     fm.distributed.sync(model)
         ...     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
-    Source: Li et al. 2020 (PyTorch Distributed, arXiv 2006.15704) for replicas that start equal.
+    Source: Li et al. 2020 (PyTorch Distributed, arXiv 2006.15704) for replicas that
+    start equal.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "there is no process group: call torch.distributed.init_process_group first"
+        )
     for name, parameter in model.named_parameters():
         if share_of(parameter) is not None:
             raise RuntimeError(f"{name} is sharded already: call sync(model) before fully_shard")
@@ -62,13 +73,17 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of a whole tensor, such as an entry of a state, that this process holds, as a DTensor.
+    """The rows of a whole tensor, such as an entry of a state, that this process holds,
+    as a DTensor.
 
-    ``load_state_dict`` of a sharded model takes whole one-byte weights as they are, and cuts their rows itself.
+    ``load_state_dict`` of a sharded model takes whole one-byte weights as they are, and
+    cuts their rows itself.
 
     Args:
-        whole: the same in every process, with as many rows as ``like``; NaN, Inf, -0 and an empty tensor as they are.
-        like: spread over processes, as by ``fully_shard``; with any other tensor ``whole`` is returned.
+        whole: the same in every process, with as many rows as ``like``; NaN, Inf, -0
+            and an empty tensor as they are.
+        like: spread over processes, as by ``fully_shard``; with any other tensor
+            ``whole`` is returned.
 
     Raises:
         ValueError: another number of rows.
@@ -89,7 +104,8 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
-    """A DTensor of all rows of a parameter, from a tensor with one row for each that this process holds.
+    """A DTensor of all rows of a parameter, from a tensor with one row for each that
+    this process holds.
 
     Args:
         parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
@@ -122,7 +138,9 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     if ranks.any(refusal is not None, device):
         raise RuntimeError(f"the models differ: {refusal or 'another process says where'}")
     for name, tensor in tensors.items():
-        tensors[name] = ranks.sent(tensor if ranks.rank == 0 else tensor.new_empty(first_own[name][0]))
+        tensors[name] = ranks.sent(
+            tensor if ranks.rank == 0 else tensor.new_empty(first_own[name][0])
+        )
     if ranks.rank == 0:
         return
     for name, buffer in hidden.items():
@@ -135,7 +153,9 @@ def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
     if strange := sorted(own.keys() ^ first.keys()):
         return f"{strange[0]!r} is in one of them only"
     for name, (shape, dtype) in own.items():
-        grows = name.endswith((".history", ".value"))  # a scale that has seen no tensor yet does not know its shape
+        grows = name.endswith(
+            (".history", ".value")
+        )  # a scale that has seen no tensor yet does not know its shape
         if dtype != first[name][1] or (shape != first[name][0] and not grows):
             there = f"{first[name][1]} of shape {tuple(first[name][0])} there"
             return f"{name!r} is {dtype} of shape {tuple(shape)} here, and {there}"
@@ -150,9 +170,15 @@ def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
 
 
 def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
-    """Call :func:`sync` where DDP takes a model, whose own start would send one-byte weights as floats."""
+    """Call :func:`sync` where DDP takes a model, whose own start would send one-byte
+    weights as floats.
+    """
     if isinstance(wrapper, DistributedDataParallel) and isinstance(model, nn.Module):
-        stored = [m for m in model.modules() if any(isinstance(p, FP8Tensor) for p in m._parameters.values())]
+        stored = [
+            m
+            for m in model.modules()
+            if any(isinstance(p, FP8Tensor) for p in m._parameters.values())
+        ]
         if any(module not in replicas for module in stored):
             sync(model, wrapper.process_group)
 
@@ -161,7 +187,9 @@ register_module_module_registration_hook(_start_together)
 
 
 def refuse_uneven_inputs(model: nn.Module) -> None:
-    """Have a model raise, in every process, where it is run in a ``Join`` that would leave some of them behind."""
+    """Have a model raise, in every process, where it is run in a ``Join`` that would
+    leave some of them behind.
+    """
     if _check_inputs not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check_inputs)
 
@@ -175,23 +203,27 @@ def _check_inputs(model: nn.Module, inputs: Any) -> None:
     join = wrapper._join_config
     if join.enable and not join.throw_on_early_termination:
         raise RuntimeError(
-            "torch's Join goes on with the processes that have batches left, and this model's steps and scales need "
-            "all processes: give each the same number of batches, or Join throw_on_early_termination=True"
+            "torch's Join goes on with the processes that have batches left, and this model's "
+            "steps and scales need all processes: give each the same number of batches, or Join "
+            "throw_on_early_termination=True"
         )
 
 
 @torch.no_grad()
 def digest(state: Mapping[str, Any]) -> Tensor:
-    """One number for all of a state: names, shapes, dtypes, every bit of every tensor, and its place.
+    """One number for all of a state: names, shapes, dtypes, every bit of every tensor,
+    and its place.
 
     .. math:: \\sum_{name} \\sum_i \\mathrm{mix}(key_{name}, i, bits_i) \\bmod 2^{64}
 
-    The sum is the same however rows are divided among processes.  ``torch.distributed.checkpoint`` has no checksums of
-    its own; this tells damage, not forgery.  Of NaN and -0 the bits count; empty tensors count by their name.
+    The sum is the same however rows are divided among processes.
+    ``torch.distributed.checkpoint`` has no checksums of its own; this tells damage, not
+    forgery. Of NaN and -0 the bits count; empty tensors count by their name.
 
     Args:
-        state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and None; an entry ``digest`` on
-            top is left out.  All processes call it, with the same names.
+        state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and
+            None; an entry ``digest`` on top is left out. All processes call it, with
+            the same names.
 
     Returns:
         int64 of shape ``()``, the same in every process.
@@ -216,7 +248,8 @@ def digest(state: Mapping[str, Any]) -> Tensor:
 
 
 def check_digest(state: Mapping[str, Any]) -> None:
-    """Raise, in every process, unless a state is the one whose :func:`digest` it has under ``digest``.
+    """Raise, in every process, unless a state is the one whose :func:`digest` it has
+    under ``digest``.
 
     Args:
         state: as in :func:`digest`, after ``dcp.load``.
@@ -230,13 +263,20 @@ def check_digest(state: Mapping[str, Any]) -> None:
         >>> check_digest(state | {"digest": digest(state)})
     """
     if not isinstance(state.get(NAME), Tensor):
-        raise ValueError("the state has no digest: save state['digest'] = fp8manifold.distributed.digest(state)")
+        raise ValueError(
+            "the state has no digest: save state['digest'] = fp8manifold.distributed.digest(state)"
+        )
     differs = int(state[NAME]) != int(digest(state))
-    share = next((share for _, value in _leaves(state, "") if (share := _share(value)) is not None), None)
+    share = next(
+        (share for _, value in _leaves(state, "") if (share := _share(value)) is not None), None
+    )
     if share is not None:
         differs = share.ranks.any(differs, share.local.device)
     if differs:
-        raise RuntimeError("the state is not the one whose digest was saved: what was read is damaged, or incomplete")
+        raise RuntimeError(
+            "the state is not the one whose digest was saved: what was read is damaged, or "
+            "incomplete"
+        )
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -249,17 +289,24 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _share(value: Any) -> Share | None:
-    """The own rows of a tensor that is spread by rows; None for one that is whole in every process."""
+    """The own rows of a tensor that is spread by rows; None for one that is whole in
+    every process.
+    """
     share = share_of(value) if isinstance(value, Tensor) else None
     return share if share is not None and share.placements[0].is_shard(0) else None
 
 
 def _word(name: str, value: Any, ranks: Ranks) -> Tensor:
-    """An entry's part of the sum; what every process holds is counted in the first one only."""
+    """An entry's part of the sum; what every process holds is counted in the first one
+    only.
+    """
     share, first = _share(value), ranks.rank == 0
     if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
-            raise TypeError(f"state entry {name!r} is of {type(value).__name__}: a tensor, number or string is needed")
+            raise TypeError(
+                f"state entry {name!r} is of {type(value).__name__}: a tensor, number or string is "
+                f"needed"
+            )
         return torch.tensor(_key(name, value) if first else 0)
     held = getattr(value, "_local_tensor", value)
     row = 0 if share is None else min(ranks.rank * share.rows, share.shape[0])
@@ -271,13 +318,23 @@ def _word(name: str, value: Any, ranks: Ranks) -> Tensor:
 
 
 def _key(*parts: object) -> int:
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _sum(key: int, tensor: Tensor, begin: int) -> Tensor:
-    """The sum of one mixed word per element, of its place in the whole tensor and its bits."""
+    """The sum of one mixed word per element, of its place in the whole tensor and its
+    bits.
+    """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().as_subclass(Tensor).contiguous().reshape(-1).view(_BITS[tensor.element_size()])
+    flat = (
+        tensor.detach()
+        .as_subclass(Tensor)
+        .contiguous()
+        .reshape(-1)
+        .view(_BITS[tensor.element_size()])
+    )
     for start in range(0, flat.numel(), _BLOCK):
         bits = flat[start : start + _BLOCK].to(torch.int64)
         place = torch.arange(begin + start, begin + start + bits.numel(), device=bits.device)

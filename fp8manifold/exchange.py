@@ -1,4 +1,6 @@
-"""Export of a model's codes and scales in the layouts of other libraries: compressed-tensors, torchao, DeepSeek's."""
+"""Export of a model's codes and scales in the layouts of other libraries:
+compressed-tensors, torchao, DeepSeek's.
+"""
 
 import copy
 import warnings
@@ -28,14 +30,19 @@ __all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
 
 ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
 Activations = Literal["float", "E4M3"]
-_FORMATS: Final = {"compressed-tensors": ("E4M3",), "fp8": ("E4M3",), "torchao": tuple(fmt.name for fmt in FLOAT8)}
+_FORMATS: Final = {
+    "compressed-tensors": ("E4M3",),
+    "fp8": ("E4M3",),
+    "torchao": tuple(fmt.name for fmt in FLOAT8),
+}
 _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "tensor": {"strategy": "tensor"},
     "channel": {"strategy": "channel"},
     "group": {"strategy": "group", "group_size": BLOCK_SIZE},
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
-#: of a layer's inputs, which a server rounds as they come: a scale per token, or one per 32 of its values (MXFP8)
+#: of a layer's inputs, which a server rounds as they come: a scale per token, or one
+#: per 32 of its values (MXFP8)
 _DYNAMIC: Final = _STRATEGIES | {shares: {"strategy": "token"} for shares in ("tensor", "channel")}
 _SQUARES: Final = "a scale for each square of 128 x 128"
 _OTHERS: Final = "one for a tensor, a row or a block of 32"
@@ -45,39 +52,53 @@ _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision
 
 
 def exported_state_dict(
-    model: nn.Module, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
+    model: nn.Module,
+    layout: ExchangeLayout = "compressed-tensors",
+    *,
+    activations: Activations = "float",
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A model's state in another library's layout, with the model's codes and scales: nothing is rounded.
+    """A model's state in another library's layout, with the model's codes and scales:
+    nothing is rounded.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 ``(1,)`` or ``(R, 1)``, or for
-      blocks ``(R, C/32)``: uint8 exponents (E8M0) if all are powers of two, otherwise float32.
-    - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is the shape of the values that share a scale.
-    - ``fp8``: ``weight_scale_inv`` is float32 ``(R/128, C/128)``, rounded up: the layout of DeepSeek-V3, of a model
-      quantised with ``granularity="square"``.
+    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32
+      ``(1,)`` or ``(R, 1)``, or for blocks ``(R, C/32)``: uint8 exponents (E8M0) if all
+      are powers of two, otherwise float32.
+    - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is the shape
+      of the values that share a scale.
+    - ``fp8``: ``weight_scale_inv`` is float32 ``(R/128, C/128)``, rounded up: the
+      layout of DeepSeek-V3, of a model quantised with ``granularity="square"``.
 
-    Only weights are described.  The values that the other library decodes are :meth:`QuantizedLinear.quantized_weight`
-    to the bit, in float32, and in bfloat16 where scales are powers of two.  NaN and -0 are preserved.
+    Only weights are described. The values that the other library decodes are
+    :meth:`QuantizedLinear.quantized_weight` to the bit, in float32, and in bfloat16
+    where scales are powers of two. NaN and -0 are preserved.
 
     Args:
-        model: of :func:`quantize_model`; other parameters in codes than weights of linear layers are written as floats.
-        layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ and
-            E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
-        activations: ``float`` (W8A16), or with ``compressed-tensors`` ``E4M3`` (W8A8): a server rounds inputs, at a
-            scale per token, or per 32 values where blocks have scales.  With ``fp8`` the reader decides.
+        model: of :func:`quantize_model`; other parameters in codes than weights of
+            linear layers are written as floats.
+        layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``,
+            which takes E4M3, E5M2, E4M3FNUZ and E5M2FNUZ. Squares of 128 x 128 are
+            ``fp8``'s alone.
+        activations: ``float`` (W8A16), or with ``compressed-tensors`` ``E4M3`` (W8A8):
+            a server rounds inputs, at a scale per token, or per 32 values where blocks
+            have scales. With ``fp8`` the reader decides.
 
     Returns:
-        The tensors, which share the model's memory, and ``quantization_config`` of transformers' ``config.json``.
+        The tensors, which share the model's memory, and ``quantization_config`` of
+        transformers' ``config.json``.
 
     Raises:
-        ImportError, TypeError: torchao is missing; ``model`` is no module, or a sharded one.
-        ValueError: an unknown layout; activations, a format, scales or a layer that the layout can't describe; values
-            between those of the format; or no quantised weight.
+        ImportError, TypeError: torchao is missing; ``model`` is no module, or a sharded
+            one.
+        ValueError: an unknown layout; activations, a format, scales or a layer that the
+            layout can't describe; values between those of the format; or no quantised
+            weight.
 
     Warns:
-        UserWarning: with ``fp8``, of matrices that end in a partial square after a whole one, which transformers'
-            ``dequantize=True`` reads wrongly or not at all.
+        UserWarning: with ``fp8``, of matrices that end in a partial square after a
+            whole one, which transformers' ``dequantize=True`` reads wrongly or not at
+            all.
 
     Example:
         >>> from fp8manifold import quantize_model
@@ -86,14 +107,18 @@ def exported_state_dict(
         >>> {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if "weight" in name}
         {'0.weight': ('torch.float8_e4m3fn', (2, 4)), '0.weight_scale': ('torch.float32', (2, 1))}
 
-    Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP MX Formats 1.0; DeepSeek-V3 (arXiv 2412.19437).
+    Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP MX Formats 1.0;
+    DeepSeek-V3 (arXiv 2412.19437).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("layout", layout, tuple(_FORMATS))
     check_choice("activations", activations, get_args(Activations))
     if activations != "float" and layout != "compressed-tensors":
-        raise ValueError(f"activations={activations!r} goes with layout='compressed-tensors', not with {layout!r}")
+        raise ValueError(
+            f"activations={activations!r} goes with layout='compressed-tensors', not with "
+            f"{layout!r}"
+        )
     weights = {weight.name: weight for weight in _quantized(model, layout)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
@@ -105,17 +130,25 @@ def exported_state_dict(
     linears = (name for name, module in model.named_modules() if is_linear(module))
     left = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
     if layout == "fp8":  # which knows linear layers, and experts by their name
-        left += sorted({name.rpartition(".")[0] for name in in_place_parameters(model)} - {*left, ""})
+        left += sorted(
+            {name.rpartition(".")[0] for name in in_place_parameters(model)} - {*left, ""}
+        )
     return tensors, _CONFIGS[layout](list(weights.values()), left, activations != "float")
 
 
 def export_model(
-    model: Any, folder: str | Path, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
+    model: Any,
+    folder: str | Path,
+    layout: ExchangeLayout = "compressed-tensors",
+    *,
+    activations: Activations = "float",
 ) -> None:
-    """Write a model of transformers to a folder that ``from_pretrained`` reads with another library.
+    """Write a model of transformers to a folder that ``from_pretrained`` reads with
+    another library.
 
-    The folder has the tensors of :func:`exported_state_dict` as safetensors, and a ``config.json`` that describes them;
-    the model does not change.  Save the tokenizer separately (``tokenizer.save_pretrained(folder)``).
+    The folder has the tensors of :func:`exported_state_dict` as safetensors, and a
+    ``config.json`` that describes them; the model does not change. Save the tokenizer
+    separately (``tokenizer.save_pretrained(folder)``).
 
     Args:
         model: of transformers, and of :func:`quantize_model`.
@@ -124,7 +157,8 @@ def export_model(
 
     Raises:
         ImportError: transformers or torchao is missing.
-        TypeError, ValueError: a model that is not of transformers; as :func:`exported_state_dict`.
+        TypeError, ValueError: a model that is not of transformers; as
+            :func:`exported_state_dict`.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
@@ -137,14 +171,17 @@ safetensors.torch.save_file
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise TypeError(
-            f"model is a {type(model).__name__}, not a transformers model: save the tensors of exported_state_dict "
+            f"model is a {type(model).__name__}, not a transformers model: save the tensors of "
+            f"exported_state_dict "
             "with safetensors.torch.save_file"
         )
     base = needed("transformers.quantizers.base", "hf", "export_model").HfQuantizer
     tensors, described = exported_state_dict(model, layout, activations=activations)
     metadata: dict[str, str] = {}
     if layout == "torchao":
-        support = needed("torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'")
+        support = needed(
+            "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
+        )
         tensors, metadata = support.flatten_tensor_state_dict(tensors)
     methods = {
         "__init__": lambda self: None,
@@ -154,7 +191,10 @@ safetensors.torch.save_file
     }
     kept = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
     try:
-        model.config, model.hf_quantizer = copy.deepcopy(model.config), type("Exported", (base,), methods)()
+        model.config, model.hf_quantizer = (
+            copy.deepcopy(model.config),
+            type("Exported", (base,), methods)(),
+        )
         model.config.quantization_config = described
         if has_own_head(model):
             model.config.tie_word_embeddings = False
@@ -165,14 +205,18 @@ safetensors.torch.save_file
 
 
 def has_own_head(model: Any) -> bool:
-    """True where a model has an output layer that does not share the embedding, whatever its settings say."""
+    """True where a model has an output layer that does not share the embedding,
+    whatever its settings say.
+    """
     head = model.get_output_embeddings()
     return head is not None and head.weight is not model.get_input_embeddings().weight
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A quantised weight by its name: codes, and scales of shape (), (R, 1), (R, C/32) or of squares."""
+    """A quantised weight by its name: codes, and scales of shape (), (R, 1), (R, C/32)
+    or of squares.
+    """
 
     name: str
     codes: Tensor
@@ -201,40 +245,76 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
         if share_of(layer.weight) is not None:
             raise TypeError(f"layer {name!r} is sharded: export the model in one process")
         if isinstance(layer, QuantizedConv1D):
-            raise ValueError(f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear only")
+            raise ValueError(
+                f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear "
+                f"only"
+            )
         if fmt.name not in allowed:
             taken = ", ".join(allowed)
-            raise ValueError(f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of {taken}")
+            raise ValueError(
+                f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of {taken}"
+            )
         weight = layer.weight
         in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
         if in_squares != (layout == "fp8"):
             has, takes = (_SQUARES, _OTHERS) if in_squares else (_OTHERS, _SQUARES)
-            raise ValueError(f"layer {name!r} has {has}, and layout={layout!r} takes {takes}: {_WAYS[layout == 'fp8']}")
+            raise ValueError(
+                f"layer {name!r} has {has}, and layout={layout!r} takes {takes}: "
+                f"{_WAYS[layout == 'fp8']}"
+            )
         if isinstance(weight, FP8Tensor):
             codes, scale = weight.codes, weight.scale
         else:
             codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
-            if not torch.equal((decode(codes, fmt) * layer.weight_scale()).to(weight.dtype), layer.quantized_weight()):
-                raise ValueError(f"layer {name!r} holds values that are not on the grid of {fmt.name}")
-        yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype, in_squares)
+            if not torch.equal(
+                (decode(codes, fmt) * layer.weight_scale()).to(weight.dtype),
+                layer.quantized_weight(),
+            ):
+                raise ValueError(
+                    f"layer {name!r} holds values that are not on the grid of {fmt.name}"
+                )
+        yield _Weight(
+            f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype, in_squares
+        )
 
 
 def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
-    """The distinct entries of a scale that broadcasts against the weight: (), (R, 1) or (R, C/32)."""
+    """The distinct entries of a scale that broadcasts against the weight: (), (R, 1) or
+    (R, C/32).
+    """
     if scale.numel() == 1 and layer.spec.operands["weight"].granularity == "tensor":
         return scale.reshape(())
     return scale[:, ::BLOCK_SIZE].contiguous() if scale.shape[-1] > 1 else scale
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tensors that the model computes with, by name: tied ones once, and nothing that only training needs."""
-    names, others, turned = parameter_names(model).values(), in_place_parameters(model), turned_names(model)
+    """The tensors that the model computes with, by name: tied ones once, and nothing
+    that only training needs.
+    """
+    names, others, turned = (
+        parameter_names(model).values(),
+        in_place_parameters(model),
+        turned_names(model),
+    )
     left = {name for its in names for name in its[1:]}
-    left |= {name + suffix for its in names if its[0] in others for name in its for suffix in PARTS if suffix}
-    layers = {f"{name}.".lstrip("."): m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    left |= {
+        name + suffix
+        for its in names
+        if its[0] in others
+        for name in its
+        for suffix in PARTS
+        if suffix
+    }
+    layers = {
+        f"{name}.".lstrip("."): m
+        for name, m in model.named_modules()
+        if isinstance(m, QuantizedLinear)
+    }
     for name, value in model.state_dict().items():
         start = next((start for start in layers if name.startswith(start)), None)
-        beside = set() if start is None else layers[start]._own_names | _OF_WEIGHT  # its weight and bias
+        beside = (
+            set() if start is None else layers[start]._own_names | _OF_WEIGHT
+        )  # its weight and bias
         if name not in left and name.removeprefix(start or "").partition(".")[0] not in beside:
             value = others[name].dequantize() if name in others else value
             yield name, value.mT.contiguous() if name in turned else value
@@ -249,7 +329,10 @@ def _compressed(weight: _Weight) -> dict[str, Tensor]:
 
 
 def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
-    kinds = {shares: [w.name.rpartition(".")[0] for w in weights if w.shares == shares] for shares in _STRATEGIES}
+    kinds = {
+        shares: [w.name.rpartition(".")[0] for w in weights if w.shares == shares]
+        for shares in _STRATEGIES
+    }
     kinds = {shares: names for shares, names in kinds.items() if names}
     formats = {shares: _BLOCKS if shares == "block" else _PLAIN for shares in kinds}
     number = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -257,7 +340,9 @@ def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -
         f"group_{index}": {
             "targets": ["Linear"] if len(kinds) == 1 else names,
             "format": formats[shares],
-            "input_activations": {**number, "dynamic": True, **_DYNAMIC[shares]} if rounded else None,
+            "input_activations": {**number, "dynamic": True, **_DYNAMIC[shares]}
+            if rounded
+            else None,
             "output_activations": None,
             "weights": {**number, "dynamic": False, **_STRATEGIES[shares]},
         }
@@ -273,12 +358,18 @@ def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -
 
 
 def _warn_of_partial_squares(weights: Iterable[_Weight]) -> None:
-    partial = [w for w in weights if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in w.codes.shape)]
+    partial = [
+        w
+        for w in weights
+        if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in w.codes.shape)
+    ]
     if partial:
         first, others = partial[0], f" and {len(partial) - 1} more end" if partial[1:] else " ends"
         warnings.warn(
-            f"{first.name!r} of shape {tuple(first.codes.shape)}{others} in partial squares of 128 x 128: inference "
-            "servers read them, but transformers' dequantize=True reads wrong scales or raises an error",
+            f"{first.name!r} of shape {tuple(first.codes.shape)}{others} in partial squares of 128 "
+            f"x 128: inference "
+            "servers read them, but transformers' dequantize=True reads wrong scales or raises an "
+            "error",
             stacklevel=3,
         )
 
@@ -297,15 +388,31 @@ def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
     block = {"tensor": [rows, columns], "channel": [1, columns]}.get(weight.shares, [1, BLOCK_SIZE])
     scale = weight.scale.reshape(1, 1) if weight.shares == "tensor" else weight.scale
     made = needed("torchao.quantization", "torchao", "layout='torchao'").Float8Tensor
-    return {weight.name: made(weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype)}
+    return {
+        weight.name: made(
+            weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype
+        )
+    }
 
 
 def _torchao_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
     package = needed("torchao.quantization", "torchao", "layout='torchao'")
     kind = package.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
     default = needed("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(kind)
-    return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": default},
+        "modules_to_not_convert": left,
+    }
 
 
-_TENSORS: Final = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _compressed}
-_CONFIGS: Final = {"compressed-tensors": _compressed_config, "torchao": _torchao_config, "fp8": _squares_config}
+_TENSORS: Final = {
+    "compressed-tensors": _compressed,
+    "torchao": _float8_tensors,
+    "fp8": _compressed,
+}
+_CONFIGS: Final = {
+    "compressed-tensors": _compressed_config,
+    "torchao": _torchao_config,
+    "fp8": _squares_config,
+}

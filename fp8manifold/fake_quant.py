@@ -38,29 +38,35 @@ def fake_quantize(
 
     .. math:: Q(x) = s \\cdot \\mathrm{round}(x / s)
 
-    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator replaces it.
+    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator
+    replaces it.
 
     Args:
         x: float tensor of any shape.
         fmt: a format or its name.
-        scale: positive; broadcasts against ``x``, or with granularity ``block`` against its blocks of 32.  None takes
+        scale: positive; broadcasts against ``x``, or with granularity ``block`` against
+            its blocks of 32. None takes
             :func:`amax_scale` of ``x``.
         granularity, axis, pow2: as in :func:`amax_scale`.
-        ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0 where ``x`` saturates), ``relu``
-            (1 for positive ``x``, 0 elsewhere), ``none`` (0, the true derivative).
+        ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0
+            where ``x`` saturates), ``relu`` (1 for positive ``x``, 0 elsewhere),
+            ``none`` (0, the true derivative).
         rounding, seed, step, stream: as in :func:`round_to_grid`.
 
     Returns:
-        Tensor like ``x``.  NaN stays NaN, Inf saturates, -0 is preserved if the layout has it; empty stays empty.
+        Tensor like ``x``. NaN stays NaN, Inf saturates, -0 is preserved if the layout
+        has it; empty stays empty.
 
     Raises:
-        TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale that does not fit; no ``seed``.
+        TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale
+            that does not fit; no ``seed``.
 
     Example:
         >>> fake_quantize(torch.tensor([0.1, 1000.0]), "E4M3", scale=1.0).tolist()
         [0.1015625, 448.0]
 
-    Source: Bengio, Leonard, Courville 2013; Yin et al. 2019 (arXiv 1903.05662) for the variants.
+    Source: Bengio, Leonard, Courville 2013; Yin et al. 2019 (arXiv 1903.05662) for the
+    variants.
     """
     fmt = as_format(fmt)
     check_choice("ste", ste, STES)
@@ -68,7 +74,9 @@ def fake_quantize(
     check_choice("granularity", granularity, scaling.GRANULARITIES)
     work, blocks = working_dtype(x), granularity == "block"
     if scale is None:
-        given = scaling.scale_of_amax(scaling.wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks)
+        given = scaling.scale_of_amax(
+            scaling.wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks
+        )
     else:
         given = as_scale(x, scale, blocks, work)
     key = None
@@ -98,12 +106,24 @@ def quantize_at(
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, fmt: FloatFormat, ste: str, rounding: str, key: Stream | None, blocks: bool
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        fmt: FloatFormat,
+        ste: str,
+        rounding: str,
+        key: Stream | None,
+        blocks: bool,
     ) -> Tensor:
         ctx.ste = ste
         if ste == "clipped":
-            work, spread = working_dtype(x), scale.repeat_interleave(scaling.BLOCK_SIZE, -1) if blocks else scale
-            ctx.save_for_backward((x.to(work) / spread.to(work)).abs() <= fmt.max * scaling.ROUNDING_OF_SCALES)
+            work, spread = (
+                working_dtype(x),
+                scale.repeat_interleave(scaling.BLOCK_SIZE, -1) if blocks else scale,
+            )
+            ctx.save_for_backward(
+                (x.to(work) / spread.to(work)).abs() <= fmt.max * scaling.ROUNDING_OF_SCALES
+            )
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
         return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
@@ -119,8 +139,12 @@ class _FakeQuantize(torch.autograd.Function):
         return gradient, *(None,) * 6
 
 
-def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for every block."""
+def as_scale(
+    x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for
+    every block.
+    """
     tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
     shape = scaling.block_shape(x.shape) if blocks else x.shape
     if not scaling.broadcasts_to(tensor.shape, shape):

@@ -1,4 +1,6 @@
-"""Float formats of at most eight bits: four stored facts, everything else derived.  No tensor code lives here."""
+"""Float formats of at most eight bits: four stored facts, everything else derived. No
+tensor code lives here.
+"""
 
 import difflib
 import math
@@ -19,10 +21,18 @@ LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
 - ``p3109e``, ``p3109f``: IEEE P3109 extended (with Inf) and finite, NaN in place of -0.
 """
 _DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
-_LARGEST_EXPONENT: Final = 100  # float32 holds 1.5 * 2^23 times the power of two of any value, as exact rounding needs
-_SMALLEST_EXPONENT: Final = -102  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
-_LARGEST_ULP_EXPONENT: Final = 24  # the smallest float32 is still a nonzero fraction of the smallest ulp
-_LONGEST_NAME: Final = 40  # characters of a name that is read; an error quotes no more of a longer one
+_LARGEST_EXPONENT: Final = (
+    100  # float32 holds 1.5 * 2^23 times the power of two of any value, as exact rounding needs
+)
+_SMALLEST_EXPONENT: Final = (
+    -102
+)  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
+_LARGEST_ULP_EXPONENT: Final = (
+    24  # the smallest float32 is still a nonzero fraction of the smallest ulp
+)
+_LONGEST_NAME: Final = (
+    40  # characters of a name that is read; an error quotes no more of a longer one
+)
 _EXMY = re.compile(r"E([0-9]+)M([0-9]+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?[0-9]+))?")
 _P3109 = re.compile(r"P3109_([0-9]+)P([0-9]+)(F)?")
 
@@ -38,12 +48,16 @@ class FloatFormat:
 
     Args:
         exponent_bits: width of the exponent field, at least 1.
-        mantissa_bits: width of the mantissa field, at least 0; sign, exponent and mantissa fill at most 8 bits.
-        bias: exponent bias; by default ``2^(E-1) - 1``, and ``2^(E-1)`` for the layouts without -0.
-        layout: one of :data:`~fp8manifold.formats.LAYOUTS`; by default that of the named format, or ``finite``.
+        mantissa_bits: width of the mantissa field, at least 0; sign, exponent and
+            mantissa fill at most 8 bits.
+        bias: exponent bias; by default ``2^(E-1) - 1``, and ``2^(E-1)`` for the layouts
+            without -0.
+        layout: one of :data:`~fp8manifold.formats.LAYOUTS`; by default that of the
+            named format, or ``finite``.
 
     Raises:
-        TypeError, ValueError: widths, bias or layout out of range, or a format without a nonzero finite value.
+        TypeError, ValueError: widths, bias or layout out of range, or a format without
+            a nonzero finite value.
 
     Example:
         >>> fmt = FloatFormat(4, 3)
@@ -59,7 +73,11 @@ class FloatFormat:
     layout: str
 
     def __init__(
-        self, exponent_bits: int, mantissa_bits: int, bias: int | None = None, layout: str | None = None
+        self,
+        exponent_bits: int,
+        mantissa_bits: int,
+        bias: int | None = None,
+        layout: str | None = None,
     ) -> None:
         e, m = exponent_bits, mantissa_bits
         for field, value in (("exponent_bits", e), ("mantissa_bits", m)):
@@ -67,8 +85,8 @@ class FloatFormat:
                 raise TypeError(f"{field}={value!r} must be an int")
         if e < 1 or m < 0 or e + m + 1 > 8:
             raise ValueError(
-                f"exponent_bits={e}, mantissa_bits={m}: need exponent_bits >= 1, mantissa_bits >= 0 "
-                f"and at most 8 bits in all (sign + exponent + mantissa = {e + m + 1})"
+                f"exponent_bits={e}, mantissa_bits={m}: need exponent_bits >= 1, mantissa_bits >= "
+                f"0 and at most 8 bits in all (sign + exponent + mantissa = {e + m + 1})"
             )
         layout = _DEFAULT_LAYOUTS.get((e, m), "finite") if layout is None else layout
         if layout not in LAYOUTS:
@@ -96,15 +114,18 @@ class FloatFormat:
 
     @classmethod
     def from_string(cls, name: str) -> "FloatFormat":
-        """Read a format's name: ``ExMy`` with an optional layout suffix, or ``P3109_KpP``.
+        """Read a format's name: ``ExMy`` with an optional layout suffix, or
+        ``P3109_KpP``.
 
         Args:
-            name: case-insensitive.  ``E4M3``, ``E4M3FNUZ``, ``E3M4IEEE``, ``E5M2FN``, ``E1M6FINITE``,
-                ``P3109_8P4`` (extended), ``P3109_8P4F`` (finite); ``_B<n>`` at the end sets another bias.
+            name: case-insensitive. ``E4M3``, ``E4M3FNUZ``, ``E3M4IEEE``, ``E5M2FN``,
+                ``E1M6FINITE``, ``P3109_8P4`` (extended), ``P3109_8P4F`` (finite);
+                ``_B<n>`` at the end sets another bias.
 
         Raises:
             TypeError: ``name`` is not a string.
-            ValueError: it can't be read; the message names what was expected and the nearest known name.
+            ValueError: it can't be read; the message names what was expected and the
+                nearest known name.
 
         Example:
             >>> FloatFormat.from_string("e5m2").max
@@ -118,10 +139,14 @@ class FloatFormat:
         try:
             if match := _EXMY.fullmatch(text):
                 e, m, layout, bias = match.groups()
-                return cls(int(e), int(m), int(bias) if bias else None, layout.lower() if layout else None)
+                return cls(
+                    int(e), int(m), int(bias) if bias else None, layout.lower() if layout else None
+                )
             if match := _P3109.fullmatch(text):
                 width, precision, finite = int(match[1]), int(match[2]), match[3]
-                return cls(width - precision, precision - 1, layout="p3109f" if finite else "p3109e")
+                return cls(
+                    width - precision, precision - 1, layout="p3109f" if finite else "p3109e"
+                )
         except ValueError as error:
             raise ValueError(_unreadable(name, text, f"; {error}")) from None
         raise ValueError(_unreadable(name, text, ""))
@@ -147,7 +172,9 @@ class FloatFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal number, which the subnormals share: ``1 - bias``."""
+        """Exponent of the smallest normal number, which the subnormals share:
+        ``1 - bias``.
+        """
         return 1 - self.bias
 
     @property
@@ -179,11 +206,17 @@ class FloatFormat:
         """The code a NaN is encoded to (the positive quiet NaN), or None."""
         if not self.nan_codes:
             return None
-        return self.max_code + 1 + (1 << (self.mantissa_bits - 1)) if self.layout == "ieee" else self.nan_codes[0]
+        return (
+            self.max_code + 1 + (1 << (self.mantissa_bits - 1))
+            if self.layout == "ieee"
+            else self.nan_codes[0]
+        )
 
     @property
     def inf_code(self) -> int | None:
-        """Code of +Inf, or None where the layout has no Inf; -Inf has the sign bit set as well."""
+        """Code of +Inf, or None where the layout has no Inf; -Inf has the sign bit set
+        as well.
+        """
         return self.max_code + 1 if self.layout in ("ieee", "p3109e") else None
 
     @property
@@ -205,13 +238,18 @@ class FloatFormat:
             57344.0
         """
         if not 0 <= code < 2 * self.sign_bit:
-            raise ValueError(f"code={code} is out of range for {self.name}: 0 to {2 * self.sign_bit - 1}")
+            raise ValueError(
+                f"code={code} is out of range for {self.name}: 0 to {2 * self.sign_bit - 1}"
+            )
         if code in self.nan_codes:
             return math.nan
         magnitude, sign = code & (self.sign_bit - 1), -1.0 if code & self.sign_bit else 1.0
         if magnitude == self.inf_code:
             return sign * math.inf
-        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        exponent, mantissa = (
+            magnitude >> self.mantissa_bits,
+            magnitude & ((1 << self.mantissa_bits) - 1),
+        )
         if exponent:
             mantissa += 1 << self.mantissa_bits
         return sign * mantissa * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
@@ -219,7 +257,11 @@ class FloatFormat:
     @cached_property
     def values(self) -> list[float]:
         """All finite values in code order, -0 included where the format has it."""
-        return [value for code in range(2 * self.sign_bit) if math.isfinite(value := self.decode_code(code))]
+        return [
+            value
+            for code in range(2 * self.sign_bit)
+            if math.isfinite(value := self.decode_code(code))
+        ]
 
     @property
     def finite_codes(self) -> int:
@@ -238,7 +280,9 @@ class FloatFormat:
 
     @property
     def min_subnormal(self) -> float | None:
-        """The smallest positive subnormal value, or None in a format without mantissa bits."""
+        """The smallest positive subnormal value, or None in a format without mantissa
+        bits.
+        """
         return self.ulp_min if self.mantissa_bits else None
 
     @property
@@ -272,7 +316,9 @@ def as_format(fmt: FormatLike) -> FloatFormat:
     if isinstance(fmt, FloatFormat):
         return fmt
     if not isinstance(fmt, str):
-        raise TypeError(f"format must be a FloatFormat or its name, not {type(fmt).__name__}: {fmt!r}")
+        raise TypeError(
+            f"format must be a FloatFormat or its name, not {type(fmt).__name__}: {fmt!r}"
+        )
     return FloatFormat.from_string(fmt)
 
 
@@ -284,8 +330,9 @@ def _unreadable(name: str, text: str, why: str) -> str:
     nearest = difflib.get_close_matches(text, NAMED_FORMATS, n=1, cutoff=0.0)
     why = "" if "at most 8 bits" in why else why  # "x + y <= 7" below says it as well
     return (
-        f"unknown float format {name!r}; did you mean {nearest[0]!r}? allowed: ExMy with x >= 1 and x + y <= 7, with "
-        f"or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; P3109_8P1 to P3109_8P7, with or without F{why}"
+        f"unknown float format {name!r}; did you mean {nearest[0]!r}? allowed: ExMy with x >= 1 "
+        f"and x + y <= 7, with or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; P3109_8P1 to "
+        f"P3109_8P7, with or without F{why}"
     )
 
 

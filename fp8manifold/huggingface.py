@@ -1,4 +1,6 @@
-"""Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` preserve every bit."""
+"""Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and
+``Trainer`` preserve every bit.
+"""
 
 import copy
 import functools
@@ -19,7 +21,13 @@ from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
 from fp8manifold.nn._parts import PARTS, gather_parts
-from fp8manifold.nn._saved import parameters_recipe_of, put_layers, put_parameters, recipe_of, spec_as_json
+from fp8manifold.nn._saved import (
+    parameters_recipe_of,
+    put_layers,
+    put_parameters,
+    recipe_of,
+    spec_as_json,
+)
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
@@ -35,9 +43,11 @@ _RULES: Final = ("adamw", "muon")
 
 
 def register() -> None:
-    """Register the quantisation method ``fp8manifold``, so that ``from_pretrained`` reads models saved with it.
+    """Register the quantisation method ``fp8manifold``, so that ``from_pretrained``
+    reads models saved with it.
 
-    Call it before ``from_pretrained``; :func:`attach` and :func:`quantization_config` call it too.
+    Call it before ``from_pretrained``; :func:`attach` and :func:`quantization_config`
+    call it too.
 
     Raises:
         ImportError: transformers is missing, or older than version 5.
@@ -57,14 +67,17 @@ def register() -> None:
 
 
 def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **options: Any) -> Any:
-    """The ``quantization_config`` with which ``from_pretrained`` quantises a float model while it loads it.
+    """The ``quantization_config`` with which ``from_pretrained`` quantises a float
+    model while it loads it.
 
     Args:
-        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
+        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte
+            per weight by default.
 
     Returns:
-        A configuration of transformers; with ``storage="fp8"`` each weight becomes codes once it is read (one that is
-        tied or has another dtype, at the end), as by ``quantize_model``.  Codes and ``state_dict=`` are refused.
+        A configuration of transformers; with ``storage="fp8"`` each weight becomes
+        codes once it is read (one that is tied or has another dtype, at the end), as by
+        ``quantize_model``. Codes and ``state_dict=`` are refused.
 
     Raises:
         ImportError: as :func:`register`.
@@ -80,7 +93,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
 
 
 def reading(published: dict[str, Any], reader: Any) -> Any:
-    """A configuration under which ``from_pretrained`` lets ``reader`` put codes of a published model in."""
+    """A configuration under which ``from_pretrained`` lets ``reader`` put codes of a
+    published model in.
+    """
     register()
     config = _classes()[0](layers=[], published=published)
     config.reader = reader
@@ -90,16 +105,21 @@ def reading(published: dict[str, Any], reader: Any) -> Any:
 def published_of(model: Any) -> dict[str, Any] | None:
     """The layout in which a model in codes was published, from its settings, or None."""
     config = getattr(model, "config", None)
-    found: dict[str, Any] | None = getattr(getattr(config, "quantization_config", None), "published", None)
+    found: dict[str, Any] | None = getattr(
+        getattr(config, "quantization_config", None), "published", None
+    )
     return found
 
 
 def attach(model: Any) -> Any:
-    """Let transformers save a model that :func:`fp8manifold.quantize_model` quantised, and its ``Trainer`` train it.
+    """Let transformers save a model that :func:`fp8manifold.quantize_model` quantised,
+    and its ``Trainer`` train it.
 
-    ``save_pretrained`` then writes the tensors that :func:`fp8manifold.unflatten_state_dict` describes, and each
-    layer's options to ``config.json``; ``from_pretrained`` and ``Trainer``'s ``resume_from_checkpoint`` read all of it
-    to the bit, NaN and -0 included.  A model that ``from_pretrained`` has read or quantised is attached already.
+    ``save_pretrained`` then writes the tensors that
+    :func:`fp8manifold.unflatten_state_dict` describes, and each layer's options to
+    ``config.json``; ``from_pretrained`` and ``Trainer``'s ``resume_from_checkpoint``
+    read all of it to the bit, NaN and -0 included. A model that ``from_pretrained`` has
+    read or quantised is attached already.
 
     Args:
         model: of transformers; changed in place, with its ``config``.
@@ -123,7 +143,10 @@ def attach(model: Any) -> Any:
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise TypeError(f"model is a {type(model).__name__}, not a transformers model: save its state_dict() instead")
+        raise TypeError(
+            f"model is a {type(model).__name__}, not a transformers model: save its state_dict() "
+            f"instead"
+        )
     register()
     config, quantizer = _classes()
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
@@ -142,11 +165,15 @@ def _classes() -> tuple[Any, Any]:
         raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
     config = needed("transformers.utils.quantization_config", "hf", _BY).QuantizationConfigMixin
     quantizer = needed("transformers.quantizers.base", "hf", _BY).HfQuantizer
-    return type("Fp8ManifoldConfig", (_Config, config), {}), type("Fp8ManifoldQuantizer", (_Quantizer, quantizer), {})
+    return type("Fp8ManifoldConfig", (_Config, config), {}), type(
+        "Fp8ManifoldQuantizer", (_Quantizer, quantizer), {}
+    )
 
 
 class _Config:
-    """A configuration in JSON's types: formats to quantise to, or the layers that are quantised."""
+    """A configuration in JSON's types: formats to quantise to, or the layers that are
+    quantised.
+    """
 
     def __init__(
         self,
@@ -167,7 +194,9 @@ class _Config:
                 self.parameters = parameters
         else:
             self.formats, self.storage = _formats_as_json(formats), storage
-            self.options = {name: _formats_as_json(value) for name, value in (options or {}).items()}
+            self.options = {
+                name: _formats_as_json(value) for name, value in (options or {}).items()
+            }
 
     def to_dict(self) -> dict[str, Any]:
         """Settings as a file has them: no path of this machine."""
@@ -190,8 +219,12 @@ class _Quantizer:
     quantization_config: Any
     pre_quantized: bool
     reader: Any = None
-    """A reader that makes codes of tensors from transformers, or puts in those that it read itself."""
-    own_parameters: tuple[str, ...] = ()  #: Names of parameters in codes that are called otherwise than ``weight``.
+    """A reader that makes codes of tensors from transformers, or puts in those that it
+    read itself.
+    """
+    own_parameters: tuple[
+        str, ...
+    ] = ()  #: Names of parameters in codes that are called otherwise than ``weight``.
     requires_calibration = False
     is_trainable = True
     is_qat_trainable = True
@@ -200,7 +233,9 @@ class _Quantizer:
         return True
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """True where a tensor becomes codes as it is read, or may have another shape, as a measured scale may."""
+        """True where a tensor becomes codes as it is read, or may have another shape,
+        as a measured scale may.
+        """
         if self.reader is not None:
             return bool(self.reader.wants(param_name))
         owner, entry = param_name.rpartition(".")[::2]
@@ -215,39 +250,63 @@ class _Quantizer:
     def update_device_map(self, device_map: Any) -> Any:
         """Refuse to leave weights on a disk, where codes can't be."""
         if "disk" in map(str, getattr(device_map, "values", lambda: (device_map,))()):
-            raise ValueError("device_map has 'disk': weights in codes can't be left there; take devices or 'cpu'")
+            raise ValueError(
+                "device_map has 'disk': weights in codes can't be left there; take devices or 'cpu'"
+            )
         return device_map
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Codes, their scales and counts stay what they are; ``_Gather`` lets the weight appear as the layer's own."""
+        """Codes, their scales and counts stay what they are; ``_Gather`` lets the
+        weight appear as the layer's own.
+        """
         if _is_ours(converter):
             return None
-        return dtype if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in FLOATS else None
+        return (
+            dtype
+            if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in FLOATS
+            else None
+        )
 
     def get_weight_conversions(self) -> list[Any]:
         if not self.pre_quantized:
             return []
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
-        names = {"weight": "weight", **{rf"(?<!\w){re.escape(name)}": name for name in self.own_parameters}}
-        return [  # with a $: transformers before 5.22 takes a longer name that begins alike for this one
-            package.WeightConverter([f"{start}{suffix}$" for suffix in PARTS], name, operations=[operation])
+        names = {
+            "weight": "weight",
+            **{rf"(?<!\w){re.escape(name)}": name for name in self.own_parameters},
+        }
+        # With a $: transformers before 5.22 takes a longer name that begins alike for
+        # this one
+        return [
+            package.WeightConverter(
+                [f"{start}{suffix}$" for suffix in PARTS], name, operations=[operation]
+            )
             for start, name in names.items()
         ]
 
-    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Any = None, **_: Any
+    ) -> None:
         wanted = self.quantization_config
         if (reader := vars(wanted).pop("reader", None)) is not None:
             self.reader = reader
             reader.begin(model)
         elif not self.pre_quantized:
-            if checkpoint_files is None:  # transformers casts tensors in memory before it asks a quantiser
-                raise ValueError("state_dict= does not go with quantization_config=: call quantize_model afterwards")
+            if (
+                checkpoint_files is None
+            ):  # transformers casts tensors in memory before it asks a quantiser
+                raise ValueError(
+                    "state_dict= does not go with quantization_config=: call quantize_model "
+                    "afterwards"
+                )
             check_floats(model, checkpoint_files)
-            self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
+            self.reader = Reader(
+                model, wanted.formats, wanted.storage, wanted.options, checkpoint_files
+            )
         else:
             own = dict(model.named_parameters())
             turned = dict.fromkeys(getattr(wanted, "published", {}).get("turned", ()), 0)
@@ -256,12 +315,20 @@ class _Quantizer:
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
             try:
                 torch.set_default_dtype(torch.float32)
-                put_layers(model, [_named_here(model, group, modules) for group in self.quantization_config.layers])
+                put_layers(
+                    model,
+                    [
+                        _named_here(model, group, modules)
+                        for group in self.quantization_config.layers
+                    ],
+                )
             finally:
                 torch.set_default_dtype(dtype)
             groups = getattr(self.quantization_config, "parameters", ())
             put_parameters(model, here := [_named_here(model, group, own) for group in groups])
-            names = [name for group in here for name in group["seeds"] if not name.endswith(".weight")]
+            names = [
+                name for group in here for name in group["seeds"] if not name.endswith(".weight")
+            ]
             start = f"{model.base_model_prefix}."
             self.own_parameters = tuple(name.removeprefix(start) for name in names)
 
@@ -276,35 +343,45 @@ class _Quantizer:
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         return dequantize_model(model).to(dtype)  # None leaves the dtypes
 
-    def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(
+        self, model: Any, *_: Any
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The state of the model as it is now; its settings are written after that."""
         _describe(model)
         _keep_whole(model)
         state, names = model.state_dict(), parameter_names(model)
         for own in in_place_parameters(model).values():
-            for name in names[id(own)][1:]:  # transformers knows of one tied weight, and not of its parts
+            for name in names[id(own)][
+                1:
+            ]:  # transformers knows of one tied weight, and not of its parts
                 for suffix in PARTS:
                     state.pop(name + suffix, None)
         return state, {}
 
 
 def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A group by the names in this model, which may be the base of the one that was saved, or have it as one.
+    """A group by the names in this model, which may be the base of the one that was
+    saved, or have it as one.
 
-    What the model does not have, such as another output layer, is left out, as transformers leaves out its weights.
+    What the model does not have, such as another output layer, is left out, as
+    transformers leaves out its weights.
     """
     start, seeds = f"{model.base_model_prefix}.", group.get("seeds", {})
     is_base = any(name.startswith(start) and name.removeprefix(start) in names for name in seeds)
     named, is_whole = {}, any(name.startswith(start) for name in seeds)
     for name, seed in seeds.items():
-        here = next((each for each in (name, name.removeprefix(start), start + name) if each in names), name)
+        here = next(
+            (each for each in (name, name.removeprefix(start), start + name) if each in names), name
+        )
         if here in names or (not is_base and (name.startswith(start) or not is_whole)):
             named[here] = seed
     return {**group, "seeds": named}
 
 
 def _keep_whole(model: Any) -> None:
-    """Let transformers write parameters in codes whole: it would take experts apart, which codes can't be."""
+    """Let transformers write parameters in codes whole: it would take experts apart,
+    which codes can't be.
+    """
     names = [name for name in in_place_parameters(model) if not name.endswith(".weight")]
     if not names:
         return
@@ -323,26 +400,40 @@ def _keep_whole(model: Any) -> None:
 
 
 def _is_ours(conversion: Any) -> bool:
-    return any(isinstance(operation, _Gather) for operation in getattr(conversion, "operations", ()))
+    return any(
+        isinstance(operation, _Gather) for operation in getattr(conversion, "operations", ())
+    )
 
 
 def _describe(model: Any) -> None:
-    """Write to a model's settings how its layers are quantised, and whether its output layer still is the embedding."""
+    """Write to a model's settings how its layers are quantised, and whether its output
+    layer still is the embedding.
+    """
     if has_own_head(model):
         model.config.tie_word_embeddings = False
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
     if layers or parameters:
         published = published_of(model)
-        model.config.quantization_config = _classes()[0](layers=layers, parameters=parameters, published=published)
+        model.config.quantization_config = _classes()[0](
+            layers=layers, parameters=parameters, published=published
+        )
     else:
         vars(model.config).pop("quantization_config", None)
 
 
 class _Gather:
-    """The conversion of a weight's parts in a file to the parameter that the layer takes, in the layer's dtype."""
+    """The conversion of a weight's parts in a file to the parameter that the layer
+    takes, in the layer's dtype.
+    """
 
     def convert(
-        self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, missing_keys: Any = None, **_: Any
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: Any,
+        full_layer_name: str,
+        missing_keys: Any = None,
+        **_: Any,
     ) -> dict[str, Tensor]:
         parts = {}
         for pattern, value in input_dict.items():
@@ -351,14 +442,21 @@ class _Gather:
         owner, entry = full_layer_name.rpartition(".")[::2]
         layer = model.get_submodule(owner)
         own = getattr(layer, entry)  # without values
-        if missing_keys is not None:  # names of the model's state, of which one alone stands for all parts
+        if (
+            missing_keys is not None
+        ):  # names of the model's state, of which one alone stands for all parts
             missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS[1:]})
         gather_parts(parts, "weight", own)
         value = parts["weight"]
         if isinstance(value, FP8Tensor):
-            if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (own.format, own.scale.shape):
+            if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (
+                own.format,
+                own.scale.shape,
+            ):
                 its, wanted = ((x.format.name, x.granularity) for x in (value, own))
-                raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} in config.json")
+                raise ValueError(
+                    f"{full_layer_name} is {its} in the file, and {wanted} in config.json"
+                )
             value = value.with_parts(lambda part: part, own.dtype).requires_grad_(own.requires_grad)
         else:
             value = value.to(own.dtype) if value.dtype in FLOATS else value
@@ -369,12 +467,22 @@ class _Gather:
 
 
 class TrainerOptimizer:
-    """The factory that a trainer makes, then calls with the model and the options of :func:`trainer_optimizer`."""
+    """The factory that a trainer makes, then calls with the model and the options of
+    :func:`trainer_optimizer`.
+    """
 
     def __call__(
-        self, model: nn.Module, arguments: Any = None, *, rule: str, in_backward: dict[str, Any] | None, **options: Any
+        self,
+        model: nn.Module,
+        arguments: Any = None,
+        *,
+        rule: str,
+        in_backward: dict[str, Any] | None,
+        **options: Any,
     ) -> Any:
-        """Make the optimizer of a model that is where it is trained; axolotl gives it the arguments once more."""
+        """Make the optimizer of a model that is where it is trained; axolotl gives it
+        the arguments once more.
+        """
         made: Any
         if rule == "muon":
             made = StiffnessMuon.for_model(model, **options)
@@ -388,27 +496,35 @@ class TrainerOptimizer:
 def trainer_optimizer(
     arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
 ) -> tuple[type[Any], dict[str, Any]]:
-    """The ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers, or of a library that builds on it.
+    """The ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers, or of a
+    library that builds on it.
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
 
-    Learning rate, betas, eps and decay are those of the arguments, and biases and norms don't decay.  ``in_backward``
-    uses :func:`fp8manifold.optim.step_in_backward`: with ``clip="previous"``, where the first step only measures the
-    norm, or under ``gradient_accumulation_steps`` with ``accumulate="bfloat16"``, clipped by the norm of the sums.
+    Learning rate, betas, eps and decay are those of the arguments, and biases and norms
+    don't decay. ``in_backward`` uses :func:`fp8manifold.optim.step_in_backward`: with
+    ``clip="previous"``, where the first step only measures the norm, or under
+    ``gradient_accumulation_steps`` with ``accumulate="bfloat16"``, clipped by the norm
+    of the sums.
 
     Args:
-        arguments: ``TrainingArguments``, or those of a library that builds on it (``SFTConfig``).
-        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon`` (``StiffnessMuon.for_model``).
+        arguments: ``TrainingArguments``, or those of a library that builds on it
+            (``SFTConfig``).
+        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
+            (``StiffnessMuon.for_model``).
         in_backward: whether to step in the backward pass.
-        options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
+        options: the optimizer's, in place of the arguments'; for ``muon`` those of
+            ``for_model`` too.
 
     Returns:
         A factory, and the options that it is called with beside the model.
 
     Raises:
         TypeError: no arguments of a trainer; in the factory, an unknown option.
-        ValueError: another rule; ``fp16=True`` with ``in_backward``; in the factory, options of the optimizer's.
-        ImportError, RuntimeError: in the factory, transformers is missing; ``in_backward`` in several processes.
+        ValueError: another rule; ``fp16=True`` with ``in_backward``; in the factory,
+            options of the optimizer's.
+        ImportError, RuntimeError: in the factory, transformers is missing;
+            ``in_backward`` in several processes.
 
     Example:
         >>> from transformers import TrainingArguments
@@ -426,27 +542,45 @@ def trainer_optimizer(
     names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     for name in (*names, "max_grad_norm", "gradient_accumulation_steps"):
         if not hasattr(arguments, name):
-            raise TypeError(f"arguments is a {type(arguments).__name__} without {name}: TrainingArguments are needed")
+            raise TypeError(
+                f"arguments is a {type(arguments).__name__} without {name}: TrainingArguments are "
+                f"needed"
+            )
     lr, weight_decay, *betas, eps = (getattr(arguments, name) for name in names)
-    shared = {"lr": lr, "weight_decay": weight_decay, "betas": (*betas,), "adam_eps" if rule == "muon" else "eps": eps}
+    shared = {
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "betas": (*betas,),
+        "adam_eps" if rule == "muon" else "eps": eps,
+    }
     how: dict[str, Any] | None = None
     if in_backward and getattr(arguments, "fp16", False):
-        raise ValueError("in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True")
+        raise ValueError(
+            "in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True"
+        )
     if in_backward and arguments.gradient_accumulation_steps > 1:
         how = {"accumulate": "bfloat16"}
     elif in_backward:
-        how = {"clip": "previous", "max_norm": float(arguments.max_grad_norm or math.inf), "first": "measure"}
+        how = {
+            "clip": "previous",
+            "max_norm": float(arguments.max_grad_norm or math.inf),
+            "first": "measure",
+        }
     return TrainerOptimizer, shared | options | {"rule": rule, "in_backward": how}
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of the parameters that decay and of those that do not, as Trainer divides them."""
+    """Groups of the parameters that decay and of those that do not, as Trainer divides
+    them.
+    """
     trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
     decays = set(trainer.get_decay_parameter_names(None, model))
     groups: dict[bool, dict[str, Any]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             decaying = name in decays
-            groups.setdefault(decaying, {"params": [], "weight_decay": weight_decay if decaying else 0.0})
+            groups.setdefault(
+                decaying, {"params": [], "weight_decay": weight_decay if decaying else 0.0}
+            )
             groups[decaying]["params"].append((name, p))
     return [groups[decaying] for decaying in (True, False) if decaying in groups]

@@ -1,4 +1,6 @@
-"""A float format as a geoopt manifold: the continuous one of its stiffness, and the grid itself."""
+"""A float format as a geoopt manifold: the continuous one of its stiffness, and the
+grid itself.
+"""
 
 from typing import Any, Literal, get_args
 
@@ -20,9 +22,11 @@ ScaleLike = float | Tensor
 
 
 class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is untyped
-    """The interval ``[-s max, s max]`` with the metric ``1 / S^2``: lengths are counted in ULPs.
+    """The interval ``[-s max, s max]`` with the metric ``1 / S^2``: lengths are counted
+    in ULPs.
 
-    With chart phi and spacing ``S_1`` of the metric at scale 1 (for ``ulp`` :func:`fp8manifold.to_chart` and
+    With chart phi and spacing ``S_1`` of the metric at scale 1 (for ``ulp``
+    :func:`fp8manifold.to_chart` and
     :func:`fp8manifold.ulp`), scale ``s``, and ``u``, ``v`` tangent at ``x``:
 
     .. math::
@@ -33,17 +37,21 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
         \\operatorname{grad} f &= S(x)^2 \\nabla f.
 
-    It is flat, one-dimensional in every element (``ndim = 0``), and ends at ``+-s max``, where ``expmap`` and ``projx``
-    stop, Inf included.  +0 and -0 are one point.  NaN stays NaN, and an empty tensor empty.
+    It is flat, one-dimensional in every element (``ndim = 0``), and ends at
+    ``+-s max``, where ``expmap`` and ``projx`` stop, Inf included. +0 and -0 are one
+    point. NaN stays NaN, and an empty tensor empty.
 
     Args:
         fmt: a format or its name.
-        scale: positive; a number, or a tensor that broadcasts against the points (for example one entry per row).
-        metric: ``ulp`` (the format's own spacing), ``log`` (``S = max(|x|, 2^emin) 2^-M``), ``euclidean`` (``S = 1``),
-            or a positive function ``S(x, fmt)``, taken midway between neighbours of the grid.
+        scale: positive; a number, or a tensor that broadcasts against the points (for
+            example one entry per row).
+        metric: ``ulp`` (the format's own spacing), ``log``
+            (``S = max(|x|, 2^emin) 2^-M``), ``euclidean`` (``S = 1``), or a positive
+            function ``S(x, fmt)``, taken midway between neighbours of the grid.
 
     Raises:
-        TypeError, ValueError: a format, scale or metric of another type or unknown, or a scale that is not positive.
+        TypeError, ValueError: a format, scale or metric of another type or unknown, or
+            a scale that is not positive.
 
     Example:
         >>> manifold = StiffnessManifold("E4M3")
@@ -53,7 +61,8 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         >>> manifold.expmap(x, manifold.logmap(x, y)).tolist()
         [2.0, 0.25]
 
-    Source: Amid and Warmuth 2020 (a mirror-descent potential); geoopt (Kochurov et al. 2020) for the interface.
+    Source: Amid and Warmuth 2020 (a mirror-descent potential); geoopt (Kochurov et al.
+    2020) for the interface.
     """
 
     __scaling__ = geoopt.Manifold.__scaling__.copy()
@@ -75,7 +84,9 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; at NaN the largest, or NaN."""
+        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; at
+        NaN the largest, or NaN.
+        """
         wide, scale = self._working(x)
         return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
 
@@ -85,16 +96,24 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return self._chart.forward(self._inside(wide / scale)).to(x.dtype)
 
     def from_chart(self, c: Tensor) -> Tensor:
-        """The point at the coordinate ``c``, in steps from zero; ``+-s max`` beyond the ends."""
+        """The point at the coordinate ``c``, in steps from zero; ``+-s max`` beyond the
+        ends.
+        """
         wide, scale = self._working(c, "c")
         return (self._inside(self._chart.inverse(wide)) * scale).to(c.dtype)
 
-    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        """``u v / S(x)^2``, element by element (``keepdim`` changes nothing, as ``ndim`` is 0)."""
+    def inner(
+        self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False
+    ) -> Tensor:
+        """``u v / S(x)^2``, element by element (``keepdim`` changes nothing, as
+        ``ndim`` is 0).
+        """
         return self.component_inner(x, u, v)
 
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-        """``(u / S)(v / S)``: divided first, because S^2 can leave the range of float32."""
+        """``(u / S)(v / S)``: divided first, because S^2 can leave the range of
+        float32.
+        """
         stiffness = self.stiffness(x)
         steps = u / stiffness
         return steps * (steps if v is None else v / stiffness)
@@ -118,7 +137,9 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return torch.minimum(torch.maximum(x, -scale * self.format.max), scale * self.format.max)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for bit, where ``u`` is 0."""
+        """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for
+        bit, where ``u`` is 0.
+        """
         still = x - (u.detach() - u)  # x to the bit where u is 0, with derivative 1 to u
         return torch.where(u == 0, still, (self._moved(x, u) * self._working(x)[1]).to(x.dtype))
 
@@ -131,7 +152,9 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return self.stiffness(x) * (self.to_chart(y) - self.to_chart(x))
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """``|phi(x) - phi(y)|``: between points of the grid, the number of representable steps."""
+        """``|phi(x) - phi(y)|``: between points of the grid, the number of
+        representable steps.
+        """
         return (self.to_chart(x) - self.to_chart(y)).abs()
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
@@ -141,8 +164,12 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
     def random(
         self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> geoopt.ManifoldTensor:
-        """Points uniform in the metric's own volume: every step between neighbours is as likely."""
-        top = self.to_chart(self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device) * self.format.max)
+        """Points uniform in the metric's own volume: every step between neighbours is
+        as likely.
+        """
+        top = self.to_chart(
+            self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device) * self.format.max
+        )
         uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
         self._assert_check_shape(uniform.shape, "x")
         return geoopt.ManifoldTensor(self.projx(self.from_chart(uniform * top)), manifold=self)
@@ -154,17 +181,25 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         device: torch.device | str | None = None,
         seed: int | None = 42,
     ) -> geoopt.ManifoldTensor:
-        """Zeros, the fixed point of the symmetry (``seed`` is part of geoopt's signature; nothing is drawn)."""
+        """Zeros, the fixed point of the symmetry (``seed`` is part of geoopt's
+        signature; nothing is drawn).
+        """
         return geoopt.ManifoldTensor(torch.zeros(*size, dtype=dtype, device=device), manifold=self)
 
     def extra_repr(self) -> str:
         """Format, scale and metric."""
-        scale = f"{self.scale.item():g}" if self.scale.numel() == 1 else f"tensor of shape {tuple(self.scale.shape)}"
+        scale = (
+            f"{self.scale.item():g}"
+            if self.scale.numel() == 1
+            else f"tensor of shape {tuple(self.scale.shape)}"
+        )
         metric = getattr(self.metric, "__name__", self.metric)
         return f"{self.format.name}, scale={scale}, metric={metric}"
 
     def _moved(self, x: Tensor, u: Tensor) -> Tensor:
-        """``exp_x(u)`` in units of the scale, in the dtype that the chart is computed in."""
+        """``exp_x(u)`` in units of the scale, in the dtype that the chart is computed
+        in.
+        """
         wide, scale = self._working(x)
         inside = self._inside(wide / scale)
         beyond = 2 * self._steps_to_end + 1  # past either end from anywhere, and far from overflow
@@ -187,9 +222,15 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         """A point must have a shape that the scale broadcasts to without widening it."""
         if broadcasts_to(self.scale.shape, torch.Size(shape)):
             return True, None
-        return False, f"{name} has shape {tuple(shape)}: the scale of shape {tuple(self.scale.shape)} does not fit"
+        return (
+            False,
+            f"{name} has shape {tuple(shape)}: the scale of shape {tuple(self.scale.shape)} does "
+            f"not fit",
+        )
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(
+        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
         limit = self._scale_for(x) * self.format.max
         if bool((x.abs() <= limit * (1 + rtol) + atol).all()):
             return True, None
@@ -206,36 +247,47 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         if saved is not None and saved.tolist() != _fields(self.format):
             exponent_bits, mantissa_bits, bias, layout = saved.tolist()
             other = FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout])
-            args[-1].append(f"{prefix}format_fields is of {other.name}, but this manifold is of {self.format.name}")
+            args[-1].append(
+                f"{prefix}format_fields is of {other.name}, but this manifold is of "
+                f"{self.format.name}"
+            )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class FP8Manifold(StiffnessManifold):
-    """The representable numbers of a format as the points, inside the continuous manifold around them.
+    """The representable numbers of a format as the points, inside the continuous
+    manifold around them.
 
-    ``retr`` rounds to the grid; ``expmap``, ``logmap``, ``dist`` and ``transp`` are the ambient
+    ``retr`` rounds to the grid; ``expmap``, ``logmap``, ``dist`` and ``transp`` are the
+    ambient
     :class:`StiffnessManifold`'s.
 
     .. math:: R_x(u) = s \\, \\mathrm{round}(\\exp_x(u) / s), \\qquad \\mathrm{projx}(x) = s \\, \\mathrm{round}(x / s)
 
-    NaN, Inf and empty tensors are treated as there; -0 becomes +0 where the layout has none.  ``nearest`` violates
-    ``dR_x(0) = id``, a part of the definition of a retraction, because a step below half an ULP does nothing (stall);
-    ``stochastic`` satisfies it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
+    NaN, Inf and empty tensors are treated as there; -0 becomes +0 where the layout has
+    none. ``nearest`` violates ``dR_x(0) = id``, a part of the definition of a
+    retraction, because a step below half an ULP does nothing (stall); ``stochastic``
+    satisfies it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
 
     Args:
         fmt: a format or its name.
         scale: positive; points are ``scale`` times a value of the format.
         rounding: how ``retr`` rounds, ``nearest`` or ``stochastic``.
-        seed: key of the random bits; give every parameter its own manifold with another seed.
+        seed: key of the random bits; give every parameter its own manifold with another
+            seed.
         metric: as in :class:`StiffnessManifold`.
-        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation).
-        draws: ``independent`` in every retraction, or ``dither``: spread evenly (:func:`fp8manifold.random_bits`).
+        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u``
+            (for ablation).
+        draws: ``independent`` in every retraction, or ``dither``: spread evenly
+            (:func:`fp8manifold.random_bits`).
 
-    The stochastic manifold counts its retractions in the buffer ``counter``, part of ``state_dict``.
+    The stochastic manifold counts its retractions in the buffer ``counter``, part of
+        ``state_dict``.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessManifold`; an unknown rounding, retraction or kind of draws.
+        TypeError, ValueError: as :class:`StiffnessManifold`; an unknown rounding,
+            retraction or kind of draws.
 
     Example:
         >>> manifold = FP8Manifold("E4M3", rounding="stochastic", seed=1)
@@ -245,7 +297,8 @@ class FP8Manifold(StiffnessManifold):
         >>> bool((manifold.retr(weight, torch.zeros(2)) == weight).all())
         True
 
-    Source: Absil, Mahony and Sepulchre 2008 for retractions; the rounded ones are this library's.
+    Source: Absil, Mahony and Sepulchre 2008 for retractions; the rounded ones are this
+    library's.
     """
 
     __scaling__ = geoopt.Manifold.__scaling__.copy()
@@ -281,13 +334,17 @@ class FP8Manifold(StiffnessManifold):
         return (round_to_grid(wide / scale, self.format) * scale).to(x.dtype)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u`` is 0."""
+        """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u``
+        is 0.
+        """
         wide, scale = self._working(x)
         moved = self._moved(x, u) if self.retraction == "exponential" else (wide + u) / scale
         return torch.where(u == 0, x, (self.round(moved) * scale).to(x.dtype))
 
     def round(self, x: Tensor) -> Tensor:
-        """Round ``x``, in units of the scale, in the manifold's own mode; stochastic rounding advances ``counter``."""
+        """Round ``x``, in units of the scale, in the manifold's own mode; stochastic
+        rounding advances ``counter``.
+        """
         if self.rounding == "nearest":
             return round_to_grid(x, self.format)
         key: dict[str, Any] = {"seed": int(self.seed_word.item()), "step": int(self.counter.item())}
@@ -296,13 +353,19 @@ class FP8Manifold(StiffnessManifold):
         return rounded
 
     def extra_repr(self) -> str:
-        """Format, scale, metric and rounding, and how random bits are drawn if not independently."""
+        """Format, scale, metric and rounding, and how random bits are drawn if not
+        independently.
+        """
         draws = "" if self.draws == "independent" else f", draws={self.draws}"
         return f"{super().extra_repr()}, rounding={self.rounding}{draws}"
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(
+        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
         off = int((self.projx(x) != x).sum())
-        return (True, None) if off == 0 else (False, f"{off} of {x.numel()} values are off the grid")
+        return (
+            (True, None) if off == 0 else (False, f"{off} of {x.numel()} values are off the grid")
+        )
 
 
 def _fields(fmt: FloatFormat) -> list[int]:

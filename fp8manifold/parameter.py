@@ -13,20 +13,24 @@ __all__ = ["FP8Parameter"]
 
 
 class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
-    """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's optimizers.
+    """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's
+    optimizers.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Gradients are ordinary tensors of the apparent dtype.  ``manifold`` is the :class:`FP8Manifold` of its format and
-    scale, so geoopt's RiemannianAdam and RiemannianSGD step it on the grid.  NaN, Inf, -0 and empty tensors are treated
-    as in :class:`FP8Tensor`.
+    Gradients are ordinary tensors of the apparent dtype. ``manifold`` is the
+    :class:`FP8Manifold` of its format and scale, so geoopt's RiemannianAdam and
+    RiemannianSGD step it on the grid. NaN, Inf, -0 and empty tensors are treated as in
+    :class:`FP8Tensor`.
 
     Args:
         w, fmt: as in :class:`FP8Tensor`.
-        options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``, ``seed``, ``dtype`` and
-            ``keep_remainder``, as there, and ``requires_grad``, True by default.
+        options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``,
+            ``seed``, ``dtype`` and ``keep_remainder``, as there, and ``requires_grad``,
+            True by default.
 
-    An :class:`FP8Tensor` without options, or with a parameter's attributes as options, shares its codes and scales.
+    An :class:`FP8Tensor` without options, or with a parameter's attributes as options,
+        shares its codes and scales.
 
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.
@@ -44,7 +48,9 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
         as_it_is = "codes" in options or not options.keys() - {"requires_grad"}
         if isinstance(w, FP8Tensor) and fmt is None and as_it_is:
             requires_grad = bool(options.get("requires_grad", True))
-            return cls._wrap(w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad)
+            return cls._wrap(
+                w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad
+            )
         return FP8Tensor.__new__(cls, w, fmt, **{"requires_grad": True, **options})
 
 

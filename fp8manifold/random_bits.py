@@ -1,4 +1,6 @@
-"""Counter-based random bits: a pure function of (seed, step, stream, element index), with no state anywhere."""
+"""Counter-based random bits: a pure function of (seed, step, stream, element index),
+with no state anywhere.
+"""
 
 import hashlib
 import math
@@ -21,24 +23,35 @@ __all__ = ["RANDOM_BITS", "random_bits"]
 RANDOM_BITS: Final = 24  #: Number of random bits in a draw: as many as a float32 holds exactly.
 _LOW = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32, https://github.com/skeeto/hash-prospector
+_MULTIPLIERS = (
+    0xED5AD4BB,
+    0xAC4C1B51,
+    0x31848BAB,
+)  # triple32, https://github.com/skeeto/hash-prospector
 _SHIFTS = (17, 11, 15)
 Words = tuple[int, ...]
-Draws = Literal["independent", "dither"]  #: The relation of one element's draws in successive steps.
+Draws = Literal[
+    "independent", "dither"
+]  #: The relation of one element's draws in successive steps.
 EPOCH: Final = 256  #: Steps after which dithered draws take new phases.
-_ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
+# 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
+_ADVANCE = 0x9E3779B9
 _DITHERED = 3  # a key word, so that the phases of dithered draws differ from independent draws
 
 
 class Stream(NamedTuple):
-    """The key words of random words, and what is added to each word: a phase that moves with time."""
+    """The key words of random words, and what is added to each word: a phase that moves
+    with time.
+    """
 
     words: Words
     phase: int = 0
 
 
 def stream_of(draws: str, seed: int, step: int, stream: int) -> Stream:
-    """The key of one step's draws: its words, or with ``dither`` those of its epoch and a phase."""
+    """The key of one step's draws: its words, or with ``dither`` those of its epoch and
+    a phase.
+    """
     if draws == "independent":
         return Stream((seed, step, stream))
     epoch, since = divmod(step, EPOCH)
@@ -59,21 +72,23 @@ def random_bits(
 
     .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
 
-    The bits are the same eager and compiled, on CPU and GPU, and however a tensor is cut into parts; streams are not
-    shifted copies of one another.
+    The bits are the same eager and compiled, on CPU and GPU, and however a tensor is
+    cut into parts; streams are not shifted copies of one another.
 
-    With ``draws="dither"`` an element's draws begin at a random phase, which the golden ratio advances in each step and
-    a new phase replaces after 256 steps,
+    With ``draws="dither"`` an element's draws begin at a random phase, which the golden
+    ratio advances in each step and a new phase replaces after 256 steps,
 
     .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
-    Each draw is uniform and independent of other elements and streams, but not of the element's earlier draws: where
-    the rounded value depends on these (the spacing changes, or weights decay), weights are pulled towards 0.
+    Each draw is uniform and independent of other elements and streams, but not of the
+    element's earlier draws: where the rounded value depends on these (the spacing
+    changes, or weights decay), weights are pulled towards 0.
 
     Args:
         shape: shape of the result; positions count in row-major order.
-        seed, step, stream: key words of a run, an optimizer's step and a parameter, ``0 <= word < 2**64``.
+        seed, step, stream: key words of a run, an optimizer's step and a parameter,
+            ``0 <= word < 2**64``.
         offset: global position of the first element, for a part of a larger tensor.
         device: where the result lives.
         draws: ``independent`` or ``dither``.
@@ -82,7 +97,8 @@ def random_bits(
         int32 tensor of ``shape``; empty for an empty shape.
 
     Raises:
-        TypeError, ValueError: a key word is no int, or below 0 or above ``2**64 - 1``; unknown ``draws``.
+        TypeError, ValueError: a key word is no int, or below 0 or above ``2**64 - 1``;
+            unknown ``draws``.
 
     Example:
         >>> whole = random_bits(6, seed=1, step=2, stream=3)
@@ -90,8 +106,8 @@ def random_bits(
         >>> torch.equal(whole[2:], part)
         True
 
-    Source: C. Wellons' triple32 hash, keyed; SplitMix64 (Steele, Lea, Flood 2014) for the keys; Knuth, The Art of
-    Computer Programming, 6.4, for the golden ratio.
+    Source: C. Wellons' triple32 hash, keyed; SplitMix64 (Steele, Lea, Flood 2014) for
+    the keys; Knuth, The Art of Computer Programming, 6.4, for the golden ratio.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(size < 0 for size in shape):
@@ -118,13 +134,23 @@ def draw_range(offset: int, numel: int, key: Stream, device: torch.device | str 
 
 def draw_of(word: Tensor) -> Tensor:
     """The 24-bit draw in a 32-bit random word: its top bits."""
-    return (word >> (32 - RANDOM_BITS)) & ((1 << RANDOM_BITS) - 1)  # int32 shifts copy the sign: clear it
+    return (word >> (32 - RANDOM_BITS)) & (
+        (1 << RANDOM_BITS) - 1
+    )  # int32 shifts copy the sign: clear it
 
 
 def word_range(
-    offset: int, numel: int, words: Words, device: torch.device | str | None, bits: int = 32, *, phase: int = 0
+    offset: int,
+    numel: int,
+    words: Words,
+    device: torch.device | str | None,
+    bits: int = 32,
+    *,
+    phase: int = 0,
 ) -> Tensor:
-    """The upper ``bits`` (24 or 32) of random words plus ``phase`` at positions ``offset .. offset + numel``, flat."""
+    """The upper ``bits`` (24 or 32) of random words plus ``phase`` at positions
+    ``offset .. offset + numel``, flat.
+    """
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:
         below, above = 2**32 - low, low + numel - 2**32
@@ -145,12 +171,16 @@ def word_range(
 
 
 def words_at(positions: Tensor, words: Words) -> Tensor:
-    """The random words at any positions, int64, of one tensor; int32, of the same shape."""
+    """The random words at any positions, int64, of one tensor; int32, of the same
+    shape.
+    """
     x = torch.empty_like(positions, dtype=torch.int32)
     if not x.numel():
         return x
     high = positions >> 32
-    for each in range(int(high.min()), int(high.max()) + 1):  # one value, except in tensors of over 2^32 elements
+    for each in range(
+        int(high.min()), int(high.max()) + 1
+    ):  # one value, except in tensors of over 2^32 elements
         first, second, third = round_keys(words, each)
         low = (positions + first % 2**32) & (2**32 - 1)
         signed = torch.where(low < 2**31, low, low - 2**32).to(torch.int32)
@@ -180,14 +210,18 @@ def _mix_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) ->
 
 @eager_only  # traced big integers would overflow
 def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
-    """Three signed 32-bit round keys from the key words and the high half of a 64-bit position."""
+    """Three signed 32-bit round keys from the key words and the high half of a 64-bit
+    position.
+    """
     mixed = _prefix(words[:2])  # a step's parameters share seed and step
     for word in (*words[2:], high):
         mixed = _mix64(mixed ^ word)
     return signed_word(mixed), signed_word(mixed >> 32), signed_word(_mix64(mixed))
 
 
-def round_key_rows(prefixes: Sequence[Words], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
+def round_key_rows(
+    prefixes: Sequence[Words], streams: NDArray[np.uint64], *more: int
+) -> NDArray[np.int32]:
     """:func:`round_keys` of many words (seed, step, stream, ``*more``) at position 0: one row of three keys each."""
     known = {words: _prefix(words) for words in set(prefixes)}
     mixed = np.array([known[words] for words in prefixes], dtype=np.uint64)
@@ -225,7 +259,9 @@ def _mix64(word: Any) -> Any:
 
 
 def mixed_word(*words: int) -> int:
-    """One word of 63 bits from several: each is mixed by itself, as in the key schedule."""
+    """One word of 63 bits from several: each is mixed by itself, as in the key
+    schedule.
+    """
     return _prefix(tuple(word & _LOW for word in words)) >> 1
 
 
@@ -236,7 +272,9 @@ def named_word(name: str) -> int:
 
 
 def fresh_seed() -> int:
-    """A seed from torch's default generator: another one at every call, the same again after ``manual_seed``."""
+    """A seed from torch's default generator: another one at every call, the same again
+    after ``manual_seed``.
+    """
     with _disable_current_modes():
         return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"))
 

@@ -1,7 +1,9 @@
-"""The definition of rounding, codes, spacing and chart: one number at a time, slowly, in exact rational arithmetic.
+"""The definition of rounding, codes, spacing and chart: one number at a time, slowly,
+in exact rational arithmetic.
 
-Every fast path of this library is tested against these functions.  They take nothing from a format but its four stored
-fields, so that any object which has them will do: formats of more than eight bits too.
+Every fast path of this library is tested against these functions. They take nothing
+from a format but its four stored fields, so that any object which has them will do:
+formats of more than eight bits too.
 """
 
 import math
@@ -30,7 +32,9 @@ DRAWS: Final = 1 << 24  #: The number of values of a random draw.
 
 
 class Fields(Protocol):
-    """The facts of a format that the definition needs: :class:`~fp8manifold.FloatFormat` has them."""
+    """The facts of a format that the definition needs:
+    :class:`~fp8manifold.FloatFormat` has them.
+    """
 
     @property
     def exponent_bits(self) -> int: ...
@@ -64,7 +68,8 @@ def sign_bit(fmt: Fields) -> int:
 
 
 def inf_code(fmt: Fields) -> int | None:
-    """The code of +Inf: the first of the top exponent (``ieee``), the last magnitude (``p3109e``), or None.
+    """The code of +Inf: the first of the top exponent (``ieee``), the last magnitude
+    (``p3109e``), or None.
 
     Args:
         fmt: the format.
@@ -83,7 +88,8 @@ def inf_code(fmt: Fields) -> int | None:
 
 @cache
 def nan_codes(fmt: Fields) -> tuple[int, ...]:
-    """The codes of NaN: those past Inf (``ieee``), the last magnitude (``fn``), none (``finite``), or the code of -0.
+    """The codes of NaN: those past Inf (``ieee``), the last magnitude (``fn``), none
+    (``finite``), or the code of -0.
 
     Args:
         fmt: the format.
@@ -123,7 +129,8 @@ def max_code(fmt: Fields) -> int:
 
 
 def magnitude(code: int, fmt: Fields) -> Fraction:
-    """The value of a code without a sign, as if every code, at the top and past it, were a finite number.
+    """The value of a code without a sign, as if every code, at the top and past it,
+    were a finite number.
 
     .. math:: 2^{\\max(E, 1) - bias} ([E > 0] + m / 2^M)
 
@@ -164,16 +171,20 @@ def decode(code: int, fmt: Fields | str) -> float:
         raise ValueError(f"code={code} is out of range: 0 to {2 * sign_bit(fmt) - 1}")
     if code in nan_codes(fmt):
         return math.nan
-    return math.copysign(math.inf if unsigned == inf_code(fmt) else float(magnitude(unsigned, fmt)), 0.5 - negative)
+    return math.copysign(
+        math.inf if unsigned == inf_code(fmt) else float(magnitude(unsigned, fmt)), 0.5 - negative
+    )
 
 
 def ulp(x: float | Fraction, fmt: Fields | str) -> Fraction:
-    """The spacing of the format at ``x``: the stiffness S, as :func:`fp8manifold.ulp` has it.
+    """The spacing of the format at ``x``: the stiffness S, as :func:`fp8manifold.ulp`
+    has it.
 
     .. math:: S(x) = 2^{e(x) - M}, \\qquad e(x) = \\max(\\lfloor \\log_2 |x| \\rfloor, e_{min})
 
     Args:
-        x: a number; beyond the range, Inf included, the spacing is that of the top binade.
+        x: a number; beyond the range, Inf included, the spacing is that of the top
+            binade.
         fmt: a format or its name.
 
     Raises:
@@ -188,7 +199,8 @@ def ulp(x: float | Fraction, fmt: Fields | str) -> Fraction:
 
 
 def to_chart(x: float | Fraction, fmt: Fields | str) -> Fraction:
-    """The number of representable steps from zero to ``x``, as :func:`fp8manifold.to_chart` has it.
+    """The number of representable steps from zero to ``x``, as
+    :func:`fp8manifold.to_chart` has it.
 
     .. math:: \\varphi(x) = \\operatorname{sign}(x) \\left[ (e - e_{min}) 2^M + |x| / 2^{e - M} \\right], \\; e = e(x)
 
@@ -209,10 +221,12 @@ def to_chart(x: float | Fraction, fmt: Fields | str) -> Fraction:
 
 
 def from_chart(c: float | Fraction, fmt: Fields | str) -> Fraction:
-    """The value at a coordinate, linear between those of two codes, as :func:`fp8manifold.from_chart` has it.
+    """The value at a coordinate, linear between those of two codes, as
+    :func:`fp8manifold.from_chart` has it.
 
     Args:
-        c: a finite coordinate; what is beyond the largest code goes to the end of the range.
+        c: a finite coordinate; what is beyond the largest code goes to the end of the
+            range.
         fmt: a format or its name.
 
     Raises:
@@ -257,26 +271,34 @@ def _within(x: float | Fraction, fmt: Fields) -> Fraction:
 
 
 def encode(
-    x: float, fmt: Fields | str, rounding: str = "nearest", overflow: str = "saturate", bits: int | None = None
+    x: float,
+    fmt: Fields | str,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    bits: int | None = None,
 ) -> int:
     """Round a number and return its code, as :func:`fp8manifold.encode` does.
 
-    A magnitude between the codes ``c`` and ``c + 1``, a fraction ``f`` of the way, goes to ``c + 1`` where
+    A magnitude between the codes ``c`` and ``c + 1``, a fraction ``f`` of the way, goes
+    to ``c + 1`` where
 
     .. math:: f > 1/2, \\text{ or } f = 1/2 \\text{ and } c \\text{ is odd (nearest)}; \\quad
               f > 0 \\text{ and the sign is that of the mode (up, down)}; \\quad bits < 2^{24} f \\text{ (stochastic)}
 
-    A negative number's draw is ``2^24 - 1 - bits``, so that one draw moves both signs in one direction on the line.
+    A negative number's draw is ``2^24 - 1 - bits``, so that one draw moves both signs
+    in one direction on the line.
 
     Args:
         x: any number.
         fmt: a format or its name.
         rounding: ``nearest``, ``toward_zero``, ``up``, ``down`` or ``stochastic``.
-        overflow: ``saturate``, or ``inf_or_nan``: Inf, or NaN where the layout has no Inf (``finite`` saturates).
+        overflow: ``saturate``, or ``inf_or_nan``: Inf, or NaN where the layout has no
+            Inf (``finite`` saturates).
         bits: the draw of ``stochastic``: ``0 <= bits < 2**24``.
 
     Raises:
-        ValueError: an unknown mode, ``stochastic`` without ``bits`` in range, or NaN in a format that has none.
+        ValueError: an unknown mode, ``stochastic`` without ``bits`` in range, or NaN in
+            a format that has none.
 
     Example:
         >>> encode(1.06, "E4M3"), encode(-1.06, "E4M3", "down"), encode(1.06, "E4M3", "stochastic", bits=0)
@@ -304,9 +326,14 @@ def encode(
 
 
 def round_to_grid(
-    x: float, fmt: Fields | str, rounding: str = "nearest", overflow: str = "saturate", bits: int | None = None
+    x: float,
+    fmt: Fields | str,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    bits: int | None = None,
 ) -> float:
-    """Round a number to a value of the format, as :func:`fp8manifold.round_to_grid` does.
+    """Round a number to a value of the format, as :func:`fp8manifold.round_to_grid`
+    does.
 
     Args:
         x: any number; NaN stays NaN.
@@ -322,7 +349,9 @@ def round_to_grid(
     return x if math.isnan(x) else decode(encode(x, fmt, rounding, overflow, bits), fmt)
 
 
-def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, negative: bool) -> bool:
+def _goes_on(
+    code: int, fraction: Fraction, rounding: str, bits: int | None, *, negative: bool
+) -> bool:
     """True if a magnitude between a code and the next one goes to the next one."""
     if rounding == "nearest":
         return fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and code % 2 == 1)
@@ -332,8 +361,12 @@ def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, 
     return fraction > 0 and rounding == ("down" if negative else "up")
 
 
-def _code_beyond(fmt: Fields, rounding: str, overflow: str, *, negative: bool, infinite: bool) -> int:
-    """The code without a sign of a number beyond the largest value; Inf stays Inf where rounding is inwards."""
+def _code_beyond(
+    fmt: Fields, rounding: str, overflow: str, *, negative: bool, infinite: bool
+) -> int:
+    """The code without a sign of a number beyond the largest value; Inf stays Inf where
+    rounding is inwards.
+    """
     inwards = rounding == "toward_zero" or rounding == ("up" if negative else "down")
     if overflow == "saturate" or fmt.layout == "finite" or (inwards and not infinite):
         return max_code(fmt)
@@ -344,5 +377,11 @@ def _code_beyond(fmt: Fields, rounding: str, overflow: str, *, negative: bool, i
 def _nan_code(fmt: Fields) -> int:
     codes, infinity = nan_codes(fmt), inf_code(fmt)
     if not codes:
-        raise ValueError(f"x is NaN, and E{fmt.exponent_bits}M{fmt.mantissa_bits} has no code for NaN")
-    return codes[0] if fmt.layout != "ieee" or infinity is None else infinity + (1 << (fmt.mantissa_bits - 1))
+        raise ValueError(
+            f"x is NaN, and E{fmt.exponent_bits}M{fmt.mantissa_bits} has no code for NaN"
+        )
+    return (
+        codes[0]
+        if fmt.layout != "ieee" or infinity is None
+        else infinity + (1 << (fmt.mantissa_bits - 1))
+    )

@@ -1,4 +1,6 @@
-"""Scales: how a tensor of any size is laid over a format's range.  Everywhere, value = scale * grid point."""
+"""Scales: how a tensor of any size is laid over a format's range. Everywhere, value =
+scale * grid point.
+"""
 
 import math
 from typing import Final, Literal
@@ -17,17 +19,29 @@ Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: Final = ("tensor", "channel", "block")
 WeightGranularity = Literal["tensor", "channel", "block", "square"]
 WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
-"""Granularities of weights: also a scale for each square of 128 x 128, as servers of such weights take."""
+"""Granularities of weights: also a scale for each square of 128 x 128, as servers of
+such weights take.
+"""
 StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
 STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
-"""Granularities of stored codes: with more than two dimensions also a scale for each row of the last one."""
+"""Granularities of stored codes: with more than two dimensions also a scale for each
+row of the last one.
+"""
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
-"""Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
+"""Slack of comparisons with the end of the range: a float32 scale of amax / max may put
+amax itself beyond max.
+"""
 BLOCK_SIZE: Final = 32
-"""Values along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
+"""Values along the last dimension that share a scale under the granularity ``block``,
+as in the OCP MX formats.
+"""
 SQUARE_SIZE: Final = 128
-"""Rows and columns of the last two dimensions that share a scale under ``square``, as in DeepSeek-V3's checkpoints."""
-_DEPTH = 40  # binades from amax down to the smallest spacing: S and S^2 of stored weights stay within float32
+"""Rows and columns of the last two dimensions that share a scale under ``square``, as
+in DeepSeek-V3's checkpoints.
+"""
+# Binades from amax down to the smallest spacing: S and S^2 of stored weights stay
+# within float32
+_DEPTH = 40
 _HYSTERESIS = 2.0**4  # as long as amax swings by less than this, the scale stays
 
 
@@ -36,11 +50,18 @@ class SaturationWarning(UserWarning):
 
 
 class UnderflowWarning(UserWarning):
-    """All values under a scale are too small for it, and are rounded to zero or to its smallest step."""
+    """All values under a scale are too small for it, and are rounded to zero or to its
+    smallest step.
+    """
 
 
 def amax_scale(
-    x: Tensor, fmt: FormatLike, granularity: Granularity = "tensor", *, axis: int = 0, pow2: bool = False
+    x: Tensor,
+    fmt: FormatLike,
+    granularity: Granularity = "tensor",
+    *,
+    axis: int = 0,
+    pow2: bool = False,
 ) -> Tensor:
     """The scale that takes the largest magnitude to the largest value of the format.
 
@@ -49,32 +70,40 @@ def amax_scale(
     Args:
         x: float tensor of any shape.
         fmt: a format or its name.
-        granularity: one scale for the ``tensor``, one for each ``channel``, an index of ``axis``, or one for each
-            ``block`` of 32 values along the last dimension.
+        granularity: one scale for the ``tensor``, one for each ``channel``, an index of
+            ``axis``, or one for each ``block`` of 32 values along the last dimension.
         axis: the channel axis.
-        pow2: round up to a power of two, so that scaling is exact; scales of blocks always are, as in E8M0.
+        pow2: round up to a power of two, so that scaling is exact; scales of blocks
+            always are, as in E8M0.
 
     Returns:
-        float32 tensor that broadcasts against ``x``; under ``block`` it has the shape of ``x`` with a 32nd of the last
-        dimension.  It is 1 where the magnitude is 0 (+0 or -0) or not finite (a NaN or Inf), and for an empty tensor,
-        and nowhere less than ``2^-126``.
+        float32 tensor that broadcasts against ``x``; under ``block`` it has the shape
+        of ``x`` with a 32nd of the last dimension. It is 1 where the magnitude is 0 (+0
+        or -0) or not finite (a NaN or Inf), and for an empty tensor, and nowhere less
+        than ``2^-126``.
 
     Raises:
-        TypeError, ValueError: an unknown format or granularity, an axis that ``x`` does not have, a last dimension that
-            32 does not divide, or float64 values beyond float32, which have no scale.
+        TypeError, ValueError: an unknown format or granularity, an axis that ``x`` does
+            not have, a last dimension that 32 does not divide, or float64 values beyond
+            float32, which have no scale.
 
     Example:
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()
         [2.0, 1.0]
 
-    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); OCP Microscaling Formats 1.0 for blocks.
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); OCP Microscaling
+    Formats 1.0 for blocks.
     """
     check_choice("granularity", granularity, GRANULARITIES)
-    return scale_of_amax(amax_of(x, granularity, axis), as_format(fmt), pow2=pow2 or granularity == "block")
+    return scale_of_amax(
+        amax_of(x, granularity, axis), as_format(fmt), pow2=pow2 or granularity == "block"
+    )
 
 
 def scale_of_amax(amax: Tensor, fmt: FloatFormat, *, pow2: bool) -> Tensor:
-    """The scale under which ``amax`` is the largest value; 1 where it is 0 or not finite."""
+    """The scale under which ``amax`` is the largest value; 1 where it is 0 or not
+    finite.
+    """
     scale = (amax / fmt.max).clamp(min=torch.finfo(amax.dtype).tiny)
     if pow2:
         scale = _power_of_two_above(scale)
@@ -108,7 +137,11 @@ def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
     if granularity == "square":
         return square_amax(magnitude)
     if granularity == "row":
-        return magnitude.amax(-1, keepdim=True) if x.numel() else magnitude.new_zeros((*x.shape[:-1], 1))
+        return (
+            magnitude.amax(-1, keepdim=True)
+            if x.numel()
+            else magnitude.new_zeros((*x.shape[:-1], 1))
+        )
     if granularity == "tensor":
         return magnitude.amax() if x.numel() else magnitude.new_zeros(())
     if not -x.dim() <= axis < x.dim():
@@ -126,8 +159,10 @@ def _check_fits(amax: Tensor) -> None:
     beyond = amax.isfinite() & ~amax.float().isfinite()
     if bool(beyond.any()):
         raise ValueError(
-            f"a magnitude of {float(amax[beyond][0]):g} is beyond float32 (3.4e38), the dtype of scales: "
-            "divide by a power of two first, or use fake_quantize, which has float64 scales for float64"
+            f"a magnitude of {float(amax[beyond][0]):g} is beyond float32 (3.4e38), the dtype of "
+            f"scales: "
+            "divide by a power of two first, or use fake_quantize, which has float64 scales for "
+            "float64"
         )
 
 
@@ -142,7 +177,9 @@ def check_positive(scale: Tensor) -> None:
         return
     right = scale.isfinite() & (scale > 0)
     if not bool(right.all()):
-        raise ValueError(f"scale holds {scale[~right][0].item()}: every entry must be finite and positive")
+        raise ValueError(
+            f"scale holds {scale[~right][0].item()}: every entry must be finite and positive"
+        )
 
 
 def storage_scale(
@@ -157,22 +194,27 @@ def storage_scale(
 
     .. math:: s = 2^{\\lceil \\log_2 (\\max|w| \\cdot headroom / max) \\rceil}
 
-    The largest weight may grow by the factor ``headroom`` before it saturates.  It is placed at most 40 binades above
-    the smallest spacing, so that squares of the stiffness stay within float32.
+    The largest weight may grow by the factor ``headroom`` before it saturates. It is
+    placed at most 40 binades above the smallest spacing, so that squares of the
+    stiffness stay within float32.
 
     Args:
         w, fmt, axis: as in :func:`amax_scale`.
-        granularity: one scale for the ``tensor``, each ``channel``, each ``row`` of the last dimension, each ``block``
-            of 32 weights along it, or each ``square`` of 128 x 128 in the last two.
-        headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
-            8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
+        granularity: one scale for the ``tensor``, each ``channel``, each ``row`` of the
+            last dimension, each ``block`` of 32 weights along it, or each ``square`` of
+            128 x 128 in the last two.
+        headroom: at least 1. None takes 16, but in a format of few binades no more than
+            keeps the largest weight at 8 times the smallest normal, and no less than 2:
+            more would leave most weights subnormal, or zero.
 
     Returns:
-        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
-        against ``w``; ``block`` and ``square`` divide the last dimension by 32, or the last two by 128, rounded up.
+        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an
+        empty tensor. It broadcasts against ``w``; ``block`` and ``square`` divide the
+        last dimension by 32, or the last two by 128, rounded up.
 
     Raises:
-        TypeError, ValueError: as :func:`amax_scale`; a headroom below 1; weights NaN or Inf; squares of a vector.
+        TypeError, ValueError: as :func:`amax_scale`; a headroom below 1; weights NaN or
+            Inf; squares of a vector.
 
     Example:
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
@@ -182,20 +224,28 @@ def storage_scale(
     top = _placed_at(fmt, headroom)
     amax = amax_of(w, granularity, axis)
     if has_values(amax) and not bool(amax.isfinite().all()):
-        raise ValueError(f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}")
+        raise ValueError(
+            f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}"
+        )
     return _placing_scale(amax, top)
 
 
 def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float = 1.0) -> Tensor:
-    """The scale for weights that are all replaced: the present one unless some saturate or it is 16 times too wide."""
+    """The scale for weights that are all replaced: the present one unless some saturate
+    or it is 16 times too wide.
+    """
     made = (scale >= torch.finfo(scale.dtype).tiny) & scale.isfinite()
-    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, least)), torch.where(made, scale, 1.0))
+    fresh = _placing_scale(
+        amax, _placed_at(fmt, usual_headroom(fmt, least)), torch.where(made, scale, 1.0)
+    )
     beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
     return torch.where(beyond | _shrunk(amax, scale, fresh) | ~made, fresh, scale)
 
 
 def narrowed_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """The narrowing half of :func:`widened_scale`: a fresh scale where the present one is at least 16 times as wide."""
+    """The narrowing half of :func:`widened_scale`: a fresh scale where the present one
+    is at least 16 times as wide.
+    """
     fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)), scale)
     return torch.where(_shrunk(amax, scale, fresh), fresh, scale)
 
@@ -204,24 +254,30 @@ def _shrunk(amax: Tensor, scale: Tensor, fresh: Tensor) -> Tensor:
     return (amax > 0) & (fresh * _HYSTERESIS <= scale)
 
 
-def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:
-    """The scale that stored weights should have: the present one, unless the largest left the middle of its range.
+def widened_scale(
+    amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None
+) -> Tensor:
+    """The scale that stored weights should have: the present one, unless the largest
+    left the middle of its range.
 
     .. math:: s' = s^* \\text{ where } amax \\ge s \\, max \\text{ or } 16 s^* \\le s, \\qquad
               s' = s \\text{ elsewhere},
 
-    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f``.  A scale whose
-    end was reached, or that could be 16 times smaller, is replaced by one with ``headroom``.
+    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2)
+    of ``s = 2^e f``. A scale whose end was reached, or that could be 16 times smaller,
+    is replaced by one with ``headroom``.
 
     Args:
-        amax: the largest magnitude under each scale, in value; of the shape of ``scale``.
+        amax: the largest magnitude under each scale, in value; of the shape of
+            ``scale``.
         scale: positive normal numbers.
         fmt: a format or its name.
         headroom: as in :func:`storage_scale`.
 
     Returns:
-        float32, of the shape of ``scale``, times powers of two; unchanged where ``amax`` is 0 (+0 or -0) or NaN, the
-        largest there is (``2^127`` of powers of two) where it is Inf.  Empty tensors give an empty one.
+        float32, of the shape of ``scale``, times powers of two; unchanged where
+        ``amax`` is 0 (+0 or -0) or NaN, the largest there is (``2^127`` of powers of
+        two) where it is Inf. Empty tensors give an empty one.
 
     Raises:
         TypeError, ValueError: a headroom that is no number or below 1.
@@ -237,7 +293,9 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
 
 
 def usual_headroom(fmt: FloatFormat, least: float) -> float:
-    """The usual headroom: 16, or what leaves the largest weight at 8 times the smallest normal; at least ``least``."""
+    """The usual headroom: 16, or what leaves the largest weight at 8 times the smallest
+    normal; at least ``least``.
+    """
     return min(16.0, max(least, fmt.max / (8 * fmt.min_normal)))
 
 
@@ -250,7 +308,9 @@ def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
 
 
 def _placing_scale(amax: Tensor, top: float, like: Tensor | None = None) -> Tensor:
-    """The least power of two that places a magnitude at ``top`` or below, times the factor of the scale ``like``."""
+    """The least power of two that places a magnitude at ``top`` or below, times the
+    factor of the scale ``like``.
+    """
     factor = 1.0 if like is None else 2 * torch.frexp(like).mantissa
     least = (amax / (top * factor)).clamp(2.0**-126, 2.0**127)
     return torch.where(amax > 0, _power_of_two_above(least) * factor, 1.0)
@@ -260,7 +320,8 @@ def block_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of blocks."""
     if not shape or shape[-1] % BLOCK_SIZE:
         raise ValueError(
-            f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not shape {tuple(shape)}: "
+            f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not shape "
+            f"{tuple(shape)}: "
             "take 'channel' or 'tensor'"
         )
     return torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
@@ -290,7 +351,10 @@ def square_amax(x: Tensor) -> Tensor:
 def square_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of squares."""
     if len(shape) < 2:
-        raise ValueError(f"granularity='square' needs two or more dimensions, not shape {tuple(shape)}: take 'tensor'")
+        raise ValueError(
+            f"granularity='square' needs two or more dimensions, not shape {tuple(shape)}: take "
+            f"'tensor'"
+        )
     return torch.Size((*shape[:-2], *(-(-size // SQUARE_SIZE) for size in shape[-2:])))
 
 

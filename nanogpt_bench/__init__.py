@@ -1,1 +1,3 @@
-"""Train small GPTs whose weights, activations and gradients are in 8-bit floats, and see what it costs."""
+"""Train small GPTs whose weights, activations and gradients are in 8-bit floats, and
+see what it costs.
+"""

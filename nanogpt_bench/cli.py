@@ -1,4 +1,6 @@
-"""The program `nanogpt-bench`: its commands, each a module of `nanogpt_bench.commands`, and its exit codes."""
+"""The program `nanogpt-bench`: its commands, each a module of `nanogpt_bench.commands`,
+and its exit codes.
+"""
 
 import argparse
 import io
@@ -15,7 +17,8 @@ from nanogpt_bench.system.ranks import as_rank, is_lost, is_worker, joined
 
 #: exit code after a wrong command line or setting
 USAGE_ERROR = 2
-#: added to a signal's number: exit code where a signal ends a command that can't be resumed
+#: added to a signal's number: exit code where a signal ends a command that can't be
+#: resumed
 INTERRUPTED = 128
 FAILED = 1
 COMMANDS = {
@@ -35,10 +38,16 @@ TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `BenchError`s, and which takes no abbreviated options."""
+    """An argument parser whose errors are `BenchError`s, and which takes no abbreviated
+    options.
+    """
 
     def __init__(self, **options: object) -> None:
-        given = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options}
+        given = {
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "allow_abbrev": False,
+            **options,
+        }
         super().__init__(**given)  # type: ignore[arg-type]  # as argparse gives them
 
     def error(self, message: str) -> NoReturn:
@@ -54,12 +63,15 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0: done. 1: the run failed, or the disk ended it. 2: wrong use. 75: ended by a signal, and can be resumed. 128 plus
-    a signal's number: ended by the signal, and can't be resumed (130 SIGINT, 143 SIGTERM).
+    0: done. 1: the run failed, or the disk ended it. 2: wrong use. 75: ended by a
+    signal, and can be resumed. 128 plus a signal's number: ended by the signal, and
+    can't be resumed (130 SIGINT, 143 SIGTERM).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal can't show is printed by its number
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a character that the terminal can't show is printed by its number
             stream.reconfigure(errors="backslashreplace")
     # geoopt scripts one helper at import, which a user of this command can't change.
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
@@ -67,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(words: list[str]) -> int:
-    """Run one command line; an error is printed in one line, by one of several processes."""
+    """Run one command line; an error is printed in one line, by one of several
+    processes.
+    """
     say = joined().say_once
     try:
         return _dispatch(words)
@@ -76,11 +90,17 @@ def _guarded(words: list[str]) -> int:
         return FAILED if isinstance(error, DiskError) else USAGE_ERROR
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
-        say("nanogpt-bench: interrupted" if number == signal.SIGINT else f"nanogpt-bench: ended by {number.name}")
+        say(
+            "nanogpt-bench: interrupted"
+            if number == signal.SIGINT
+            else f"nanogpt-bench: ended by {number.name}"
+        )
         return INTERRUPTED + number
     except OSError as error:
         why = disk_failure(error)
-        where = f"{error.filename!r}: " if error.filename is not None else ""  # for example a path too long for a file
+        where = (
+            f"{error.filename!r}: " if error.filename is not None else ""
+        )  # for example a path too long for a file
         say(f"nanogpt-bench: error: {BenchError(why or f'{where}{error.strerror or error}')}")
         return USAGE_ERROR if why is None else FAILED
 
@@ -94,31 +114,48 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise BenchError(not_known(name, COMMANDS))
-    # The library installs without these packages, and a command without them would fail halfway.
-    missing = [package for package in ("pydantic", "rich", "vl_convert", "yaml") if find_spec(package) is None]
+    # The library installs without these packages, and a command without them would fail
+    # halfway.
+    missing = [
+        package
+        for package in ("pydantic", "rich", "vl_convert", "yaml")
+        if find_spec(package) is None
+    ]
     if missing:
-        raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
+        raise BenchError(
+            f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'"
+        )
     args = parse(words)
     if is_worker() and name != "run":
-        raise BenchError(f"torchrun is for run: {name} works in one process; start it without torchrun")
-    signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated prepare removes its unfinished files
+        raise BenchError(
+            f"torchrun is for run: {name} works in one process; start it without torchrun"
+        )
+    signal.signal(
+        signal.SIGTERM, _interrupt
+    )  # so that a terminated prepare removes its unfinished files
     code: int = import_module(f"nanogpt_bench.commands.{name}").main(args)
     return code
 
 
 def _interrupt(number: int, _: object) -> None:
-    """End the command, unless it ends because it has lost a process: torchrun then signals the others too."""
+    """End the command, unless it ends because it has lost a process: torchrun then
+    signals the others too.
+    """
     if not is_lost(sys.exc_info()[1]):
         raise KeyboardInterrupt(number)
 
 
 def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser and those of the commands; only the commands in `loaded` get their arguments."""
+    """Return the parser and those of the commands; only the commands in `loaded` get
+    their arguments.
+    """
     parser = Parser(
         prog="nanogpt-bench",
-        description="Train small GPTs with 8-bit weights and see which format works where, and why others fail.",
-        epilog="examples:\n  nanogpt-bench compare\n  nanogpt-bench prepare stdlib\n  nanogpt-bench run e4m3.yaml\n\n"
-        "nanogpt-bench COMMAND --help shows a command's options and examples.",
+        description="Train small GPTs with 8-bit weights and see which format works where, and why "
+        "others fail.",
+        epilog="examples:\n  nanogpt-bench compare\n  nanogpt-bench prepare stdlib\n  "
+        "nanogpt-bench run e4m3.yaml\n\nnanogpt-bench COMMAND --help shows a command's "
+        "options and examples.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parsers = {}
@@ -131,7 +168,8 @@ def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command line, with the settings of a run in `overrides`.
+    """Return the arguments of a command line, with the settings of a run in
+    `overrides`.
 
     >>> parse(["run", "--seed", "3", "e4m3.yaml", "--name=a"]).overrides
     ['--seed', '3']
@@ -147,7 +185,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             queue = queue[1:] if "=" not in word else queue
         else:
             plain.append(word)
-    given = [known.get(option, option) for word in plain if (option := word.partition("=")[0]).startswith("--")]
+    given = [
+        known.get(option, option)
+        for word in plain
+        if (option := word.partition("=")[0]).startswith("--")
+    ]
     if twice := [option for option in given if given.count(option) > 1]:
         raise BenchError(f"{twice[0]} is given twice; keep one")
     args, rest = parser.parse_known_args(plain)
@@ -158,7 +200,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def is_setting(word: str, options: Collection[str]) -> bool:
-    """Return whether a word of a command line is a setting and not one of a command's own options.
+    """Return whether a word of a command line is a setting and not one of a command's
+    own options.
 
     >>> [is_setting(word, ["--data.dir"]) for word in ("--train.max_steps=3", "--seed", "--data.dir", "a.yaml")]
     [True, True, False, False]
@@ -166,11 +209,17 @@ def is_setting(word: str, options: Collection[str]) -> bool:
     from nanogpt_bench.config.keys import FIELDS
 
     option = word.partition("=")[0]
-    return option.startswith("--") and option not in options and ("." in option or option[2:] in FIELDS)
+    return (
+        option.startswith("--")
+        and option not in options
+        and ("." in option or option[2:] in FIELDS)
+    )
 
 
 def _unknown(word: str, options: Collection[str], *, settings: bool) -> str:
-    """The message about an argument that is neither an option of the command nor a setting."""
+    """The message about an argument that is neither an option of the command nor a
+    setting.
+    """
     from nanogpt_bench.config.keys import FIELDS
 
     last = {key.rpartition(".")[2]: f"--{key}" for key in FIELDS} if settings else {}

@@ -1,4 +1,6 @@
-"""Distance of each rule from a baseline in the course of the training: paired differences at every validation."""
+"""Distance of each rule from a baseline in the course of the training: paired
+differences at every validation.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,9 +22,13 @@ LINES = ({"color": STOCHASTIC, "linestyle": "-"}, {"color": "#E69F00", "linestyl
 
 
 def course(runs: Sequence[Run], reference: Sequence[Run]) -> Course:
-    """The differences of validation losses by step, over the seeds that both have; the untrained model's left out."""
+    """The differences of validation losses by step, over the seeds that both have; the
+    untrained model's left out.
+    """
     own, others = losses(runs), losses(reference)
-    found = {step: difference(own[step], others[step]) for step in sorted(own.keys() & others.keys())}
+    found = {
+        step: difference(own[step], others[step]) for step in sorted(own.keys() & others.keys())
+    }
     return {step: each for step, each in found.items() if each is not None}
 
 
@@ -47,11 +53,19 @@ def table_along(courses: Mapping[str, Course]) -> str:
 
 
 def drawn_along(texts: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
-    """A panel per rule with a curve per text and its 95% intervals; the line at 0 is the baseline `name`."""
+    """A panel per rule with a curve per text and its 95% intervals; the line at 0 is
+    the baseline `name`.
+    """
     labels = list(dict.fromkeys(label for courses in texts.values() for label in courses))
     deep = -(-len(labels) // WIDE)
     figure, axes = plt.subplots(
-        deep, WIDE, figsize=(9, 0.6 + 1.5 * deep), layout="constrained", squeeze=False, sharex=True, sharey=True
+        deep,
+        WIDE,
+        figsize=(9, 0.6 + 1.5 * deep),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+        sharey=True,
     )
     for axis, label in zip(axes.flat, labels, strict=False):
         axis.axhline(0, color="#999999", linewidth=1)
@@ -61,7 +75,11 @@ def drawn_along(texts: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
             each = courses.get(label, {})
             middles = [found.mean for found in each.values()]
             axis.plot(list(each), middles, **look, linewidth=1.4, label=text)
-            known = [(step, f.low, f.high) for step, f in each.items() if f.low is not None and f.high is not None]
+            known = [
+                (step, f.low, f.high)
+                for step, f in each.items()
+                if f.low is not None and f.high is not None
+            ]
             if known:
                 axis.vlines(*zip(*known, strict=True), color=look["color"], linewidth=1.4)
     for axis in axes.flat[len(labels) :]:

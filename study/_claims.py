@@ -1,7 +1,9 @@
-"""Differences of Q16 to the same optimizer in float32, each with n, its standard deviation over seeds, and a verdict.
+"""Differences of Q16 to the same optimizer in float32, each with n, its standard
+deviation over seeds, and a verdict.
 
-A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p-value of 0.01 (4.6 at five seeds), and
-two rows are equal where the 95% interval lies within 0.02. Both levels were announced before the runs.
+A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p-value
+of 0.01 (4.6 at five seeds), and two rows are equal where the 95% interval lies within
+0.02. Both levels were announced before the runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +20,25 @@ from nanogpt_bench.report.results import Difference, Result
 from nanogpt_bench.report.results_file import read_export
 
 CLAIMED_P, EQUAL_WITHIN = 0.01, 0.02
-HEADER = ("training", "text", "n", "sigma", "minus float32", "in steps", "d√n/sigma", "claimed beyond", "verdict")
+HEADER = (
+    "training",
+    "text",
+    "n",
+    "sigma",
+    "minus float32",
+    "in steps",
+    "d√n/sigma",
+    "claimed beyond",
+    "verdict",
+)
 #: the runs of the baselines that are longer by so many steps
 LONGER, BY = "study_q16_steps", 200
 BASELINE = {"fp32": "study_q16_adamw", "muon": "study_q16_muon"}
 
 
 def sigma_of(found: Difference) -> float | None:
-    """Standard deviation of paired differences over seeds, from the half width of their 95% interval.
+    """Standard deviation of paired differences over seeds, from the half width of their
+    95% interval.
 
     >>> round(sigma_of(Difference(-0.2, 5, -0.23, -0.17)), 4), sigma_of(Difference(-0.2, 1))
     (0.0242, None)
@@ -51,14 +64,21 @@ def verdict(found: Difference, sigma: float) -> str:
     ...  [(0.2, 0.03), (0.01, 0.005), (0.0, 0.03)]]
     ['above', 'above, by less than 0.02', 'not decided']
     """
-    equal = found.low is not None and found.high is not None and max(-found.low, found.high) < EQUAL_WITHIN
+    equal = (
+        found.low is not None
+        and found.high is not None
+        and max(-found.low, found.high) < EQUAL_WITHIN
+    )
     if abs(found.mean) * sqrt(found.seeds) / sigma > level(found.seeds):
-        return ("above" if found.mean > 0 else "below") + (f", by less than {EQUAL_WITHIN}" if equal else "")
+        return ("above" if found.mean > 0 else "below") + (
+            f", by less than {EQUAL_WITHIN}" if equal else ""
+        )
     return "equal" if equal else "not decided"
 
 
 def gain_per_step(longer: Mapping[int, float], shorter: Mapping[int, float]) -> float | None:
-    """Nats that a baseline gains per step at its end, from its losses by seed; None where the 95% interval holds 0.
+    """Nats that a baseline gains per step at its end, from its losses by seed; None
+    where the 95% interval holds 0.
 
     >>> shorter = {1: 1.53, 2: 1.54, 3: 1.51}
     >>> round(gain_per_step({1: 1.5, 2: 1.52, 3: 1.49}, shorter) or 0, 6), gain_per_step({1: 1.5}, shorter)
@@ -73,12 +93,18 @@ def gain_per_step(longer: Mapping[int, float], shorter: Mapping[int, float]) -> 
 
 def losses(file: Path, baseline: str, text: str) -> dict[int, float]:
     """Final losses of a baseline by seed, on one text."""
-    rows = [row for row in read_export(file).rows if row.rule == baseline and TEXTS[text_of_row(row)] == text]
+    rows = [
+        row
+        for row in read_export(file).rows
+        if row.rule == baseline and TEXTS[text_of_row(row)] == text
+    ]
     return {run.seed: run.summary["final_val_loss"] for row in rows for run in row.runs}
 
 
 def claims_table(lines: Sequence[tuple[str, str, str, str]]) -> str:
-    """A line for each text and row: its results files, its rule, its title, and the rule of its baseline."""
+    """A line for each text and row: its results files, its rule, its title, and the
+    rule of its baseline.
+    """
     found = [
         (text, title, next(r for r in results if short(r) == rule), baseline)
         for stems, rule, title, baseline in lines
@@ -95,7 +121,9 @@ def _line(text: str, title: str, result: Result, baseline: str) -> list[str] | N
     sigma = sigma_of(found) if found else None
     if found is None or sigma is None:
         return None
-    gain = gain_per_step(*(losses(FOLDER / f"{stem}.json", baseline, text) for stem in (LONGER, BASELINE[baseline])))
+    gain = gain_per_step(
+        *(losses(FOLDER / f"{stem}.json", baseline, text) for stem in (LONGER, BASELINE[baseline]))
+    )
     figures = [
         f"{sigma:.3f}",
         f"{found.mean:+.3f}",

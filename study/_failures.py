@@ -1,4 +1,6 @@
-"""Failures of the runs of a file: the share of their updates that moved the weights, and the classes of failure."""
+"""Failures of the runs of a file: the share of their updates that moved the weights,
+and the classes of failure.
+"""
 
 from collections import Counter
 from statistics import fmean
@@ -10,7 +12,9 @@ from nanogpt_bench.report.rows import Row
 
 
 def failures_table(file: Exported) -> str:
-    """A line per row: the share of the updates that moved the weights, and the seeds in which each class was found."""
+    """A line per row: the share of the updates that moved the weights, and the seeds in
+    which each class was found.
+    """
     header = ("rule", "of the movement asked for arrived", "classes of failure, seeds")
     lines = [_line(row) for row in file.rows if row.runs]
     return markdown(header, lines)

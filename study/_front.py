@@ -1,6 +1,8 @@
-"""Tables of optimizers on one-byte weights, each against the same optimizer in float32, from the study's results files.
+"""Tables of optimizers on one-byte weights, each against the same optimizer in float32,
+from the study's results files.
 
-``python study/make.py --front`` prints README's table and the optimizers page's; without it the results page's is made.
+``python study/make.py --front`` prints README's table and the optimizers page's;
+without it the results page's is made.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,8 @@ from _markdown import markdown
 from _paired import in_figures
 from _study import against_baseline
 
-#: of each line: the results files (one for all texts, or one per text), the rule, its title, and its float32 baseline
+#: of each line: the results files (one for all texts, or one per text), the rule, its
+#: title, and its float32 baseline
 LINES = (
     ("study_q16_adamw", "fp32", "AdamW, float32", "fp32"),
     ("study_q16_adamw", "bf16-pure", "AdamW, bfloat16", "fp32"),
@@ -41,24 +44,49 @@ OTHERS = (
 )
 #: those on the page on optimizers
 MORE = OTHERS[2:]
-HEADER = ("training", "bytes per parameter", "loss minus the same optimizer's in float32, STDLIB", "the same, EULAW")
+HEADER = (
+    "training",
+    "bytes per parameter",
+    "loss minus the same optimizer's in float32, STDLIB",
+    "the same, EULAW",
+)
 
 
 def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
-    """Bytes per parameter, and differences of final losses on two texts with half of their 95% intervals."""
+    """Bytes per parameter, and differences of final losses on two texts with half of
+    their 95% intervals.
+    """
     return markdown(HEADER, [_line(*line) for line in lines])
 
 
 def _line(stems: str, rule: str, name: str, baseline: str) -> list[str]:
-    own = [next(r for r in results if short(r) == rule) for _, results in against_baseline(stems, baseline)]
+    own = [
+        next(r for r in results if short(r) == rule)
+        for _, results in against_baseline(stems, baseline)
+    ]
     losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) for r in own]
-    return [name, f"{own[0].bytes_per_parameter:.2f}", *(loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses)]
+    return [
+        name,
+        f"{own[0].bytes_per_parameter:.2f}",
+        *(loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses),
+    ]
 
 
 def found_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
-    """The results page's table: differences to the same optimizer in float32 and to float32 AdamW."""
-    against = [[_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines]
-    header = ("training", "bytes", "minus itself in float32, STDLIB", "EULAW", "minus float32 AdamW, STDLIB", "EULAW")
+    """The results page's table: differences to the same optimizer in float32 and to
+    float32 AdamW.
+    """
+    against = [
+        [_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines
+    ]
+    header = (
+        "training",
+        "bytes",
+        "minus itself in float32, STDLIB",
+        "EULAW",
+        "minus float32 AdamW, STDLIB",
+        "EULAW",
+    )
     return markdown(header, [[*own, *adamw[2:]] for own, adamw in against])
 
 

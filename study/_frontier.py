@@ -1,7 +1,8 @@
-"""README's pictures: GB that training one model takes, and the loss that one byte costs compared with float32.
+"""README's pictures: GB that training one model takes, and the loss that one byte costs
+compared with float32.
 
-``python study/make.py --front`` draws them for light and dark pages, each narrow enough for a phone. The memory is
-computed by ``docs/_cards.py``; the losses are the study's.
+``python study/make.py --front`` draws them for light and dark pages, each narrow enough
+for a phone. The memory is computed by ``docs/_cards.py``; the losses are the study's.
 """
 
 import json
@@ -14,7 +15,17 @@ from _compared import short
 from _generated import digest
 from _study import against_baseline
 
-from nanogpt_bench.report.chart import CONFIG, RULE_ORDER, THEMES, coloured, ink, over, quantity, svg, theme_colours
+from nanogpt_bench.report.chart import (
+    CONFIG,
+    RULE_ORDER,
+    THEMES,
+    coloured,
+    ink,
+    over,
+    quantity,
+    svg,
+    theme_colours,
+)
 from nanogpt_bench.report.results import Result
 
 FOLDER = Path(__file__).parent.parent / "docs" / "_static"
@@ -25,7 +36,8 @@ Spec = dict[str, Any]
 
 FLOATS = "fp32"
 MODEL, CARD = "Llama-3.1-8B", 24
-#: of each bar: its name, its way of training in `_cards.peaks`, and the rule whose colour it has
+#: of each bar: its name, its way of training in `_cards.peaks`, and the rule whose
+#: colour it has
 BARS = (
     ("bfloat16 + 8-bit AdamW", "bfloat16, 8-bit AdamW", FLOATS),
     ("the same, steps in backward", "bfloat16, 8-bit AdamW, steps in backward", FLOATS),
@@ -36,44 +48,84 @@ BARS = (
 
 
 def memory() -> Spec:
-    """A bar for each way of training, its part of activations paler, and a line at the memory of a graphics card."""
+    """A bar for each way of training, its part of activations paler, and a line at the
+    memory of a graphics card.
+    """
     model = named(MODEL)
     sizes, more = peaks(model), activations(model)
     height = HEIGHT + TALLER  # as high as the other picture with its axis
     step = height / len(BARS)
     rows = [
-        {"name": name, "rule": rule, "peak": sizes[way] / 1e9, "all": (sizes[way] + more) / 1e9, "y": i * step}
+        {
+            "name": name,
+            "rule": rule,
+            "peak": sizes[way] / 1e9,
+            "all": (sizes[way] + more) / 1e9,
+            "y": i * step,
+        }
         for i, (name, way, rule) in enumerate(BARS)
     ]
     for row in rows:
-        row |= {"label": row["y"] + 6, "low": row["y"] + 18, "high": row["y"] + 37, "middle": row["y"] + 28}
+        row |= {
+            "label": row["y"] + 6,
+            "low": row["y"] + 18,
+            "high": row["y"] + 37,
+            "middle": row["y"] + 28,
+        }
         row |= {"text": f"{row['all']:.1f}", "end": max(row["all"], CARD)}
     x = quantity("peak", None, (0, 58), grid=False, domain=False, ticks=False, labels=False)
-    colour = {"field": "rule", "type": "nominal", "legend": None, "scale": _colours({bar[2] for bar in BARS})}
+    colour = {
+        "field": "rule",
+        "type": "nominal",
+        "legend": None,
+        "scale": _colours({bar[2] for bar in BARS}),
+    }
     bar = {"y": _pixels("low"), "y2": {"field": "high"}, "color": colour}
     line = [{"peak": CARD, "low": -8, "high": height, "name": f"{CARD} GB card"}]
     across = {"x": x, "y": _pixels("low"), "y2": {"field": "high"}}
     head = {"x": x, "y": _pixels("low"), "text": {"field": "name"}}
     layers = [
         over(rows, {"type": "rect"}, x=x, x2={"datum": 0}, **bar),
-        over(rows, {"type": "rect", "opacity": 0.4}, x=x | {"field": "all"}, x2={"field": "peak"}, **bar),
-        over(line, {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": ink("bad")}, **across),
+        over(
+            rows,
+            {"type": "rect", "opacity": 0.4},
+            x=x | {"field": "all"},
+            x2={"field": "peak"},
+            **bar,
+        ),
+        over(
+            line,
+            {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": ink("bad")},
+            **across,
+        ),
         *_words(rows, x={"value": 0}, y=_pixels("label"), text={"field": "name"}),
-        *_words(rows, dx=6, bold=True, x=x | {"field": "end"}, y=_pixels("middle"), text={"field": "text"}),
+        *_words(
+            rows,
+            dx=6,
+            bold=True,
+            x=x | {"field": "end"},
+            y=_pixels("middle"),
+            text={"field": "text"},
+        ),
         *_words(line, dx=6, bold=True, color=ink("bad"), **head),
     ]
-    lines = ("GB at the peak, every weight trained, by arithmetic.", f"Pale: activations of {TOKENS:,} tokens.")
+    lines = (
+        "GB at the peak, every weight trained, by arithmetic.",
+        f"Pale: activations of {TOKENS:,} tokens.",
+    )
     return _view(f"Memory to train {MODEL}", lines, layers) | {"height": height}
 
 
-#: of each row: its results files, its baseline in float32, and the rule whose colour it has
+#: of each row: its results files, its baseline in float32, and the rule whose colour it
+#: has
 ROWS = {
     "E4M3 nearest": ("study_q16_adamw", "fp32", "nearest"),
     "E4M3 stochastic-8bit": ("study_q16_adamw", "fp32", "stochastic"),
     "E2M5 muon-stochastic": ("study_q16_adamw", "muon", "muon-stochastic"),
     "bf16-stochastic": ("study_q16_adamw", "fp32", FLOATS),
 }
-#: where the names are written, in units of the axes, and whether each text begins or ends there
+#: where the names are written, in units of the axes, and whether each text begins or
+#: ends there
 LABELS = (
     (8.7, 0.135, "AdamW in E4M3,", "nearest", "right"),
     (8.7, 0.115, "rounded to nearest", "nearest", "right"),
@@ -85,7 +137,9 @@ LABELS = (
 )
 ENDS, TALL, WIDE = (0, 13), (-0.06, 0.18), 346
 Points = dict[str, dict[str, list[float]]]
-"""By text and row: bytes per parameter, those in float32, the loss minus float32's and the ends of its interval."""
+"""By text and row: bytes per parameter, those in float32, the loss minus float32's and
+the ends of its interval.
+"""
 
 
 def points() -> Points:
@@ -93,7 +147,9 @@ def points() -> Points:
     found: Points = {}
     for row, (stems, baseline, _) in ROWS.items():
         for text, results in against_baseline(stems, baseline):
-            own, exact = (next(r for r in results if short(r) == wanted) for wanted in (row, baseline))
+            own, exact = (
+                next(r for r in results if short(r) == wanted) for wanted in (row, baseline)
+            )
             found.setdefault(text, {})[row] = _point(own, exact)
     return found
 
@@ -101,22 +157,40 @@ def points() -> Points:
 def _point(own: Result, exact: Result) -> list[float]:
     apart = own.difference
     assert apart is not None
-    figures = (own.bytes_per_parameter, exact.bytes_per_parameter, apart.mean, apart.low, apart.high)
+    figures = (
+        own.bytes_per_parameter,
+        exact.bytes_per_parameter,
+        apart.mean,
+        apart.low,
+        apart.high,
+    )
     return [round(figure or 0.0, 3) for figure in figures]
 
 
 def loss() -> Spec:
-    """Arrows from float32 to one byte, one for each text, with 95% intervals at their ends; floats are marks."""
+    """Arrows from float32 to one byte, one for each text, with 95% intervals at their
+    ends; floats are marks.
+    """
     found = points()
-    x = quantity("x", "bytes per parameter, weights and optimizer state", ENDS, values=[*range(0, 13, 2)], grid=False)
+    x = quantity(
+        "x",
+        "bytes per parameter, weights and optimizer state",
+        ENDS,
+        values=[*range(0, 13, 2)],
+        grid=False,
+    )
     y = quantity("y", None, TALL, values=[0, 0.1, 0.2], format=".1~f")
     ends: list[Spec] = []
     for text, rows in found.items():
         for row, (size, exact, mean, low, high) in rows.items():
-            slope = atan2(mean * HEIGHT / (TALL[1] - TALL[0]), (size - exact) * WIDE / (ENDS[1] - ENDS[0]))
+            slope = atan2(
+                mean * HEIGHT / (TALL[1] - TALL[0]), (size - exact) * WIDE / (ENDS[1] - ENDS[0])
+            )
             end = {"x": size, "y": mean, "low": low, "high": high, "begun": exact, "exact": 0}
             ends.append(end | {"rule": ROWS[row][2], "angle": 90 - degrees(slope), "text": text})
-    marks, ends = ([end for end in ends if (end["rule"] == FLOATS) is plain] for plain in (True, False))
+    marks, ends = (
+        [end for end in ends if (end["rule"] == FLOATS) is plain] for plain in (True, False)
+    )
     colour = {
         "field": "rule",
         "type": "nominal",
@@ -130,11 +204,22 @@ def loss() -> Spec:
         "scale": {"domain": [*found], "range": [[1, 0], [4, 3]]},
     }
     begun = [{"x": exact, "y": 0} for exact in sorted({end["begun"] for end in ends})]
-    by, within = {"x": x, "y": y, "color": colour}, {"y": y | {"field": "low"}, "y2": {"field": "high"}}
-    arrows = {"x": x | {"field": "begun"}, "y": y | {"field": "exact"}, "x2": {"field": "x"}, "y2": {"field": "y"}}
+    by, within = (
+        {"x": x, "y": y, "color": colour},
+        {"y": y | {"field": "low"}, "y2": {"field": "high"}},
+    )
+    arrows = {
+        "x": x | {"field": "begun"},
+        "y": y | {"field": "exact"},
+        "x2": {"field": "x"},
+        "y2": {"field": "y"},
+    }
     point = {"type": "point", "filled": True, "opacity": 1}
     turned = {"angle": {"field": "angle", "type": "quantitative", "scale": None}}
-    names = [{"x": x, "y": y, "words": words, "rule": rule, "side": side} for x, y, words, rule, side in LABELS]
+    names = [
+        {"x": x, "y": y, "words": words, "rule": rule, "side": side}
+        for x, y, words, rule, side in LABELS
+    ]
     layers = [
         over([{"y": 0}], {"type": "rule", "color": ink("muted")}, y=y),
         over(ends, {"type": "rule", "strokeWidth": 2}, color=colour, strokeDash=dashes, **arrows),
@@ -163,13 +248,20 @@ def _pixels(field: str) -> Spec:
     return {"field": field, "type": "quantitative", "scale": None, "axis": None}
 
 
-def _words(rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = False, **encoding: Any) -> list[Spec]:
-    """Text with a wide outline in the colour of the page, so that lines behind the text end before it."""
+def _words(
+    rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = False, **encoding: Any
+) -> list[Spec]:
+    """Text with a wide outline in the colour of the page, so that lines behind the text
+    end before it.
+    """
     colour = encoding.pop("color", ink("ink"))
     kind = {"type": "text", "align": align, "baseline": "middle", "dx": dx, "fontSize": 13}
     kind |= {"fontWeight": "bold" if bold else "normal"}
     behind = over(
-        rows, kind | {"stroke": ink("page"), "strokeWidth": 4, "strokeJoin": "round", "color": ink("page")}, **encoding
+        rows,
+        kind
+        | {"stroke": ink("page"), "strokeWidth": 4, "strokeJoin": "round", "color": ink("page")},
+        **encoding,
     )
     if "field" in colour:
         return [behind, over(rows, kind, **encoding, color=colour)]
@@ -177,8 +269,16 @@ def _words(rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = F
 
 
 def _view(title: str, words: tuple[str, ...], layers: list[Spec]) -> Spec:
-    """A chart's description: layers under a title and lines of text, so wide that two fit side by side in README."""
-    head = {"text": title, "subtitle": list(words), "fontSize": 15, "subtitleFontSize": 12, "offset": 16}
+    """A chart's description: layers under a title and lines of text, so wide that two
+    fit side by side in README.
+    """
+    head = {
+        "text": title,
+        "subtitle": list(words),
+        "fontSize": 15,
+        "subtitleFontSize": 12,
+        "offset": 16,
+    }
     head |= {"subtitleColor": ink("muted"), "subtitlePadding": 5, "frame": "bounds"}
     return {"title": head, "width": WIDTH, "height": HEIGHT, "layer": layers}
 
@@ -198,7 +298,9 @@ def themed(name: str) -> dict[Path, Spec]:
 
 
 def mark(spec: Spec) -> str:
-    """Comment in a picture's file with the digest of the description that it was drawn from."""
+    """Comment in a picture's file with the digest of the description that it was drawn
+    from.
+    """
     return f"<!-- made from {digest(json.dumps(spec, sort_keys=True))} -->"
 
 

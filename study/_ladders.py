@@ -1,4 +1,6 @@
-"""The gap by length, by size of the data or of the model: rows that differ in that number alone."""
+"""The gap by length, by size of the data or of the model: rows that differ in that
+number alone.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,9 @@ APART = 0.03
 
 @dataclass(frozen=True)
 class Ladder:
-    """A number by which rows differ: its name, its value in a run, and its spelling in labels."""
+    """A number by which rows differ: its name, its value in a run, and its spelling in
+    labels.
+    """
 
     name: str
     #: title of the chart
@@ -27,7 +31,8 @@ class Ladder:
     of: Callable[[Run], Any]
     #: patterns in labels; the first applies that keeps rows apart
     spelt: tuple[re.Pattern[str], ...]
-    #: heading of the column with the first number whose interval excludes 0; "" for no such column
+    #: heading of the column with the first number whose interval excludes 0; "" for no
+    #: such column
     appears: str = ""
 
 
@@ -38,7 +43,11 @@ def _data_size(run: Run) -> Any:
 
 LADDERS = (
     Ladder(
-        "length", "Gap by length", "steps", lambda run: run.number("steps_planned"), (re.compile(r" ?max_steps=\d+"),)
+        "length",
+        "Gap by length",
+        "steps",
+        lambda run: run.number("steps_planned"),
+        (re.compile(r" ?max_steps=\d+"),),
     ),
     Ladder(
         "data",
@@ -62,12 +71,17 @@ Rungs = Mapping[str, Mapping[int, Result]]
 
 
 def climbed(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Result]]:
-    """Return the results at every number, by label without the number, of rows with two numbers or more.
+    """Return the results at every number, by label without the number, of rows with two
+    numbers or more.
 
     References have no gap and are left out.
     """
-    known = [(result, next(filter(None, map(ladder.of, result.row.runs)), None)) for result in results]
-    numbered = [(result, int(n)) for result, n in known if n is not None and result.difference is not None]
+    known = [
+        (result, next(filter(None, map(ladder.of, result.row.runs)), None)) for result in results
+    ]
+    numbered = [
+        (result, int(n)) for result, n in known if n is not None and result.difference is not None
+    ]
     for spelt in ladder.spelt:
         found: dict[str, dict[int, Result]] = {}
         for result, number in numbered:
@@ -78,7 +92,9 @@ def climbed(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Re
 
 
 def appearance(rungs: Mapping[int, Result]) -> int | None:
-    """Return the first number at which the interval of the difference excludes 0; None without one."""
+    """Return the first number at which the interval of the difference excludes 0; None
+    without one.
+    """
     for number in sorted(rungs):
         found = rungs[number].difference
         if found is not None and found.is_found:
@@ -87,12 +103,16 @@ def appearance(rungs: Mapping[int, Result]) -> int | None:
 
 
 def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
-    """Return the table's lines, the heading first: a line per row, a column per number, differences in nats."""
+    """Return the table's lines, the heading first: a line per row, a column per number,
+    differences in nats.
+    """
     numbers = sorted({number for row in found.values() for number in row})
     every = [result for row in found.values() for result in row.values()]
     lines = [[run_heading(every), *(f"{number:,} {ladder.unit}" for number in numbers)]]
     for label, row in found.items():
-        cells = (difference_text(row[number].difference) if number in row else "-" for number in numbers)
+        cells = (
+            difference_text(row[number].difference) if number in row else "-" for number in numbers
+        )
         lines.append([one_line(label), *cells])
     if ladder.appears:
         firsts = [ladder.appears, *(appearance(row) for row in found.values())]
@@ -101,13 +121,22 @@ def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
     return lines
 
 
-def line_styles(ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]) -> dict[str, Style]:
+def line_styles(
+    ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]
+) -> dict[str, Style]:
     """Return each line's style by its label: that of the row at its first number."""
-    return {label: styles[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
+    return {
+        label: styles[next(iter(row.values())).row.label]
+        for label, row in climbed(ladder, results).items()
+    }
 
 
-def ladder_chart(ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]) -> Chart | None:
-    """Return the paired differences by number, with their 95% intervals as bars; None if no row has two numbers."""
+def ladder_chart(
+    ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]
+) -> Chart | None:
+    """Return the paired differences by number, with their 95% intervals as bars; None
+    if no row has two numbers.
+    """
     found, places = climbed(ladder, results), line_styles(ladder, results, styles)
     if not found:
         return None
@@ -120,7 +149,8 @@ def ladder_chart(ladder: Ladder, results: Sequence[Result], styles: Mapping[str,
         xs, ys = [x for x, _, _ in points], [each.mean for _, _, each in points]
         values.append({"row": label, "name": label, "line": at, "few": True, "x": xs, "y": ys})
         said = [
-            {"row": label, "text": f"{label}, {n:,} {ladder.unit}: {difference_text(each)}"} for _, n, each in points
+            {"row": label, "text": f"{label}, {n:,} {ladder.unit}: {difference_text(each)}"}
+            for _, n, each in points
         ]
         bars += [
             {**words, "x": x, "low": each.low, "high": each.high}
@@ -135,11 +165,19 @@ def ladder_chart(ladder: Ladder, results: Sequence[Result], styles: Mapping[str,
         ]
     numbers = sorted({number for row in found.values() for number in row})
     ends = (numbers[0] / 1.25, numbers[-1] * 1.25)
-    x = quantity("x", ladder.unit, ends, log=True, values=numbers, format=",", labelOverlap=False, grid=False)
+    x = quantity(
+        "x", ladder.unit, ends, log=True, values=numbers, format=",", labelOverlap=False, grid=False
+    )
     y = quantity("y", loss_unit(result.row for result in results), zero=True)
     spec = curves(values, places, x, y)
     bar, colour = {"type": "rule", "strokeWidth": 1.5, "clip": True}, of_row("color", places)
-    drawn = {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}, "color": colour, "tooltip": {"field": "text"}}
+    drawn = {
+        "x": x,
+        "y": y | {"field": "low"},
+        "y2": {"field": "high"},
+        "color": colour,
+        "tooltip": {"field": "text"},
+    }
     ring = {"type": "point", "filled": False, "size": 180, "strokeWidth": 2, "clip": True}
     ringed = {"x": x, "y": y, "color": colour, "tooltip": {"field": "text"}}
     spec["layer"] += [

@@ -1,4 +1,6 @@
-"""The gap by length or by model size, of a file that has several of either: a table and a chart, as in the report."""
+"""The gap by length or by model size, of a file that has several of either: a table and
+a chart, as in the report.
+"""
 
 from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_styles
 from _markdown import markdown
@@ -10,12 +12,16 @@ from nanogpt_bench.report.rows import find_reference, references_of
 
 
 def ladder_of(file: Exported) -> Ladder | None:
-    """The number of which a rule has several values, training length or model size; None if no rule has."""
+    """The number of which a rule has several values, training length or model size;
+    None if no rule has.
+    """
     return next((ladder for ladder in LADDERS if climbed(ladder, _measured(file))), None)
 
 
 def gap_by(ladder: Ladder, file: Exported) -> str:
-    """Each rule's paired difference to the baseline of the same length or size, a column each."""
+    """Each rule's paired difference to the baseline of the same length or size, a
+    column each.
+    """
     head, *lines = cells_of(ladder, climbed(ladder, _measured(file)))
     return markdown(["rule", *head[1:]], [[f"`{label}`", *cells] for label, *cells in lines])
 

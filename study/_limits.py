@@ -16,32 +16,47 @@ TOLERANCE = 0.1
 
 
 def is_search(file: Exported) -> bool:
-    """Return whether the rows are rates tried by a search for the largest stable one, which has no baseline."""
+    """Return whether the rows are rates tried by a search for the largest stable one,
+    which has no baseline.
+    """
     return file.baseline is None and all(" lr=" in row.label for row in file.rows)
 
 
 def tuned_rates(files: Sequence[Exported]) -> dict[tuple[str, str], float]:
-    """The best rate that was found, by format and rule; where several files have one, the first file's."""
+    """The best rate that was found, by format and rule; where several files have one,
+    the first file's.
+    """
     found: dict[tuple[str, str], float] = {}
     for row in (row for file in files for row in file.tuning):
         found.setdefault((str(row["format"]), str(row["rule"])), float(row["best"]["optimizer.lr"]))
     return found
 
 
-def limits_by_seed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, tuple[float | None, float | None]]]:
-    """The largest stable rate and the smallest unstable one, by format and rule, then by seed."""
+def limits_by_seed(
+    rows: Sequence[Row],
+) -> dict[tuple[str, str], dict[int, tuple[float | None, float | None]]]:
+    """The largest stable rate and the smallest unstable one, by format and rule, then
+    by seed.
+    """
     tried: dict[tuple[str, str], dict[int, dict[float, bool]]] = {}
     for row in rows:
         for run in row.runs:
             if run.seed is not None:
                 of = tried.setdefault((row.format, row.rule), {}).setdefault(run.seed, {})
                 of[float(run.config["optimizer"]["lr"])] = is_stable(run.summary)
-    return {place: {seed: limits(rates) for seed, rates in seeds.items()} for place, seeds in tried.items()}
+    return {
+        place: {seed: limits(rates) for seed, rates in seeds.items()}
+        for place, seeds in tried.items()
+    }
 
 
 def is_stable(summary: Mapping[str, Any]) -> bool:
-    """Return whether a run ended below the loss of the untrained model, and near the best of its validations."""
-    first, best, final = (finite(summary.get(f"{name}_val_loss")) for name in ("first", "best", "final"))
+    """Return whether a run ended below the loss of the untrained model, and near the
+    best of its validations.
+    """
+    first, best, final = (
+        finite(summary.get(f"{name}_val_loss")) for name in ("first", "best", "final")
+    )
     if summary.get("status") == "failed" or first is None or best is None or final is None:
         return False
     return final < first and final <= best * (1 + TOLERANCE)
@@ -54,12 +69,17 @@ def limits(tried: Mapping[float, bool]) -> tuple[float | None, float | None]:
     (2.0, 4.0)
     """
     unstable = min((lr for lr, stable in tried.items() if not stable), default=None)
-    stable = max((lr for lr, well in tried.items() if well and (unstable is None or lr < unstable)), default=None)
+    stable = max(
+        (lr for lr, well in tried.items() if well and (unstable is None or lr < unstable)),
+        default=None,
+    )
     return stable, unstable
 
 
 def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
-    """The largest rate whose loss is within TOLERANCE of the best rate's, by format and rule, then by seed."""
+    """The largest rate whose loss is within TOLERANCE of the best rate's, by format and
+    rule, then by seed.
+    """
     ended: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
     for row in rows:
         for run in row.runs:
@@ -69,14 +89,17 @@ def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
     bound = 1 + TOLERANCE
     return {
         place: {
-            seed: max(lr for lr, loss in of.items() if loss <= bound * min(of.values())) for seed, of in seeds.items()
+            seed: max(lr for lr, loss in of.items() if loss <= bound * min(of.values()))
+            for seed, of in seeds.items()
         }
         for place, seeds in ended.items()
     }
 
 
 def limit_table(file: Exported, tuned: Tuned) -> str:
-    """A line per rule and format: limits by seed, tuned rate, smallest limit over it, largest rates near the best."""
+    """A line per rule and format: limits by seed, tuned rate, smallest limit over it,
+    largest rates near the best.
+    """
     lines, near = [], near_best(file.rows)
     for (fmt, rule), seeds in limits_by_seed(file.rows).items():
         best = tuned.get((fmt, rule))
@@ -91,7 +114,14 @@ def limit_table(file: Exported, tuned: Tuned) -> str:
             )
         )
     return markdown(
-        ("rule", "held; did not, by seed", "tuned rate", "smallest limit over it", "largest near the best"), lines
+        (
+            "rule",
+            "held; did not, by seed",
+            "tuned rate",
+            "smallest limit over it",
+            "largest near the best",
+        ),
+        lines,
     )
 
 

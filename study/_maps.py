@@ -1,4 +1,6 @@
-"""The sensitivity map of a file whose runs each have one layer pattern in one format, and its correlation with warp."""
+"""The sensitivity map of a file whose runs each have one layer pattern in one format,
+and its correlation with warp.
+"""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -17,9 +19,13 @@ END = 1.0
 
 
 def is_map(file: Exported) -> bool:
-    """Return whether every row but the float one is a pattern in a format: ``E4M3 attn.qkv``."""
+    """Return whether every row but the float one is a pattern in a format:
+    ``E4M3 attn.qkv``.
+    """
     of_one = [row for row in file.rows if row.format != "none"]
-    return bool(of_one) and all(formats_of(row) and row.label.split()[-1] in formats_of(row) for row in of_one)
+    return bool(of_one) and all(
+        formats_of(row) and row.label.split()[-1] in formats_of(row) for row in of_one
+    )
 
 
 def formats_of(row: Row) -> Mapping[str, object]:
@@ -28,7 +34,9 @@ def formats_of(row: Row) -> Mapping[str, object]:
 
 
 def map_of(file: Exported) -> SensitivityMap:
-    """Gaps to the float row by layer pattern and format, means over the seeds that both rows have."""
+    """Gaps to the float row by layer pattern and format, means over the seeds that both
+    rows have.
+    """
     reference = find_reference(file.rows, file.baseline)
     base = losses_of(reference) if reference else {}
     gaps: dict[tuple[str, str], float] = {}
@@ -40,7 +48,9 @@ def map_of(file: Exported) -> SensitivityMap:
     patterns, formats = (tuple(dict.fromkeys(place[at] for place in gaps)) for at in (0, 1))
     table = tuple(tuple(gaps.get((pattern, name)) for name in formats) for pattern in patterns)
     rule = next(row.rule for row in file.rows if row.format != "none")
-    return SensitivityMap(tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule)
+    return SensitivityMap(
+        tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule
+    )
 
 
 def drawn_map(file: Exported) -> str:
@@ -49,9 +59,15 @@ def drawn_map(file: Exported) -> str:
 
 
 def warps(file: Exported) -> str:
-    """Rank correlation of the final warp metrics with the gap, over layers and formats; intervals over formats."""
+    """Rank correlation of the final warp metrics with the gap, over layers and formats;
+    intervals over formats.
+    """
     told = rank_predictors(
-        list(early_points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values())
+        list(
+            early_points(
+                file.rows, find_reference(file.rows, file.baseline), at=END, over="format"
+            ).values()
+        )
     )
     lines = [_line(each) for each in told if each.name.startswith("geometry/warp_")]
     return markdown(("figure", "runs", "rank correlation with the gap", "95%, over formats"), lines)
@@ -59,4 +75,9 @@ def warps(file: Exported) -> str:
 
 def _line(told: Predictor) -> tuple[str, ...]:
     ends = "-" if told.low is None or told.high is None else f"[{told.low:+.2f}, {told.high:+.2f}]"
-    return f"`{told.name}`", str(told.runs), "-" if told.spearman is None else f"{told.spearman:+.2f}", ends
+    return (
+        f"`{told.name}`",
+        str(told.runs),
+        "-" if told.spearman is None else f"{told.spearman:+.2f}",
+        ends,
+    )

@@ -1,4 +1,6 @@
-"""Correlation of each monitor at a tenth of the training with the final gap: rules of AdamW's kind, and all rules."""
+"""Correlation of each monitor at a tenth of the training with the final gap: rules of
+AdamW's kind, and all rules.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,30 +11,45 @@ from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference, setting_of
 from nanogpt_bench.sweep.plan import baseline_of
 
-#: every run's final gap is that to this row of its file, or to the file's own reference where it has no such row
+#: every run's final gap is that to this row of its file, or to the file's own reference
+#: where it has no such row
 REFERENCE = "fp32"
 
 
 def monitors(*files: Exported) -> str:
-    """A table of the loss and of the metrics that predict the gap among rules without Muon, strongest first.
+    """A table of the loss and of the metrics that predict the gap among rules without
+    Muon, strongest first.
 
-    Among all runs most metrics only tell Muon from AdamW. Runs of several files are judged together, each against
-    float32 AdamW; a run that two files have counts once.
+    Among all runs most metrics only tell Muon from AdamW. Runs of several files are
+    judged together, each against float32 AdamW; a run that two files have counts once.
     """
     of_all = {each.name: each for each in rank_predictors(_points(files, lambda row: True))}
     alone = rank_predictors(_points(files, lambda row: not row.rule.startswith("muon")))
     shown = [each for each in alone if each.name in TRIVIAL]
     shown += sorted(filter(found, alone), key=lambda each: -abs(each.spearman or 0.0))
     lines = [
-        (_named(each), str(each.runs), *(cell for told in (each, of_all.get(each.name)) for cell in _cells(told)))
+        (
+            _named(each),
+            str(each.runs),
+            *(cell for told in (each, of_all.get(each.name)) for cell in _cells(told)),
+        )
         for each in shown
     ]
-    header = ("figure at a tenth", "runs", "rank correlation", "AUC, > 1% behind", "with Muon", "AUC, > 1% behind")
+    header = (
+        "figure at a tenth",
+        "runs",
+        "rank correlation",
+        "AUC, > 1% behind",
+        "with Muon",
+        "AUC, > 1% behind",
+    )
     return markdown(header, lines)
 
 
 def looked_early(file: Exported) -> bool:
-    """Return whether the file has float32 AdamW and runs that were measured within a tenth of their steps."""
+    """Return whether the file has float32 AdamW and runs that were measured within a
+    tenth of their steps.
+    """
     return _has_reference(file) and bool(_points([file], lambda row: True))
 
 
@@ -41,7 +58,9 @@ def _has_reference(file: Exported) -> bool:
 
 
 def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Point]:
-    """The runs of the rows that `kept` selects; their references are looked for among all rows."""
+    """The runs of the rows that `kept` selects; their references are looked for among
+    all rows.
+    """
     every = {}
     for file in files:
         shown = {setting_of(run) for row in file.rows if kept(row) for run in row.runs}
@@ -52,7 +71,9 @@ def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Poin
 
 
 def found(told: Predictor) -> bool:
-    """Return whether the rank correlation's interval excludes 0 and the metric predicts more than the loss alone."""
+    """Return whether the rank correlation's interval excludes 0 and the metric predicts
+    more than the loss alone.
+    """
     if told.low is None or told.high is None or told.holm is None:
         return False
     return not told.low <= 0 <= told.high and told.holm < LEVEL

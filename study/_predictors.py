@@ -1,4 +1,6 @@
-"""Predictors of the final gap among figures monitored early: rank correlation, AUC, and gain over the loss."""
+"""Predictors of the final gap among figures monitored early: rank correlation, AUC, and
+gain over the loss.
+"""
 
 import math
 import warnings
@@ -19,15 +21,18 @@ FEWEST = 5
 #: resamples of the bootstrap
 RESAMPLES = 999
 LEVEL = 0.05
-#: the trivial predictors: the early loss, and that loss minus the reference's at the same step
+#: the trivial predictors: the early loss, and that loss minus the reference's at the
+#: same step
 LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss minus the reference's")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its metrics at one time, its final gap (inf if it failed), whether it is behind, and its group `of`.
+    """A run: its metrics at one time, its final gap (inf if it failed), whether it is
+    behind, and its group `of`.
 
-    Runs of one group (one setting, or one format) are not independent. Its key is the same in every file.
+    Runs of one group (one setting, or one format) are not independent. Its key is the
+    same in every file.
     """
 
     figures: Mapping[str, float]
@@ -38,11 +43,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A metric's rank correlation and AUC with the final gap, over the runs that have it, and the loss's on those runs.
+    """A metric's rank correlation and AUC with the final gap, over the runs that have
+    it, and the loss's on those runs.
 
-    `low` and `high` are the ends of the 95% interval of `spearman`, by bootstrap over rows or formats. `beyond` is the
-    partial rank correlation of figure and gap given the loss, `p` its p-value, `holm` the same adjusted for the number
-    of figures.
+    `low` and `high` are the ends of the 95% interval of `spearman`, by bootstrap over
+    rows or formats. `beyond` is the partial rank correlation of figure and gap given
+    the loss, `p` its p-value, `holm` the same adjusted for the number of figures.
     """
 
     name: str
@@ -61,10 +67,11 @@ class Predictor:
 def early_points(
     rows: Sequence[Row], reference: Row | None, *, at: float = TENTH, over: str = "row"
 ) -> dict[Hashable, Point]:
-    """Return runs with figures and a finished reference of the same seed, by identity, without the references.
+    """Return runs with figures and a finished reference of the same seed, by identity,
+    without the references.
 
-    The figures are the last record within the share `at` of a run's steps. Two files may hold one run, so the identity
-    is the key.
+    The figures are the last record within the share `at` of a run's steps. Two files
+    may hold one run, so the identity is the key.
     """
     against = references_of(rows, reference)
     found: dict[Hashable, Point] = {}
@@ -73,9 +80,18 @@ def early_points(
         if other is None or other.label == row.label:
             continue
         for run in row.runs:
-            twin = next((one for one in other.runs if seed_of(one) == seed_of(run) and one.status == "finished"), None)
+            twin = next(
+                (
+                    one
+                    for one in other.runs
+                    if seed_of(one) == seed_of(run) and one.status == "finished"
+                ),
+                None,
+            )
             if twin is not None and (point := _point(run, twin, at)) is not None:
-                found[identity(run)] = replace(point, of=setting_of(run) if over == "row" else row.format)
+                found[identity(run)] = replace(
+                    point, of=setting_of(run) if over == "row" else row.format
+                )
     return found
 
 
@@ -86,13 +102,20 @@ def _point(run: Run, twin: Run, at: float) -> Point | None:
         return None
     gap = math.inf if loss is None or run.status == "failed" else loss - base
     now, then = _loss(own), _loss(its)
-    early = {LOSS: now, LOSS_GAP: None if then is None else (math.nan if now is None else now) - then}
-    known = {name: value for name, value in early.items() if value is not None and math.isfinite(value)}
+    early = {
+        LOSS: now,
+        LOSS_GAP: None if then is None else (math.nan if now is None else now) - then,
+    }
+    known = {
+        name: value for name, value in early.items() if value is not None and math.isfinite(value)
+    }
     return Point(own | known, gap, gap > BEHIND * base)
 
 
 def _figures(run: Run, at: float) -> dict[str, float]:
-    """Return the figures last recorded within a share of the run's steps; {} without any."""
+    """Return the figures last recorded within a share of the run's steps; {} without
+    any.
+    """
     limit = at * (run.number("steps_planned") or 0)
     step = max((step for step in run.looks if step <= limit), default=None)
     return {} if step is None else dict(run.looks[step])
@@ -103,7 +126,9 @@ def _loss(figures: Mapping[str, float]) -> float | None:
 
 
 def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
-    """Return the metrics that enough runs have: first the loss and its gap, then the others, best first."""
+    """Return the metrics that enough runs have: first the loss and its gap, then the
+    others, best first.
+    """
     seen = dict.fromkeys(name for point in found for name in point.figures)
     names = [name for name in seen if name not in (*TRIVIAL, TRAIN_LOSS.name, SMOOTHED_LOSS.name)]
     told = [_predictor(name, found) for name in (*TRIVIAL, *names)]
@@ -121,7 +146,10 @@ def _predictor(name: str, found: Sequence[Point]) -> Predictor:
     figure, loss = ([point.figures[key] for point in runs] for key in (name, LOSS))
     gaps, behind = [point.gap for point in runs], [point.behind for point in runs]
     told = Predictor(
-        name, len(runs), *(_spearman(x, gaps) for x in (figure, loss)), *(_auc(x, behind) for x in (figure, loss))
+        name,
+        len(runs),
+        *(_spearman(x, gaps) for x in (figure, loss)),
+        *(_auc(x, behind) for x in (figure, loss)),
     )
     if len(runs) < FEWEST or told.spearman is None or told.of_loss is None or name in TRIVIAL:
         return replace(told, **_interval(runs, figure, gaps)) if told.spearman is not None else told
@@ -146,8 +174,12 @@ def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
     return float(spearmanr(values, gaps).statistic)
 
 
-def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]) -> dict[str, Any]:
-    """Return the 95% interval of the rank correlation, by bootstrap over groups of runs; {} if these are too few."""
+def _interval(
+    runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]
+) -> dict[str, Any]:
+    """Return the 95% interval of the rank correlation, by bootstrap over groups of
+    runs; {} if these are too few.
+    """
     from scipy.stats import bootstrap, rankdata
 
     groups: dict[str, list[int]] = {}
@@ -164,14 +196,23 @@ def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[flo
         return float((ranks[0] * ranks[1]).sum()) / power if power else 0.0  # constant: no order
 
     found = bootstrap(
-        (list(range(len(groups))),), correlation, n_resamples=RESAMPLES, vectorized=False, method="percentile", rng=0
+        (list(range(len(groups))),),
+        correlation,
+        n_resamples=RESAMPLES,
+        vectorized=False,
+        method="percentile",
+        rng=0,
     ).confidence_interval
     return {"low": float(found.low), "high": float(found.high)}
 
 
 def _auc(values: Sequence[float], behind: Sequence[bool]) -> float | None:
-    """Return the probability that a run behind has the larger value; None if all or none are behind."""
-    late, others = ([v for v, b in zip(values, behind, strict=True) if b is wanted] for wanted in (True, False))
+    """Return the probability that a run behind has the larger value; None if all or
+    none are behind.
+    """
+    late, others = (
+        [v for v, b in zip(values, behind, strict=True) if b is wanted] for wanted in (True, False)
+    )
     if not late or not others:
         return None
     from scipy.stats import mannwhitneyu

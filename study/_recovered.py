@@ -1,4 +1,6 @@
-"""The share of nearest rounding's loss against float32, in a format, that each rule avoids."""
+"""The share of nearest rounding's loss against float32, in a format, that each rule
+avoids.
+"""
 
 from _markdown import markdown
 from _paired import losses_of
@@ -10,7 +12,8 @@ from nanogpt_bench.report.rows import Row
 
 
 def recovered(file: Exported) -> str:
-    """A line per rule and format, a column per text; "" if the file lacks `nearest` or `fp32`.
+    """A line per rule and format, a column per text; "" if the file lacks `nearest` or
+    `fp32`.
 
     The share is (L_nearest - L_rule) / (L_nearest - L_fp32), for each seed.
     """
@@ -23,7 +26,9 @@ def recovered(file: Exported) -> str:
             found = share(row, nearest[row.format, data], fp32[data])
             shares.setdefault(row.label.replace(f" dir={data}", ""), {})[data] = in_share(found)
     header = ["rule", *(f"brought back, {data.split('/')[-1]}" for data in fp32)]
-    rows = [[f"`{label}`", *(each.get(data, "-") for data in fp32)] for label, each in shares.items()]
+    rows = [
+        [f"`{label}`", *(each.get(data, "-") for data in fp32)] for label, each in shares.items()
+    ]
     return markdown(header, rows) if rows else ""
 
 
@@ -31,7 +36,8 @@ def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
     """The mean share over the seeds that all three rows have, with its interval."""
     own, lost, exact = map(losses_of, (row, nearest, fp32))
     shares = {
-        seed: (lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own.keys() & lost.keys() & exact.keys()
+        seed: (lost[seed] - own[seed]) / (lost[seed] - exact[seed])
+        for seed in own.keys() & lost.keys() & exact.keys()
     }
     return difference(shares, dict.fromkeys(shares, 0.0))
 

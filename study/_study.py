@@ -51,7 +51,10 @@ AGAINST = {
     ),
     "study_q2_muon_spacing": (*BASELINES, "E4M3 muon-stochastic"),
     "study_q5": ("fp32", "E5M2 stochastic"),
-    "study_q11_coarse": ("E7M0 muon-stochastic draws=independent", "E5M2 muon-stochastic draws=independent"),
+    "study_q11_coarse": (
+        "E7M0 muon-stochastic draws=independent",
+        "E5M2 muon-stochastic draws=independent",
+    ),
     "study_q11_e2m5": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_law": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_e4m3": ("muon", "E4M3 muon-stochastic draws=independent"),
@@ -67,7 +70,13 @@ AGAINST = {
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
 }
 #: the files whose runs Q8 uses, as its page says
-MONITORED = ("study_q1", "study_q2", "study_q2_muon_spacing", "study_q2_muon_e2m5", "study_q9_length_cpu")
+MONITORED = (
+    "study_q1",
+    "study_q2",
+    "study_q2_muon_spacing",
+    "study_q2_muon_e2m5",
+    "study_q9_length_cpu",
+)
 #: in nats: smaller differences count as none in a verdict
 WORTH = 0.005
 #: files whose rows are added to another file's in its tables and figures
@@ -100,22 +109,31 @@ def read(path: Path) -> Exported:
 
 
 def against_baseline(stems: str, baseline: str) -> Iterator[tuple[str, list[Result]]]:
-    """The rows of files, text by text, measured against their baseline, or Q1's on that text if they lack it."""
+    """The rows of files, text by text, measured against their baseline, or Q1's on that
+    text if they lack it.
+    """
     for file in (read(FOLDER / f"{stem}.json") for stem in stems.split()):
         if not any(row_label(row.rule, row.format) == baseline for row in file.rows):
             texts = {text_of_row(row) for row in file.rows}
             lent = read(FOLDER / "study_q1.json").rows
-            lent = tuple(row for row in lent if brief(row.label) == baseline and text_of_row(row) in texts)
+            lent = tuple(
+                row for row in lent if brief(row.label) == baseline and text_of_row(row) in texts
+            )
             file = replace(file, rows=(*file.rows, *lent))
         yield from by_text(measured_against(file, baseline))
 
 
 def decided(file: Exported, against: Sequence[str]) -> str:
-    """A table of the verdict on every rule, from its intervals on all texts; the study's page defines the verdicts."""
+    """A table of the verdict on every rule, from its intervals on all texts; the
+    study's page defines the verdicts.
+    """
     each = {name: measured_against(file, name) for name in against}
     labels = dict.fromkeys(short(result) for results in each.values() for result in results)
     rows = [
-        (f"`{label}`", *(_decision([r for r in results if short(r) == label]) for results in each.values()))
+        (
+            f"`{label}`",
+            *(_decision([r for r in results if short(r) == label]) for results in each.values()),
+        )
         for label in labels
     ]
     return markdown(("rule", *(f"against {name}" for name in each)), rows)
@@ -127,7 +145,9 @@ def _decision(results: Sequence[Result]) -> str:
     >>> _decision([])
     'not decided'
     """
-    ends = [(r.difference.low, r.difference.high) for r in results if r.difference and not r.reference]
+    ends = [
+        (r.difference.low, r.difference.high) for r in results if r.difference and not r.reference
+    ]
     if any(r.reference for r in results):
         return "-"
     known = [(low, high) for low, high in ends if low is not None and high is not None]
@@ -141,7 +161,9 @@ def _decision(results: Sequence[Result]) -> str:
 
 
 def along(file: Exported, name: str) -> dict[str, dict[str, Course]]:
-    """The distance of the runs from a baseline at each of their validations, by text and rule."""
+    """The distance of the runs from a baseline at each of their validations, by text
+    and rule.
+    """
     reference = find_reference(file.rows, baseline_of(name, file.rows))
     against = references_of(file.rows, reference)
     return {
@@ -156,7 +178,9 @@ def along(file: Exported, name: str) -> dict[str, dict[str, Course]]:
 
 def _tables_along(file: Exported, name: str) -> str:
     each = along(file, name).items()
-    return "\n".join(f"Minus the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each)
+    return "\n".join(
+        f"Minus the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each
+    )
 
 
 def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> str:
@@ -172,12 +196,24 @@ def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> s
 
 
 def forest(file: Exported, name: str) -> Figure:
-    """Every row's paired difference to a baseline with its 95% interval, a panel per text."""
+    """Every row's paired difference to a baseline with its 95% interval, a panel per
+    text.
+    """
     panels = list(by_text(measured_against(file, name)))
-    means = {short(r): r.difference.mean for _, results in reversed(panels) for r in results if r.difference}
+    means = {
+        short(r): r.difference.mean
+        for _, results in reversed(panels)
+        for r in results
+        if r.difference
+    }
     order = sorted((label for label in means if label != name), key=lambda label: -means[label])
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(9, 0.9 + 0.3 * len(order)), layout="constrained", squeeze=False, sharey=True
+        1,
+        len(panels),
+        figsize=(9, 0.9 + 0.3 * len(order)),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
     )
     for axis, (text, results) in zip(axes[0], panels, strict=True):
         _panel(axis, {short(result): result for result in results}, order)
@@ -195,7 +231,14 @@ def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> N
         found, colour = result.difference, EXACT if result.row.format == "none" else STOCHASTIC
         if found.low is not None and found.high is not None:
             axis.hlines(place, found.low, found.high, color=colour, linewidth=2.2)
-        axis.plot(found.mean, place, "o", color=colour, markersize=5, fillstyle="none" if found.is_lead else "full")
+        axis.plot(
+            found.mean,
+            place,
+            "o",
+            color=colour,
+            markersize=5,
+            fillstyle="none" if found.is_lead else "full",
+        )
     axis.set(yticks=range(len(order)), yticklabels=order, ylim=(-0.6, len(order) - 0.4))
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="y", left=False)
@@ -206,7 +249,9 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
     """The tables of a file, each with the suffix of its name."""
     against = baselines(file, AGAINST.get(stem, BASELINES))
     several = len({text_of(result) for result in measured_against(file, against[0])}) > 1
-    several = several and not stem.startswith("study_q16")  # whose claims are by another rule, `_claims`
+    several = several and not stem.startswith(
+        "study_q16"
+    )  # whose claims are by another rule, `_claims`
     decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""
     yield "", f"{table(file, against)}\n{decisions}{source(file)}"
     yield "-weights", kurtosis_table(file)
@@ -233,20 +278,31 @@ def write_study(folder: Path, files: Path = FOLDER) -> None:
     """Write the tables and figures of every results file into the folder."""
     matplotlib.use("Agg")
     of_others = {name for names in BESIDE.values() for name in names}
-    found = {path.stem: read(path) for path in sorted(files.glob("*.json")) if path.stem not in of_others}
+    found = {
+        path.stem: read(path) for path in sorted(files.glob("*.json")) if path.stem not in of_others
+    }
     tuned = tuned_rates(list(found.values()))
     for stem, file in found.items():
         if not any(row.runs for row in file.rows):
             continue
         if is_search(file):
-            (folder / f"{stem}.md").write_text(f"{limit_table(file, tuned)}\n{source(file)}", encoding="utf-8")
+            (folder / f"{stem}.md").write_text(
+                f"{limit_table(file, tuned)}\n{source(file)}", encoding="utf-8"
+            )
         elif is_map(file):
             (folder / f"{stem}.md").write_text(f"{warps(file)}\n{source(file)}", encoding="utf-8")
             (folder / f"{stem}.svg").write_text(drawn_map(file), encoding="utf-8")
         else:
             _write_rows(folder, stem, file)
 
-    if len(early := [file for stem, file in found.items() if stem in MONITORED and looked_early(file)]) > 1:
+    if (
+        len(
+            early := [
+                file for stem, file in found.items() if stem in MONITORED and looked_early(file)
+            ]
+        )
+        > 1
+    ):
         (folder / "study_monitors.md").write_text(monitors(*early), encoding="utf-8")
 
 
@@ -263,7 +319,9 @@ def _write_rows(folder: Path, stem: str, file: Exported) -> None:
         if ladder is None and any((courses := along(file, name)).values()):
             drawn["-along"] = drawn_along(courses, name)
         if paces := paces_of(stem):
-            drawn["-clock"] = drawn_by_clock({short(r): r.row.runs for r in measured_against(file, name)}, paces)
+            drawn["-clock"] = drawn_by_clock(
+                {short(r): r.row.runs for r in measured_against(file, name)}, paces
+            )
         if is_drawn(formats := spaced(file)):
             drawn["-spacing"] = drawn_spacing(formats, TEXTS, (file.baseline or "").split()[0])
         for end, picture in drawn.items():

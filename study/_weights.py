@@ -1,4 +1,6 @@
-"""The tails of the weights' distribution by rule, from the monitors' records of the runs."""
+"""The tails of the weights' distribution by rule, from the monitors' records of the
+runs.
+"""
 
 from collections.abc import Callable
 from statistics import fmean
@@ -23,7 +25,9 @@ def kurtosis_table(file: Exported) -> str:
 
 
 def logarithms_table(file: Exported) -> str | None:
-    """A table of standard deviation and skewness of the weights' logarithms; None if the file's runs lack them."""
+    """A table of standard deviation and skewness of the weights' logarithms; None if
+    the file's runs lack them.
+    """
     if all(at_end(row, LOG2_STD) is None for row in file.rows):
         return None
     return _table(file, _logarithms)
@@ -35,7 +39,8 @@ def _logarithms(row: Row | None, look: Look) -> str:
 
 
 def _table(file: Exported, cell: Callable[[Row | None, Look], str]) -> str:
-    """A line per rule; for each text a column after a tenth of the training and one at its end; means over seeds.
+    """A line per rule; for each text a column after a tenth of the training and one at
+    its end; means over seeds.
 
     The labels of a rule's rows on two texts differ in ``dir`` only.
     """
@@ -43,9 +48,15 @@ def _table(file: Exported, cell: Callable[[Row | None, Look], str]) -> str:
     rules: dict[str, dict[str, Row]] = {}
     for row in file.rows:
         rules.setdefault(row.label.replace(f" dir={data_of(row)}", ""), {})[data_of(row)] = row
-    header = ["rule", *(f"{text.split('/')[-1]}, {when}" for text in texts for when in ("a tenth", "the end"))]
+    header = [
+        "rule",
+        *(f"{text.split('/')[-1]}, {when}" for text in texts for when in ("a tenth", "the end")),
+    ]
     lines = [
-        [f"`{label}`", *(cell(of.get(text), look) for text in texts for look in (_of_a_tenth, _of_the_end))]
+        [
+            f"`{label}`",
+            *(cell(of.get(text), look) for text in texts for look in (_of_a_tenth, _of_the_end)),
+        ]
         for label, of in rules.items()
     ]
     return markdown(header, lines)
@@ -67,7 +78,9 @@ def _mean(row: Row | None, look: Look, name: str) -> float | None:
 
 
 def _of_a_tenth(run: Run, name: str) -> float | None:
-    """The metric at the last measurement within a tenth of the steps; None if the first came later."""
+    """The metric at the last measurement within a tenth of the steps; None if the first
+    came later.
+    """
     within = [step for step in run.looks if step <= TENTH * (run.number("steps") or 0)]
     return run.looks[max(within)].get(name) if within else None
 

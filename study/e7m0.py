@@ -1,7 +1,9 @@
-"""Three predictions about E7M0 with nearest rounding, checked against the records of runs: a table.
+"""Three predictions about E7M0 with nearest rounding, checked against the records of
+runs: a table.
 
-E7M0 has powers of two only. A weight's neighbours are half and twice its value, so nearest rounding leaves the weight
-where it is unless a step is a quarter of it towards 0 or half of it away from 0. Three predictions follow.
+E7M0 has powers of two only. A weight's neighbours are half and twice its value, so
+nearest rounding leaves the weight where it is unless a step is a quarter of it towards
+0 or half of it away from 0. Three predictions follow.
 """
 
 import argparse
@@ -18,11 +20,13 @@ from _markdown import markdown  # noqa: E402
 from nanogpt_bench.runs.load import Run, load_run  # noqa: E402
 
 LOSS, LOST, ZONE = "train/loss", "stall/update_lost", "stall/zero_gradient_zone"
-#: the step after which the loss should not fall, the least width of the moving average, the fewest steps to judge by
+#: the step after which the loss should not fall, the least width of the moving average,
+#: the fewest steps to judge by
 PLATEAU, WINDOW, SHORTEST = 10, 10, 20
 #: a fall by less than this share of the loss's whole fall counts as none
 NO_FALL = 0.02
-#: of each prediction: the metric, the share of the weights that it has to reach, and what these weights do
+#: of each prediction: the metric, the share of the weights that it has to reach, and
+#: what these weights do
 SHARES = (
     (LOST, 0.9, "lose their update"),
     (ZONE, 0.5, "lie in a zone where half a ULP to either side changes nothing"),
@@ -32,7 +36,9 @@ ANSWERS = {True: "confirmed", False: "refuted", None: "not judged"}
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction, whether a run confirms it (None if the run lacks the metric), and the numbers that decide."""
+    """A prediction, whether a run confirms it (None if the run lacks the metric), and
+    the numbers that decide.
+    """
 
     statement: str
     confirmed: bool | None
@@ -46,27 +52,39 @@ def predictions(run: Run) -> Iterator[Prediction]:
 
 
 def is_e7m0_nearest(run: Run) -> bool:
-    """Return whether all quantised weights of a run are E7M0 and written back by nearest rounding."""
-    return run.format == "E7M0" and (run.config.get("optimizer") or {}).get("writeback") == "nearest"
+    """Return whether all quantised weights of a run are E7M0 and written back by
+    nearest rounding.
+    """
+    return (
+        run.format == "E7M0" and (run.config.get("optimizer") or {}).get("writeback") == "nearest"
+    )
 
 
 def _series(run: Run, name: str) -> list[tuple[float, float]]:
-    return [(step, value) for step, value in zip(*run.curve(name), strict=True) if value is not None]
+    return [
+        (step, value) for step, value in zip(*run.curve(name), strict=True) if value is not None
+    ]
 
 
 def _plateau(run: Run) -> Prediction:
-    """Compare the mean loss just after the predicted step with the lowest mean of the run."""
+    """Compare the mean loss just after the predicted step with the lowest mean of the
+    run.
+    """
     statement = f"plateau within {PLATEAU} steps: the training loss does not fall after that"
     series = _series(run, LOSS)
     late = [value for step, value in series if step >= PLATEAU]
     if len(series) < SHORTEST or not late:
-        return Prediction(statement, None, f"the run has {len(series)} steps; {SHORTEST} would tell")
+        return Prediction(
+            statement, None, f"the run has {len(series)} steps; {SHORTEST} would tell"
+        )
     values = [value for _, value in series]
     width = max(WINDOW, len(values) // 40)
     means = _centred(values, width)
     lowest = min(means)
     fall = max(values[0] - lowest, 0.0)
-    scatter = statistics.pstdev([v - m for v, m in zip(values[width:], means[width:], strict=True)] or [0.0])
+    scatter = statistics.pstdev(
+        [v - m for v, m in zip(values[width:], means[width:], strict=True)] or [0.0]
+    )
     allowed = max(NO_FALL * fall, 2 * scatter / width**0.5)
     later = max(statistics.fmean(late[:WINDOW]) - lowest, 0.0)
     share = later / fall if fall > 0 else 0.0
@@ -77,11 +95,15 @@ def _plateau(run: Run) -> Prediction:
 def _centred(values: Sequence[float], width: int) -> list[float]:
     """Means over `width` steps around each; fewer at the ends."""
     half = width // 2
-    return [statistics.fmean(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
+    return [
+        statistics.fmean(values[max(0, at - half) : at + half + 1]) for at in range(len(values))
+    ]
 
 
 def _share(run: Run, name: str, limit: float, what: str) -> Prediction:
-    """The prediction that a share of the weights, averaged over the run, reaches a limit."""
+    """The prediction that a share of the weights, averaged over the run, reaches a
+    limit.
+    """
     statement, series = f"at least {limit:.0%} of the weights {what}", _series(run, name)
     if not series:
         return Prediction(statement, None, f"the run did not record {name}")
@@ -92,7 +114,9 @@ def _share(run: Run, name: str, limit: float, what: str) -> Prediction:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A table with a line for every prediction and every run of E7M0 with nearest rounding."""
+    """A table with a line for every prediction and every run of E7M0 with nearest
+    rounding.
+    """
     lines = [
         (f"`{run.name}`", each.statement, ANSWERS[each.confirmed], each.text)
         for run in filter(is_e7m0_nearest, runs)
@@ -103,8 +127,12 @@ def table(runs: Sequence[Run]) -> str:
 
 def main() -> None:
     """Print the table of the runs in the given folders."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, such as runs/e7m0")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, such as runs/e7m0"
+    )
     print(table([load_run(path) for path in parser.parse_args().runs]), end="")
 
 

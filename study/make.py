@@ -1,7 +1,9 @@
-"""Make the tables and figures of the study's pages from the files in `results`: those that are stale, or all.
+"""Make the tables and figures of the study's pages from the files in `results`: those
+that are stale, or all.
 
-With --front it prints README's table of the study and the optimizers page's, and draws README's pictures instead.
-Modules that the study shares with the site's other pages are in `docs`.
+With --front it prints README's table of the study and the optimizers page's, and draws
+README's pictures instead. Modules that the study shares with the site's other pages are
+in `docs`.
 """
 
 import argparse
@@ -28,9 +30,13 @@ STUDY = Pages(
 
 def main() -> None:
     """Make the tables and figures, or with --front README's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true", help="make everything, minutes")
-    parser.add_argument("--front", action="store_true", help="print the two tables and draw README's pictures")
+    parser.add_argument(
+        "--front", action="store_true", help="print the two tables and draw README's pictures"
+    )
     arguments = parser.parse_args()
     if arguments.front:
         print(f"{front_table()}\n{front_table(MORE)}")

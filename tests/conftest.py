@@ -1,4 +1,6 @@
-"""Shared by all tests: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
+"""Shared by all tests: the full tier, a covering sample of a matrix, and a tally that
+is printed at the end.
+"""
 
 import functools
 import gc
@@ -17,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from covering import covering
 from laws import loop_inside
 
-# Sums depend on the number of threads: a test and the processes it starts take one, unless told otherwise.
+# Sums depend on the number of threads: a test and the processes it starts take one,
+# unless told otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: why a test marked `extra` is skipped where a package is missing
@@ -26,13 +29,19 @@ _TALLY = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="reliability tests: every fault, not a sample (takes hours)")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="reliability tests: every fault, not a sample (takes hours)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
     chosen = config.option.markexpr
-    if chosen and "slow" not in chosen:  # `-m extra` replaces `-m 'not slow'`, and would run for hours
+    if (
+        chosen and "slow" not in chosen
+    ):  # `-m extra` replaces `-m 'not slow'`, and would run for hours
         config.option.markexpr = f"({chosen}) and not slow"
 
 
@@ -42,7 +51,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a package that is missing; leave a covering sample of marked matrices to the default run."""
+    """Skip what needs a package that is missing; leave a covering sample of marked
+    matrices to the default run.
+    """
     for item in items:
         packages = (name for mark in item.iter_markers("extra") for name in mark.args)
         if not all(map(_installed, packages)):
@@ -69,11 +80,15 @@ def _installed(package: str) -> bool:
 
 def _values(item: Any) -> dict[str, Hashable]:
     given = item.callspec.params
-    return {name: value if isinstance(value, str | int) else id(value) for name, value in given.items()}
+    return {
+        name: value if isinstance(value, str | int) else id(value) for name, value in given.items()
+    }
 
 
 def pytest_report_header() -> str:
-    """The processor, and what torch makes of it: numbers may differ, and which code runs does."""
+    """The processor, and what torch makes of it: numbers may differ, and which code
+    runs does.
+    """
     import torch
 
     from fp8manifold.optim._muon import product_dtype
@@ -87,13 +102,17 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of garbage collection: it would be searched in every test."""
+    """Leave what was imported and collected out of garbage collection: it would be
+    searched in every test.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionstart() -> None:
-    """Start autograd before anything is compiled: later, torch may start a thread for a device, and refuses forks."""
+    """Start autograd before anything is compiled: later, torch may start a thread for a
+    device, and refuses forks.
+    """
     import torch
 
     torch.ones((), requires_grad=True).backward()
@@ -111,7 +130,9 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_TALLY].extend(getattr(node, "workeroutput", {}).get("tally", []))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     lines = config.stash[_TALLY]
     if lines:
         terminalreporter.section("what was tried")
@@ -126,7 +147,9 @@ def full(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
-    """Return a function that takes what was tried, how often, and a note, for the end of the session's output."""
+    """Return a function that takes what was tried, how often, and a note, for the end
+    of the session's output.
+    """
 
     def count(what: str, number: int, note: str = "") -> None:
         pytestconfig.stash[_TALLY].append(f"{what}: {number:,}{f' ({note})' if note else ''}")
@@ -139,14 +162,20 @@ def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Itera
     grown: list[int] = []
     yield grown
     most = max(grown, default=0) / 2**20
-    tally(f"attacks of {request.module.__name__}", len(grown), f"0 executions, most memory {most:.0f} MiB")
+    tally(
+        f"attacks of {request.module.__name__}",
+        len(grown),
+        f"0 executions, most memory {most:.0f} MiB",
+    )
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The dtype that Muon multiplies in by default, as on a processor with products in bfloat16 and on one without.
+    """The dtype that Muon multiplies in by default, as on a processor with products in
+    bfloat16 and on one without.
 
-    Children that are forked in the test have it too; those that start anew ask the processor.
+    Children that are forked in the test have it too; those that start anew ask the
+    processor.
     """
     import torch
 
@@ -158,7 +187,9 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def no_accelerator_is_left() -> Iterator[None]:
-    """Accelerate keeps one accelerator a process, Trainer's too, and the next test wants another."""
+    """Accelerate keeps one accelerator a process, Trainer's too, and the next test
+    wants another.
+    """
     yield
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)

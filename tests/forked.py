@@ -1,4 +1,6 @@
-"""Children forked from the test itself, which has imported everything: each runs a function in a folder of its own."""
+"""Children forked from the test itself, which has imported everything: each runs a
+function in a folder of its own.
+"""
 
 import contextlib
 import os
@@ -16,9 +18,11 @@ from nanogpt_bench.report import chart, page
 
 
 def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) -> int:
-    """Run a command in a forked process, its output in output.txt, and return the process's id, or its group's.
+    """Run a command in a forked process, its output in output.txt, and return the
+    process's id, or its group's.
 
-    In a group of its own Ctrl-C raises KeyboardInterrupt, which tests that run in the background ignore.
+    In a group of its own Ctrl-C raises KeyboardInterrupt, which tests that run in the
+    background ignore.
     """
     folder.mkdir(exist_ok=True)
     pid = os.fork()
@@ -33,7 +37,9 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
             os.dup2(output, 1)
             os.dup2(output, 2)
             # Not the test session's own capture, which would take what is printed.
-            sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in (1, 2))  # noqa: SIM115
+            sys.stdout, sys.stderr = (
+                open(file, "w", buffering=1, closefd=False) for file in (1, 2)
+            )
             torch.set_num_threads(1)
             without_drawing()
             code = command()
@@ -46,7 +52,9 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
 
 
 def without_drawing() -> None:
-    """Empty pictures from here on: what draws them does not survive a fork, and may have drawn before."""
+    """Empty pictures from here on: what draws them does not survive a fork, and may
+    have drawn before.
+    """
     empty = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"></svg>'
     chart.svg, page.javascript = lambda spec: empty, lambda code: ""
 

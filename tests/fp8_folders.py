@@ -1,7 +1,9 @@
-"""Small random model folders in published FP8 layouts, made by the libraries that publish them, never by this one.
+"""Small random model folders in published FP8 layouts, made by the libraries that
+publish them, never by this one.
 
-``make("name", folder)`` writes the folder ``LAYOUTS`` names so.  A layout whose library is not at hand is written by
-its published formula: ``amax / 448`` of each group, division, rounding.
+``make("name", folder)`` writes the folder ``LAYOUTS`` names so. A layout whose library
+is not at hand is written by its published formula: ``amax / 448`` of each group,
+division, rounding.
 """
 
 import json
@@ -15,12 +17,33 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BASE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4}
+BASE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 BASE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96}
 BASE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-RANKS = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
-DEPTHS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "num_key_value_heads": 4}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+RANKS = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+DEPTHS = {
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+}
 #: what each kind of model differs in from ``BASE``: class, sizes
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -34,7 +57,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", EXPERTS | {"intermediate_size": 128}),
     "deepseek": (
         "DeepseekV3",
-        EXPERTS | RANKS | DEPTHS | {"n_routed_experts": 4, "hidden_size": 128, "intermediate_size": 256},
+        EXPERTS
+        | RANKS
+        | DEPTHS
+        | {"n_routed_experts": 4, "hidden_size": 128, "intermediate_size": 256},
     ),
     "gpt-oss": ("GptOss", EXPERTS | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}),
 }
@@ -49,7 +75,9 @@ def transformers() -> Any:
 
 
 def float_model(kind: str) -> Any:
-    """A model in bfloat16 whose weights have groups of unlike sizes, zeros of both signs and one square of zeros."""
+    """A model in bfloat16 whose weights have groups of unlike sizes, zeros of both
+    signs and one square of zeros.
+    """
     library = transformers()
     name, sizes = KINDS[kind]
     with torch.random.fork_rng():
@@ -69,11 +97,19 @@ def float_model(kind: str) -> Any:
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
-def rewritten(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None) -> None:
-    """Put what ``change`` gives for each tensor in its place, file by file; ``config`` says how it is quantised."""
+def rewritten(
+    folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None
+) -> None:
+    """Put what ``change`` gives for each tensor in its place, file by file; ``config``
+    says how it is quantised.
+    """
     from safetensors.torch import load_file, save_file
 
     index = folder / "model.safetensors.index.json"
@@ -82,7 +118,9 @@ def rewritten(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], 
         changed = {}
         for name, tensor in load_file(file).items():
             changed |= change(name, tensor)
-        save_file({name: tensor.contiguous() for name, tensor in changed.items()}, file, {"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in changed.items()}, file, {"format": "pt"}
+        )
         if listed:
             listed["weight_map"] = {k: v for k, v in listed["weight_map"].items() if v != file.name}
             listed["weight_map"] |= dict.fromkeys(changed, file.name)
@@ -94,56 +132,90 @@ def rewritten(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], 
         path = folder / "config.json"
         said = json.loads(path.read_text())
         said.pop("quantization_config", None)
-        path.write_text(json.dumps(said | ({"quantization_config": config} if config else {}), indent=2) + "\n")
+        path.write_text(
+            json.dumps(said | ({"quantization_config": config} if config else {}), indent=2) + "\n"
+        )
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """True where recipes quantise the tensor: a layer's matrix, neither the embedding nor the head nor a router."""
+    """True where recipes quantise the tensor: a layer's matrix, neither the embedding
+    nor the head nor a router.
+    """
     kept = ("embed_tokens", "lm_head", "mlp.gate.weight", "block_sparse_moe.gate.weight", "router")
     return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in kept)
 
 
-def quantised(folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None) -> None:
-    rewritten(folder, lambda name, value: make(name, value) if is_linear(name, value) else {name: value}, config)
+def quantised(
+    folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None
+) -> None:
+    rewritten(
+        folder,
+        lambda name, value: make(name, value) if is_linear(name, value) else {name: value},
+        config,
+    )
 
 
 def in_groups(value: Tensor, block: Any) -> Tensor:
-    """The values with each square's rows and columns in the dimensions 1 and 3; those at the edges end in zeros."""
+    """The values with each square's rows and columns in the dimensions 1 and 3; those
+    at the edges end in zeros.
+    """
     padding = (0, -value.shape[1] % block[1], 0, -value.shape[0] % block[0])
-    return torch.nn.functional.pad(value, padding).unflatten(0, (-1, block[0])).unflatten(-1, (-1, block[1]))
+    return (
+        torch.nn.functional.pad(value, padding)
+        .unflatten(0, (-1, block[0]))
+        .unflatten(-1, (-1, block[1]))
+    )
 
 
 def spread(scales: Tensor, block: Any, shape: Any) -> Tensor:
     """The scale of each weight."""
-    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
+        : shape[0], : shape[1]
+    ]
 
 
-def by_formula(value: Tensor, block: Any, code: torch.dtype, scale: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix: ``amax / max`` of each square, rounded into the scales' dtype."""
+def by_formula(
+    value: Tensor, block: Any, code: torch.dtype, scale: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix: ``amax / max`` of each square, rounded into the
+    scales' dtype.
+    """
     value, largest = value.float(), torch.finfo(code).max
     fitted = in_groups(value, block).abs().amax((1, 3)) / largest
     scales = torch.where(fitted > 0, fitted.to(scale).float(), 1.0)
-    return (value / spread(scales, block, value.shape)).clamp(-largest, largest).to(code), scales.to(scale)
+    return (value / spread(scales, block, value.shape)).clamp(-largest, largest).to(
+        code
+    ), scales.to(scale)
 
 
 def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``FineGrainedFP8Config`` of transformers, whose refusal to quantise without a GPU is left out."""
+    """``FineGrainedFP8Config`` of transformers, whose refusal to quantise without a GPU
+    is left out.
+    """
     library = transformers()
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import (
+        FineGrainedFP8HfQuantizer as Quantizer,
+    )
 
     model.save_pretrained(folder / "floats")
     config = library.FineGrainedFP8Config(**options)
     with mock.patch.object(Quantizer, "validate_environment"):
-        made = type(model).from_pretrained(folder / "floats", quantization_config=config, dtype=torch.bfloat16)
+        made = type(model).from_pretrained(
+            folder / "floats", quantization_config=config, dtype=torch.bfloat16
+        )
     for name, scale in made.named_parameters():
         if name.endswith("activation_scale"):
-            scale.data.fill_(float(torch.rand(())) / 448)  # found by calibration; until then whatever was in memory
+            scale.data.fill_(
+                float(torch.rand(())) / 448
+            )  # found by calibration; until then whatever was in memory
     made.save_pretrained(folder, max_shard_size=shards)
     shutil.rmtree(folder / "floats")
 
 
 def fine_grained_tensors(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``Fp8Quantize`` of transformers for each matrix of a float folder: experts one by one, as they are published."""
+    """``Fp8Quantize`` of transformers for each matrix of a float folder: experts one by
+    one, as they are published.
+    """
     library = transformers()
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -153,7 +225,9 @@ def fine_grained_tensors(folder: Path, model: Any, shards: str, **options: Any) 
     quantised(folder, lambda k, v: quantize.convert({k: v}), config.to_dict())
 
 
-def squares(folder: Path, model: Any, shards: str, code: Any = E4M3, scale: Any = torch.float32) -> None:
+def squares(
+    folder: Path, model: Any, shards: str, code: Any = E4M3, scale: Any = torch.float32
+) -> None:
     """The layout of DeepSeek-V3 by its formula; squares at the edges are partial."""
     model.save_pretrained(folder, max_shard_size=shards)
 
@@ -166,17 +240,35 @@ def squares(folder: Path, model: Any, shards: str, code: Any = E4M3, scale: Any 
 
 
 def compressed(
-    folder: Path, model: Any, shards: str, scheme: str, wide: bool = False, head: bool = False, **changes: Any
+    folder: Path,
+    model: Any,
+    shards: str,
+    scheme: str,
+    wide: bool = False,
+    head: bool = False,
+    **changes: Any,
 ) -> None:
-    """``ModelCompressor`` of compressed-tensors with the recipe of llm-compressor: scales from each group's range."""
+    """``ModelCompressor`` of compressed-tensors with the recipe of llm-compressor:
+    scales from each group's range.
+    """
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
 
     preset = preset_name_to_scheme(scheme, ["Linear"])
     for part, values in changes.items():
         args = getattr(preset, part)
-        setattr(preset, part, values if args is None or values is None else args.model_copy(update=values))
-    config = QuantizationConfig(config_groups={"group_0": preset}, ignore=[] if head else ["lm_head"])
+        setattr(
+            preset,
+            part,
+            values if args is None or values is None else args.model_copy(update=values),
+        )
+    config = QuantizationConfig(
+        config_groups={"group_0": preset}, ignore=[] if head else ["lm_head"]
+    )
     if any("experts" in name for name, _ in model.named_parameters()):
         _compressed_tensors(folder, model, shards, config, preset, wide)
         return
@@ -188,7 +280,11 @@ def compressed(
             module.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
             if hasattr(module, "input_scale"):
                 module.input_scale.data.fill_(float(torch.rand(())) / 448)
-            for name in [name for name, _ in module.named_parameters(recurse=False) if name.endswith("_zero_point")]:
+            for name in [
+                name
+                for name, _ in module.named_parameters(recurse=False)
+                if name.endswith("_zero_point")
+            ]:
                 if "input" in name:
                     delattr(module, name)
     compressor = ModelCompressor.from_pretrained_model(model)
@@ -197,8 +293,12 @@ def compressed(
     compressor.update_config(str(folder))
 
 
-def _compressed_tensors(folder: Path, model: Any, shards: str, config: Any, scheme: Any, wide: bool) -> None:
-    """Writes a folder by the compressor's function for single layers, because fused experts are no ``Linear``."""
+def _compressed_tensors(
+    folder: Path, model: Any, shards: str, config: Any, scheme: Any, wide: bool
+) -> None:
+    """Writes a folder by the compressor's function for single layers, because fused
+    experts are no ``Linear``.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
 
@@ -212,7 +312,11 @@ def _compressed_tensors(folder: Path, model: Any, shards: str, config: Any, sche
         made = compress({"weight": value, "weight_scale": scale}, scheme)
         return {name.removesuffix("weight") + part: tensor for part, tensor in made.items()}
 
-    quantised(folder, change, {"quant_method": "compressed-tensors", **json.loads(config.model_dump_json())})
+    quantised(
+        folder,
+        change,
+        {"quant_method": "compressed-tensors", **json.loads(config.model_dump_json())},
+    )
 
 
 def _observed(weight: Tensor, args: Any) -> Tensor:
@@ -230,7 +334,9 @@ def _observed(weight: Tensor, args: Any) -> Tensor:
 
 
 def shared(folder: Path, model: Any, shards: str) -> None:
-    """One scale a tensor, the same for ``w1`` and ``w3`` of each expert, as publishers write what servers fuse."""
+    """One scale a tensor, the same for ``w1`` and ``w3`` of each expert, as publishers
+    write what servers fuse.
+    """
     model.save_pretrained(folder, max_shard_size=shards)
     values = tensors_of(folder)
 
@@ -240,32 +346,50 @@ def shared(folder: Path, model: Any, shards: str) -> None:
         _, scale = by_formula(both, both.shape, E4M3, torch.float32)
         return {name: (value / scale).to(E4M3), name + "_scale": scale.reshape(1)}
 
-    kind = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    kind = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    }
     groups = {"group_0": {"targets": ["Linear"], "weights": kind, "format": "float-quantized"}}
-    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": groups,
+    }
     quantised(folder, change, said | {"quantization_status": "compressed", "ignore": ["lm_head"]})
 
 
 def torchao(folder: Path, model: Any, shards: str) -> None:
-    """``Float8WeightOnlyConfig`` of torchao through transformers; the files' metadata says what each weight is."""
+    """``Float8WeightOnlyConfig`` of torchao through transformers; the files' metadata
+    says what each weight is.
+    """
     from torchao import quantization as ao
 
     library = transformers()
     model.save_pretrained(folder / "floats")
     config = library.TorchAoConfig(ao.Float8WeightOnlyConfig())
-    made = type(model).from_pretrained(folder / "floats", quantization_config=config, dtype=torch.bfloat16)
+    made = type(model).from_pretrained(
+        folder / "floats", quantization_config=config, dtype=torch.bfloat16
+    )
     made.save_pretrained(folder, max_shard_size=shards)
     shutil.rmtree(folder / "floats")
 
 
 def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``compressed``, its scales of rows in one dimension, or in none where there is one."""
+    """``compressed``, its scales of rows in one dimension, or in none where there is
+    one.
+    """
     compressed(folder, model, shards, **options)
     rewritten(folder, lambda k, v: {k: v.squeeze() if k.endswith("weight_scale") else v}, None)
 
 
 def autofp8(folder: Path, model: Any, shards: str) -> None:
-    """AutoFP8's files by its formula: one scale a tensor, and one of its input, without dimensions."""
+    """AutoFP8's files by its formula: one scale a tensor, and one of its input, without
+    dimensions.
+    """
     modelopt(folder, model, shards)
     (folder / "hf_quant_config.json").unlink()
     said = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -273,22 +397,41 @@ def autofp8(folder: Path, model: Any, shards: str) -> None:
 
 
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
-    """Files of Model-Optimizer's ``export_hf_checkpoint`` for FP8, by its formula: ``amax / 448``, one a tensor."""
+    """Files of Model-Optimizer's ``export_hf_checkpoint`` for FP8, by its formula:
+    ``amax / 448``, one a tensor.
+    """
     model.save_pretrained(folder, max_shard_size=shards)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
         codes, scale = by_formula(value, value.shape, E4M3, torch.float32)
         stem = name.removesuffix("weight")
-        extra = {stem + f"{part}_scale": torch.ones(()) for part in "kv" if kv and f"{part}_proj" in name}
+        extra = {
+            stem + f"{part}_scale": torch.ones(()) for part in "kv" if kv and f"{part}_proj" in name
+        }
         given = (torch.rand(()) + 0.5) / 448
-        return {name: codes, stem + "weight_scale": scale.reshape(()), stem + "input_scale": given} | extra
+        return {
+            name: codes,
+            stem + "weight_scale": scale.reshape(()),
+            stem + "input_scale": given,
+        } | extra
 
     producer = {"name": "modelopt", "version": "0.35.0"}
-    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if kv else None, "exclude_modules": ["lm_head"]}
-    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": said}, indent=4))
+    said = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8" if kv else None,
+        "exclude_modules": ["lm_head"],
+    }
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": producer, "quantization": said}, indent=4)
+    )
     kind = {"dynamic": False, "num_bits": 8, "type": "float"}
     group = {"input_activations": kind, "weights": kind, "targets": ["Linear"]}
-    new = {"config_groups": {"group_0": group}, "ignore": ["lm_head"], "quant_algo": "FP8", "producer": producer}
+    new = {
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quant_algo": "FP8",
+        "producer": producer,
+    }
     quantised(folder, change, {**new, "quant_method": "modelopt"} if kv else None)
 
 
@@ -296,25 +439,39 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def gpt_oss(folder: Path, model: Any, shards: str) -> None:
-    """The experts of gpt-oss: E2M1, two a byte, the first in the low half; each 32 of a row have an E8M0."""
+    """The experts of gpt-oss: E2M1, two a byte, the first in the low half; each 32 of a
+    row have an E8M0.
+    """
     model.save_pretrained(folder, max_shard_size=shards)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return {name: value}
-        parts = value.float().transpose(-1, -2).unflatten(-1, (-1, 32))  # files have outputs before inputs
+        parts = (
+            value.float().transpose(-1, -2).unflatten(-1, (-1, 32))
+        )  # files have outputs before inputs
         largest = parts.abs().amax(-1, keepdim=True).clamp(min=2**-100)
         scales = largest.log2().floor() - 2
         near = (parts.abs() / scales.exp2()).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
         codes = (near + 8 * torch.signbit(parts)).to(torch.uint8)
         packed = codes[..., ::2] + 16 * codes[..., 1::2]
-        return {f"{name}_blocks": packed, f"{name}_scales": (scales.squeeze(-1) + 127).to(torch.uint8)}
+        return {
+            f"{name}_blocks": packed,
+            f"{name}_scales": (scales.squeeze(-1) + 127).to(torch.uint8),
+        }
 
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     rewritten(folder, change, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
 
 
-def layout(kind: str, write: Callable[..., None] = fine_grained, shards: str = "10GB", **options: Any) -> Any:
+def layout(
+    kind: str, write: Callable[..., None] = fine_grained, shards: str = "10GB", **options: Any
+) -> Any:
     return kind, write, shards, options
 
 
@@ -337,7 +494,9 @@ LAYOUTS: dict[str, tuple[str, Callable[..., None], str, dict[str, Any]]] = {
     "tensor": layout("llama", compressed, scheme="FP8", wide=True),
     "tensor, bfloat16": layout("llama tied", compressed, scheme="FP8"),
     "tensor, flat": layout("llama", flat, scheme="FP8"),
-    "tensor, experts": layout("mixtral", compressed, scheme="FP8_DYNAMIC", weights={"strategy": "tensor"}),
+    "tensor, experts": layout(
+        "mixtral", compressed, scheme="FP8_DYNAMIC", weights={"strategy": "tensor"}
+    ),
     "tensor, shared": layout("mixtral", shared),
     "rows": layout("llama", compressed, scheme="FP8_DYNAMIC", wide=True),
     "rows, bfloat16": layout("qwen3", compressed, scheme="FP8_DYNAMIC"),

@@ -14,10 +14,20 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def served(folder: Path, dtype: torch.dtype) -> Any:
-    """The model as transformers reads it, decoded into ``dtype`` by its own code, compressed-tensors' or torchao's."""
+    """The model as transformers reads it, decoded into ``dtype`` by its own code,
+    compressed-tensors' or torchao's.
+    """
     library, method = transformers(), settings_of(folder).get("quant_method")
-    decode = {"compressed-tensors": "CompressedTensorsConfig", "mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-    given = {"quantization_config": getattr(library, decode[method])(dequantize=True)} if method in decode else {}
+    decode = {
+        "compressed-tensors": "CompressedTensorsConfig",
+        "mxfp4": "Mxfp4Config",
+        "fp8": "FineGrainedFP8Config",
+    }
+    given = (
+        {"quantization_config": getattr(library, decode[method])(dequantize=True)}
+        if method in decode
+        else {}
+    )
     model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).eval()
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module.weight.data) is not Tensor:
@@ -26,23 +36,40 @@ def served(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def decoded(folder: Path) -> dict[str, Tensor]:
-    """Each weight by its name in the files: by compressed-tensors, or its codes times one scale or those of squares."""
+    """Each weight by its name in the files: by compressed-tensors, or its codes times
+    one scale or those of squares.
+    """
     found, files, config = {}, tensors_of(folder), settings_of(folder)
     if config.get("quant_method") != "compressed-tensors":
         for name, codes in files.items():
             if codes.dtype in (E4M3, E5M2):
-                scale = next(files[name + end].float() for end in ("_scale_inv", "_scale") if name + end in files)
-                found[name] = codes.float() * (spread(scale, (128, 128), codes.shape) if scale.dim() else scale)
+                scale = next(
+                    files[name + end].float()
+                    for end in ("_scale_inv", "_scale")
+                    if name + end in files
+                )
+                found[name] = codes.float() * (
+                    spread(scale, (128, 128), codes.shape) if scale.dim() else scale
+                )
         return found
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     (group,) = config["config_groups"].values()
-    decompress = BaseCompressor.get_value_from_registry(group["format"] or config["format"]).decompress
+    decompress = BaseCompressor.get_value_from_registry(
+        group["format"] or config["format"]
+    ).decompress
     for name in files:
         if name.endswith(".weight_scale"):
             codes = name.removesuffix("_scale")
-            scale = files[name].reshape(-1, 1) if group["weights"]["strategy"] == "channel" else files[name]
-            parts = {"weight": files[codes], "weight_scale": scale}  # it takes no scales of rows in one dimension
+            scale = (
+                files[name].reshape(-1, 1)
+                if group["weights"]["strategy"] == "channel"
+                else files[name]
+            )
+            parts = {
+                "weight": files[codes],
+                "weight_scale": scale,
+            }  # it takes no scales of rows in one dimension
             found[codes] = decompress(parts, QuantizationScheme.model_validate(group))["weight"]
     return found

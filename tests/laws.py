@@ -1,4 +1,6 @@
-"""Laws: a test of many formats, scales or classes is one case, which loops over them and says at which it fails."""
+"""Laws: a test of many formats, scales or classes is one case, which loops over them
+and says at which it fails.
+"""
 
 import inspect
 import itertools
@@ -11,15 +13,19 @@ from covering import covering
 Case = dict[str, Any]
 
 
-def each(names: str | Sequence[str], values: Iterable[Any], ids: Any = None) -> Callable[[Any], Any]:
-    """``pytest.mark.parametrize`` within one case; several of them loop over every combination.
+def each(
+    names: str | Sequence[str], values: Iterable[Any], ids: Any = None
+) -> Callable[[Any], Any]:
+    """``pytest.mark.parametrize`` within one case; several of them loop over every
+    combination.
 
-    Under ``pytest.mark.covering`` the default run has a covering sample of these, and a slow case the rest.  So it has
-    of values that are marked slow.
+    Under ``pytest.mark.covering`` the default run has a covering sample of these, and a
+    slow case the rest. So it has of values that are marked slow.
     """
     names = (names,) if isinstance(names, str) else tuple(names)
     table = [
-        value if hasattr(value, "marks") else pytest.param(*(value if len(names) > 1 else (value,))) for value in values
+        value if hasattr(value, "marks") else pytest.param(*(value if len(names) > 1 else (value,)))
+        for value in values
     ]
     known = [*map(ids, (value.values[0] for value in table))] if callable(ids) else list(ids or ())
     told = known or [value.id or ", ".join(map(repr, value.values)) for value in table]
@@ -60,7 +66,9 @@ def each(names: str | Sequence[str], values: Iterable[Any], ids: Any = None) -> 
 
 
 def loop_inside(metafunc: pytest.Metafunc) -> None:
-    """Give a law its cases: those of the default run, and where there are others a slow case of the rest."""
+    """Give a law its cases: those of the default run, and where there are others a slow
+    case of the rest.
+    """
     if not hasattr(metafunc.function, "law"):
         return
     _, loops = metafunc.function.law
@@ -79,17 +87,30 @@ def loop_inside(metafunc: pytest.Metafunc) -> None:
                 for name, value in zip(names, table[place].values, strict=True)
             }
         )
-        every.append((", ".join(said[place] for place, (_, _, said) in zip(chosen, loops, strict=True)), case))
+        every.append(
+            (
+                ", ".join(said[place] for place, (_, _, said) in zip(chosen, loops, strict=True)),
+                case,
+            )
+        )
     marker = metafunc.definition.get_closest_marker("covering")
     if marker and not metafunc.config.getoption("--full"):
         quick = [at for at in range(len(every)) if at not in slow]
-        sample = {quick[at] for at in covering([places[at] for at in quick], *marker.args)} if quick else set()
+        sample = (
+            {quick[at] for at in covering([places[at] for at in quick], *marker.args)}
+            if quick
+            else set()
+        )
         slow = {*range(len(every))} - sample
     tiers = {"each": [at for at in range(len(every)) if at not in slow], "rest": sorted(slow)}
     metafunc.parametrize(
         "cases",
         [
-            pytest.param([every[at] for at in chosen], id=tier, marks=[pytest.mark.slow] if tier == "rest" else [])
+            pytest.param(
+                [every[at] for at in chosen],
+                id=tier,
+                marks=[pytest.mark.slow] if tier == "rest" else [],
+            )
             for tier, chosen in tiers.items()
             if chosen
         ],

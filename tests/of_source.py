@@ -1,10 +1,13 @@
-"""The tests of a source file: those named after it in their folders of tests, or else all of these folders."""
+"""The tests of a source file: those named after it in their folders of tests, or else
+all of these folders.
+"""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-#: the folders of tests by the start of the source's path; of several that fit, the longest counts
+#: the folders of tests by the start of the source's path; of several that fit, the
+#: longest counts
 FOLDERS: dict[str, str] = {
     "fp8manifold/": "tests/library/formats tests/library/tensor",
     "fp8manifold/_base/": "tests/library/formats",
@@ -27,9 +30,13 @@ FOLDERS: dict[str, str] = {
     "fp8manifold/optim/": "tests/library/optim",
     "fp8manifold/optim/_native_step.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_triton_step.py": "tests/library/kernels tests/library/optim",
-    "fp8manifold/reference.py": "tests/library/formats/test_chart.py tests/library/formats/test_grid_exact.py",
+    "fp8manifold/reference.py": "tests/library/formats/test_chart.py "
+    "tests/library/formats/test_grid_exact.py",
     "nanogpt_bench/": "tests/bench/commands",
-    **{f"nanogpt_bench/{folder.name}/": f"tests/bench/{folder.name}" for folder in (ROOT / "tests/bench").glob("*/")},
+    **{
+        f"nanogpt_bench/{folder.name}/": f"tests/bench/{folder.name}"
+        for folder in (ROOT / "tests/bench").glob("*/")
+    },
     "nanogpt_bench/loop/": "tests/bench/training",
     "nanogpt_bench/system/": "tests/bench/runs tests/bench/data tests/bench/training",
     "benchmarks/": "tests/test_benchmarks.py tests/test_gpu_benchmark.py tests/test_generated.py",
@@ -55,6 +62,11 @@ def where_tested(source: str) -> list[str]:
         raise ValueError(f"source: {source!r}; allowed: a file below {', '.join(sorted(FOLDERS))}")
     places = FOLDERS[start].split()
     word = f"_{Path(source).stem.strip('_')}_"
-    named = [path for place in places for path in sorted((ROOT / place).glob("test_*.py")) if word in f"{path.stem}_"]
+    named = [
+        path
+        for place in places
+        for path in sorted((ROOT / place).glob("test_*.py"))
+        if word in f"{path.stem}_"
+    ]
     tests = [path.relative_to(ROOT).as_posix() for path in named] or places
     return [source, *tests] if source.startswith(("fp8manifold/", "nanogpt_bench/")) else tests

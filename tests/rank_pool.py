@@ -1,4 +1,6 @@
-"""Processes that stand ready as the ranks of a group: forked once from the test, fed with cases, ended at a hang."""
+"""Processes that stand ready as the ranks of a group: forked once from the test, fed
+with cases, ended at a hang.
+"""
 
 import os
 import time
@@ -18,7 +20,9 @@ LIMIT = 120.0  # seconds that a case may take
 
 
 class Pool:
-    """Ranks of one group, which run function after function; functions are known by name in the test's modules."""
+    """Ranks of one group, which run function after function; functions are known by
+    name in the test's modules.
+    """
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
         self.size, self.folder, self.backend = size, folder, backend
@@ -26,7 +30,9 @@ class Pool:
         self.children: list[int] = []
         self.begun = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any
+    ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` in every rank; what each returns.
 
         A rank that raises, dies or is not done in time ends all of them, and the test.
@@ -84,7 +90,9 @@ class Pool:
 
 
 def _warm_up() -> None:
-    """Load here what every rank would load by itself: some modules of torch's come with the first use only."""
+    """Load here what every rank would load by itself: some modules of torch's come with
+    the first use only.
+    """
     import torch._dynamo
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp

@@ -1,6 +1,8 @@
-"""A check of an installed wheel: `python tests/smoke.py [--native]`, with torch, geoopt and numpy alone.
+"""A check of an installed wheel: `python tests/smoke.py [--native]`, with torch, geoopt
+and numpy alone.
 
-A layer on one byte a weight is trained, saved, read back and stepped again; rounding is that of the definition.
+A layer on one byte a weight is trained, saved, read back and stepped again; rounding is
+that of the definition.
 """
 
 import io
@@ -31,7 +33,9 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def main(native: bool) -> None:
-    """Train, save, read, go on; compare rounding with its definition; with `native`, fail where C code is missing."""
+    """Train, save, read, go on; compare rounding with its definition; with `native`,
+    fail where C code is missing.
+    """
     if native:
         warnings.filterwarnings("error", message="fp8manifold's native code")
     model, optimizer, losses = trained()
@@ -44,7 +48,9 @@ def main(native: bool) -> None:
     step(again, again_optimizer)  # elsewhere than what is read
     again.load_state_dict(state["model"])
     again_optimizer.load_state_dict(state["optimizer"])
-    assert [step(model, optimizer) for _ in range(5)] == [step(again, again_optimizer) for _ in range(5)]
+    assert [step(model, optimizer) for _ in range(5)] == [
+        step(again, again_optimizer) for _ in range(5)
+    ]
     values = torch.linspace(-3, 3, 301)
     defined = [float(fm.reference.round_to_grid(value, "E4M3")) for value in values.tolist()]
     assert fm.round_to_grid(values, "E4M3").tolist() == defined

@@ -1,4 +1,6 @@
-"""The benchmarks run from end to end at a tiny size, measure what they say, and report what goes wrong."""
+"""The benchmarks run from end to end at a tiny size, measure what they say, and report
+what goes wrong.
+"""
 
 import argparse
 import importlib
@@ -26,13 +28,23 @@ from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "harness_overhead", "write_back_noise")
+NAMES = (
+    "_forms",
+    "_timing",
+    "_contenders",
+    "_write_back",
+    "optimizer_step",
+    "harness_overhead",
+    "write_back_noise",
+)
 NAMES += ("moment_formats", "arrived_share", "draws", "walk_of_a_step", "train_is_serve")
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
 def run(script, *words, codes=(0,)):
-    """The output of a benchmark, without the compiler; fail unless it ends with one of the codes."""
+    """The output of a benchmark, without the compiler; fail unless it ends with one of
+    the codes.
+    """
     environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = forked_run([sys.executable, str(FOLDER / script), *map(str, words)], env=environment)
     assert done.returncode in codes, done.stdout
@@ -42,11 +54,15 @@ def run(script, *words, codes=(0,)):
 def rows_of(script, *words, opening="[", codes=(0,)):
     """What a benchmark prints of JSON."""
     printed = run(script, *words, "--json", codes=codes)
-    return json.loads(printed[printed.rindex(opening) if opening[0] == "\n" else printed.index(opening) :])
+    return json.loads(
+        printed[printed.rindex(opening) if opening[0] == "\n" else printed.index(opening) :]
+    )
 
 
 def forked_run(command, env, **_):
-    """``subprocess.run`` for a benchmark, in processes that are forked from here and need not import torch."""
+    """``subprocess.run`` for a benchmark, in processes that are forked from here and
+    need not import torch.
+    """
 
     def benchmark():
         os.environ.update(env)
@@ -86,17 +102,23 @@ def corpus(tmp_path_factory):
 
 TIMES = r"[\d.]+x \([\d.]+ \.\. [\d.]+\)"
 LINEAR = "linear_forward.py --sizes 32x48 --tokens 3 --pairs 3 --seconds 0.01 --markdown --storage"
-#: by command, patterns of lines that it prints, and how many lines each; CORPUS and TMP are folders
+#: by command, patterns of lines that it prints, and how many lines each; CORPUS and TMP
+#: are folders
 RUNS = {
     "optimizer_step.py --elements 0.001 --pairs 2 --processes 1 --markdown --contenders sgd-fused": {
         rf"\| torch SGD .* \| 4\.00 \| {TIMES} \| [\d.]+ \|  \|": 1
     },
     **{
-        f"{LINEAR} {storage}": {rf"\| 32x48 \| {mode} \| 3 \| .*{TIMES}.*": 1 for mode in ("eager", "compiled")}
+        f"{LINEAR} {storage}": {
+            rf"\| 32x48 \| {mode} \| 3 \| .*{TIMES}.*": 1 for mode in ("eager", "compiled")
+        }
         | {rf"decoding 32x48: {TIMES} clone": decodes}
         for storage, decodes in (("fp8", 1), ("grid", 0), ("master", 0))
     },
-    "round_to_grid.py --elements 4096 --repeats 1": {r".*round_to_grid E4M3 nearest.*": 2, r".*decode E4M3.*": 1},
+    "round_to_grid.py --elements 4096 --repeats 1": {
+        r".*round_to_grid E4M3 nearest.*": 2,
+        r".*decode E4M3.*": 1,
+    },
     "study_steps.py --sweeps study_q14_size --data-dir CORPUS --steps 1 --turns 1 --smoke": {
         rf"study_q14_size {row}: \d+\.\d\d ms": 1 for row in ("fp32", "E2M5 muon-stochastic")
     },
@@ -105,7 +127,8 @@ RUNS = {
         rf"  read.* {TIMES}": 2,
         r".*bytes / torch.save's +[\d.]+x of [\d,]+": 2,
     },
-    "momentum_by_stiffness.py --max-steps 2 --formats E4M3 --seeds 1 --powers library,0,0.5 --data-dir CORPUS": {
+    "momentum_by_stiffness.py --max-steps 2 --formats E4M3 --seeds 1 --powers library,0,0.5 "
+    "--data-dir CORPUS": {
         r"E4M3 seed 1 p (library|0.0|0.5) beta1 0.9: \d\.\d{4}": 3,
         r"E4M3 p 0.0: \d\.\d{4}, less p 0: \+0.0000": 1,
     },
@@ -114,16 +137,23 @@ SLOW = ("optimizer_step", "momentum")
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(SLOW)) for each in RUNS]
+    "command",
+    [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(SLOW)) for each in RUNS],
 )
 def test_a_run_prints_its_table(command, corpus, tmp_path):
-    printed = run(*command.replace("CORPUS", str(corpus)).replace("TMP", str(tmp_path)).split()).splitlines()
-    found = {pattern: sum(re.fullmatch(pattern, line) is not None for line in printed) for pattern in RUNS[command]}
+    printed = run(
+        *command.replace("CORPUS", str(corpus)).replace("TMP", str(tmp_path)).split()
+    ).splitlines()
+    found = {
+        pattern: sum(re.fullmatch(pattern, line) is not None for line in printed)
+        for pattern in RUNS[command]
+    }
     assert found == RUNS[command], printed
     assert list(tmp_path.iterdir()) == []
 
 
-#: the most files, functions and moves between files that a later step enters on a CPU, planned and from its table
+#: the most files, functions and moves between files that a later step enters on a CPU,
+#: planned and from its table
 WALKS = {"later": (17, 100, 60), "steady": (11, 60, 60)}
 
 
@@ -133,7 +163,9 @@ def test_the_way_of_a_step_is_short(optimizer, modules):
     walk = modules["walk_of_a_step"]
     for name, entered in walk.walks(optimizer, walk.STEPS):
         if name != "first":
-            assert all(a <= b for a, b in zip(walk.lengths(entered), WALKS[name], strict=True)), walk.lengths(entered)
+            assert all(a <= b for a, b in zip(walk.lengths(entered), WALKS[name], strict=True)), (
+                walk.lengths(entered)
+            )
             assert not [file for file, _ in entered if "triton" in file]
 
 
@@ -144,12 +176,17 @@ def test_bytes_are_counted_whole_gradients_that_an_optimizer_holds_too(modules, 
             self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
 
     contenders, measure = modules["_contenders"], modules["optimizer_step"].measure
-    small, gpt2 = (contenders.Workload.sized(*size, torch.device("cpu")) for size in (("10M", 0.001), ("124M", 1.0)))
+    small, gpt2 = (
+        contenders.Workload.sized(*size, torch.device("cpu"))
+        for size in (("10M", 0.001), ("124M", 1.0))
+    )
     assert gpt2.numel == 124_439_808
     # weights and two moments, and a step count of 4 bytes for each of 50 tensors
     assert measure("adamw-loop", small, 4)["bytes_per_parameter"] == 12 + 50 * 4 / small.numel
     assert measure("sgd-fused", small, 4)["bytes_per_parameter"] == 4
-    monkeypatch.setitem(contenders.CONTENDERS, "sgd-fused", contenders.torch_optimizer("hoarder", Hoarder, lr=0.1))
+    monkeypatch.setitem(
+        contenders.CONTENDERS, "sgd-fused", contenders.torch_optimizer("hoarder", Hoarder, lr=0.1)
+    )
     assert measure("sgd-fused", small, 1)["bytes_per_parameter"] == 8
 
 
@@ -157,11 +194,30 @@ def test_a_goal_that_is_missed_says_so(modules):
     script = modules["optimizer_step"]
     options = script.build_parser().parse_args([])
     ratios = (1.9, 1.5, 1.7)
-    common = {"ratio_of_sums": 1.0, "step_ms": 2.0, "reference_ms": 1.0, "bytes_per_parameter": 9.0, "graphs": 3}
-    runs = [common | {"ratio": r, "first_step_s": r, "graphs_while_timed": 0, "warnings": []} for r in ratios]
+    common = {
+        "ratio_of_sums": 1.0,
+        "step_ms": 2.0,
+        "reference_ms": 1.0,
+        "bytes_per_parameter": 9.0,
+        "graphs": 3,
+    }
+    runs = [
+        common | {"ratio": r, "first_step_s": r, "graphs_while_timed": 0, "warnings": []}
+        for r in ratios
+    ]
     line = script.row("stiffness-adamw", runs, options)
-    assert (line["ratio"], line["ratio_min"], line["ratio_max"], line["met"]) == (1.7, 1.5, 1.9, False)
-    assert script.cells(line)[1:] == ("9.00", "1.70x (1.50 .. 1.90)", "1.9, then 1.6", "<= 1.3x: NOT met")
+    assert (line["ratio"], line["ratio_min"], line["ratio_max"], line["met"]) == (
+        1.7,
+        1.5,
+        1.9,
+        False,
+    )
+    assert script.cells(line)[1:] == (
+        "9.00",
+        "1.70x (1.50 .. 1.90)",
+        "1.9, then 1.6",
+        "<= 1.3x: NOT met",
+    )
     elsewhere = script.build_parser().parse_args(["--params", "124M"])
     assert script.row("stiffness-adamw", runs, elsewhere)["met"] is None
 
@@ -182,7 +238,10 @@ def test_overhead_from_end_to_end():
     pytest.importorskip("triton", reason="Triton is not installed")
     figures = rows_of("overhead.py", "--pairs", 2, "--calls", 1, opening="{")["figures"]
     assert [one["format"] for one in figures] == ["E4M3", "E4M3", "E2M5", *["E4M3"] * 18]
-    assert all(one["ratio"] > 0 and one["pairs"][1] <= one["pairs"][0] <= one["pairs"][2] for one in figures)
+    assert all(
+        one["ratio"] > 0 and one["pairs"][1] <= one["pairs"][0] <= one["pairs"][2]
+        for one in figures
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
@@ -195,7 +254,9 @@ def test_fake_quantized_linear_from_end_to_end():
 
 
 def test_muon_step_from_end_to_end():
-    found = rows_of("muon_step.py", "--sizes", "0.86M", "--pairs", 1, "--processes", 1, opening="[{")
+    found = rows_of(
+        "muon_step.py", "--sizes", "0.86M", "--pairs", 1, "--processes", 1, opening="[{"
+    )
     held = {row["label"]: row["bytes"] for row in found}
     assert held["float32"] == pytest.approx(8.0, abs=0.01)
     assert held["E4M3 stochastic, 8-bit momentum"] < 2.1
@@ -206,21 +267,33 @@ def test_muon_step_from_end_to_end():
 def test_mxfp4_training_from_end_to_end():
     rows = rows_of("mxfp4_training.py", "--steps", 1, "--seeds", 2, "--reading", 2, opening="\n[")
     assert [row["writeback"] for row in rows] == ["float32", "residual8", "stochastic"]
-    assert len({before for row in rows for before, _ in row["losses"]}) == 1  # the same values, to the bit
+    assert (
+        len({before for row in rows for before, _ in row["losses"]}) == 1
+    )  # the same values, to the bit
     assert len({after for row in rows for _, after in row["losses"]}) == 6
 
 
 def test_train_is_serve_from_end_to_end():
-    """Training in place, and rounding alike on both sides, is served to the bit; nothing else is."""
+    """Training in place, and rounding alike on both sides, is served to the bit;
+    nothing else is.
+    """
     words = ("--reading", 2, "--prompts", 1, "--written", 4, "--updates", 1)
     found = rows_of("train_is_serve.py", *words, opening="{")
-    alike = {"codes in place, squares", "codes in place, rows", "codes in place, squares, products in bfloat16"}
+    alike = {
+        "codes in place, squares",
+        "codes in place, rows",
+        "codes in place, squares, products in bfloat16",
+    }
     alike.add("float32 rounded in training, a copy in squares")
     assert {
-        name for name, at in found.items() if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in at)
+        name
+        for name, at in found.items()
+        if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in at)
     } == alike
     assert len(found) == 8
-    assert all(m["k3"] > 0 < m["largest"] for name, at in found.items() for m in at if name not in alike)
+    assert all(
+        m["k3"] > 0 < m["largest"] for name, at in found.items() for m in at if name not in alike
+    )
 
 
 def test_a_policy_that_is_served_one_update_late_is_found(modules):
@@ -249,9 +322,20 @@ def test_the_mismatch_is_what_its_formulas_say(modules):
 
 @pytest.mark.slow
 def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfloat16():
-    """README's recipe, and the same in a plain loop, beside what people use, as processes of their own have it."""
-    words = [str(FOLDER / "whole_step.py"), "--json", "--weights", "50M", "--recipes", "torchao,loop,backward,muon"]
-    done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)  # torchao's is compiled
+    """README's recipe, and the same in a plain loop, beside what people use, as
+    processes of their own have it.
+    """
+    words = [
+        str(FOLDER / "whole_step.py"),
+        "--json",
+        "--weights",
+        "50M",
+        "--recipes",
+        "torchao,loop,backward,muon",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words], check=True, capture_output=True, text=True
+    )  # torchao's is compiled
     torchao, loop, backward, muon = (row["bytes"] for row in json.loads(done.stdout))
     assert 5 < torchao < 7
     assert loop < 0.95 * torchao
@@ -261,9 +345,14 @@ def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfl
 
 @pytest.mark.slow
 def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight():
-    """277M bfloat16 weights in shards, beyond the largest tensor, in processes of their own."""
+    """277M bfloat16 weights in shards, beyond the largest tensor, in processes of their
+    own.
+    """
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "loading.py"), "--json"], check=True, capture_output=True, text=True
+        [sys.executable, str(FOLDER / "loading.py"), "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     rows = {row["way"]: row for row in json.loads(done.stdout)}
     assert rows["from_pretrained(quantization_config=...)"]["beyond"] < 1.3
@@ -285,19 +374,31 @@ def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_p
             on_progress(Progress(number, script.WARM_UP + 3, None, None, None, None, 0.0, 0.0, 0.0))
 
     monkeypatch.setattr(script, "run", three_steps)
-    # From leaving the callback to entering it: one reading and one unit of work; the reference does three units.
+    # From leaving the callback to entering it: one reading and one unit of work; the
+    # reference does three units.
     counted = range(script.WARM_UP + 1, script.WARM_UP + 3)
     times = script.paired(None, lambda: [next(clock) for _ in range(3)], counted)
     assert times == [(2.0, 4.0)] * 2
     one = script.figure("bench / plain loop", "float32", times)
-    assert (one.ratio, one.median, one.steps, one.step_ms, one.reference_ms) == (2.0, 2.0, 2, 2e3, 4e3)
+    assert (one.ratio, one.median, one.steps, one.step_ms, one.reference_ms) == (
+        2.0,
+        2.0,
+        2,
+        2e3,
+        4e3,
+    )
     assert script.goal(one) == ">= 0.97, met"
-    assert script.goal(script.figure("bench / plain loop", "float32", [(1.0, 0.9)])) == ">= 0.97, NOT met"
+    assert (
+        script.goal(script.figure("bench / plain loop", "float32", [(1.0, 0.9)]))
+        == ">= 0.97, NOT met"
+    )
 
 
 def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, monkeypatch, corpus):
     script, calls = modules["harness_overhead"], []
-    config = script.config_of(corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0")
+    config = script.config_of(
+        corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0"
+    )
     opened = load_corpus(corpus, 8)
     loops = [script.step_alone(config, opened, checked=checked) for checked in (False, True)]
     curves = [[loop() for _ in range(30)] for loop in (script.plain_loop(config, opened), *loops)]
@@ -332,13 +433,18 @@ def test_write_back_noise_from_end_to_end(corpus):
 
 
 def test_moment_formats_from_end_to_end(corpus):
-    """Two steps; a fitted even grid loses less than E4M3 under Muon, and more bits less than fewer."""
+    """Two steps; a fitted even grid loses less than E4M3 under Muon, and more bits less
+    than fewer.
+    """
     for optimizer, rows in rows_by_name("moment_formats.py", corpus, 10):
         moments, own = (
             {name: float(cells[2]) for name, cells in rows.items()},
             "E2M5" if "Muon" in optimizer else "E4M3",
         )
-        fitted = [moments["bfloat16"], *(moments[f"{fmt}, fitted"] for fmt in ("E2M5", "E3M4", "E4M3", "E2M1"))]
+        fitted = [
+            moments["bfloat16"],
+            *(moments[f"{fmt}, fitted"] for fmt in ("E2M5", "E3M4", "E4M3", "E2M1")),
+        ]
         assert fitted == sorted(set(fitted))
         assert moments[f"{own}, the library's"] == pytest.approx(moments[f"{own}, fitted"], rel=0.2)
 
@@ -346,7 +452,9 @@ def test_moment_formats_from_end_to_end(corpus):
 @pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
 def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, rounding):
-    """Constant gradients, most of them 0.003 of their block's largest: what is kept over what is exact, in the mean."""
+    """Constant gradients, most of them 0.003 of their block's largest: what is kept
+    over what is exact, in the mean.
+    """
     script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
     gradient[:, 0] = 1.0
     moment = script.Kept(gradient.shape, optimizer, script.Way("E2M5"), rounding, 1)
@@ -358,23 +466,34 @@ def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, r
 
 
 def test_values_of_a_fitted_grid_stay(modules):
-    """Values on a block's grid are not changed, in blocks of zeros either; `power_above` rounds up to powers of two."""
+    """Values on a block's grid are not changed, in blocks of zeros either;
+    `power_above` rounds up to powers of two.
+    """
     script = modules["moment_formats"]
     for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
-        values = torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
+        values = (
+            torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
+        )
         values[:, 0] = as_format(way.fmt).max / 2**20
         values[0] = 0.0
         for rounding in ("nearest", "independent", "dither"):
-            assert torch.equal(script.kept(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values)
+            assert torch.equal(
+                script.kept(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values
+            )
     x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
     assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
 
 
 def test_all_of_a_small_movement_arrives_here(modules):
     script, options = modules["arrived_share"], argparse.Namespace(movement=2, rows=16, seed=1)
-    for case in itertools.product(("here", "here, dithered draws"), ("E4M3", "E2M5", "E3M4", "E1M6")):
+    for case in itertools.product(
+        ("here", "here, dithered draws"), ("E4M3", "E2M5", "E3M4", "E1M6")
+    ):
         for span in ("subnormal", "normal"):
-            assert script.share(*case, span, 0.3, options) == pytest.approx(1.0, abs=0.1), (*case, span)
+            assert script.share(*case, span, 0.3, options) == pytest.approx(1.0, abs=0.1), (
+                *case,
+                span,
+            )
 
 
 def test_draws_from_end_to_end(modules, monkeypatch):
@@ -394,7 +513,9 @@ KEY = {"seed": 1, "stream": 0, "first": 1}
 
 @pytest.mark.parametrize("draws", ["independent", "dither"])
 def test_an_exact_write_back_leaves_no_error(modules, draws):
-    """Weights on the grid of E2M5 with its end at 7.875, and updates by whole steps of it."""
+    """Weights on the grid of E2M5 with its end at 7.875, and updates by whole steps of
+    it.
+    """
     script, generator = modules["_write_back"], torch.Generator().manual_seed(3)
     start = torch.randint(-30, 31, (16, 128), generator=generator) * 0.125
     start[:, ::32] = 3.9375  # decides every scale
@@ -408,15 +529,22 @@ def test_an_exact_write_back_leaves_no_error(modules, draws):
 
 
 def test_a_write_back_is_right_on_average_while_scales_widen(modules):
-    script, start = modules["_write_back"], torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
+    script, start = (
+        modules["_write_back"],
+        torch.randn(256, 128, generator=torch.Generator().manual_seed(1)),
+    )
     updates = [start * 0.02 + 0.003] * 60  # more than twice as large in the end
     for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2):
         code, exact = script.replayed(start, updates, way, "independent", **KEY)
         for error in (code - exact, (code - exact) * start.sign()):
             assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
-        if way.pow2:  # where a weight is, and so which grid it is rounded to, depends on its dithered draws
+        if (
+            way.pow2
+        ):  # where a weight is, and so which grid it is rounded to, depends on its dithered draws
             keys = [KEY | {"seed": seed} for seed in range(8)]  # the bias by one seed is noise
             biases = [script.error_of(start, updates, way, "dither", **key).bias for key in keys]
             assert abs(sum(biases) / len(biases)) < 0.003
-    kept = script.error_of(start[:64], [start[:64] * 0.02] * 60, script.Way("E2M5", every=1000), "dither", **KEY)
+    kept = script.error_of(
+        start[:64], [start[:64] * 0.02] * 60, script.Way("E2M5", every=1000), "dither", **KEY
+    )
     assert kept.bias < -0.05  # a scale that nobody widened cuts weights off

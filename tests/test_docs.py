@@ -1,4 +1,6 @@
-"""The documentation builds without a warning, its examples run, and what it says about the code is so."""
+"""The documentation builds without a warning, its examples run, and what it says about
+the code is so.
+"""
 
 import contextlib
 import doctest
@@ -28,7 +30,11 @@ from nanogpt_bench.config.settings import parse_overrides
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PLAIN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PLAIN += [page for folder in ("docs", "study", "docs/api") for page in sorted((ROOT / folder).glob("*.md"))]
+PLAIN += [
+    page
+    for folder in ("docs", "study", "docs/api")
+    for page in sorted((ROOT / folder).glob("*.md"))
+]
 #: what builds the site, and what `docs/_figures.py` draws with
 IN_SPHINX = pytest.mark.extra("sphinx", "matplotlib")
 
@@ -40,39 +46,68 @@ def _on_path(monkeypatch):
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 @IN_SPHINX
 @pytest.mark.usefixtures("_on_path")
-def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothing_from_elsewhere(tmp_path):
-    ignored = shutil.ignore_patterns("_build", "generated", "__pycache__", "study_*.json", "study_*.yaml")
+def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothing_from_elsewhere(
+    tmp_path,
+):
+    ignored = shutil.ignore_patterns(
+        "_build", "generated", "__pycache__", "study_*.json", "study_*.yaml"
+    )
     for name in ("docs", "examples", "study"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.rmtree(tmp_path / "docs" / "examples", ignore_errors=True)
     (tmp_path / "fp8manifold").symlink_to(ROOT / "fp8manifold")  # pages link to its files
     shutil.copy(README, tmp_path)
-    # -W turns every warning of the build into a failure, -n every reference without a target; examples are put on
-    # pages, and run by their own tests. The project is imported from where the tests are.
+    # -W turns every warning of the build into a failure, -n every reference without a
+    # target; examples are put on pages, and run by their own tests. The project is
+    # imported from where the tests are.
     command = "-m sphinx -n -W --keep-going -q -D plot_gallery=0 -d doctrees -b html docs site"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, *command.split()]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "site"
-    inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
-    parts = {f"fp8manifold.{name}": getattr(fm, name) for name in ("distributed", "huggingface", "ops", "optim")}
+    inventory = (
+        zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4])
+        .decode()
+        .splitlines()
+    )
+    parts = {
+        f"fp8manifold.{name}": getattr(fm, name)
+        for name in ("distributed", "huggingface", "ops", "optim")
+    }
     parts |= {"fp8manifold": fm, "fp8manifold.reference": fm.reference}
     public = {f"{prefix}.{name}" for prefix, part in parts.items() for name in part.__all__}
-    assert public - {line.split()[0] for line in inventory if " py:" in line} - parts.keys() == set()
-    texts = {page.relative_to(site): page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    assert (
+        public - {line.split()[0] for line in inventory if " py:" in line} - parts.keys() == set()
+    )
+    texts = {
+        page.relative_to(site): page.read_text(encoding="utf-8") for page in site.rglob("*.html")
+    }
     for name in import_module("_figures").FIGURES:
-        assert sum(f"_images/{name}.svg" in text for page, text in texts.items() if page.parent == Path()) == 1, name
+        assert (
+            sum(
+                f"_images/{name}.svg" in text
+                for page, text in texts.items()
+                if page.parent == Path()
+            )
+            == 1
+        ), name
         assert (site / "_images" / f"{name}.svg").stat().st_size > 5000
     examples = {Path("examples", f"{path.stem}.html") for path in (ROOT / "examples").glob("*.py")}
     assert examples <= texts.keys()
     for page, text in texts.items():
-        assert re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text) == [], page
+        assert (
+            re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text) == []
+        ), page
 
 
 def run_python(example: Example) -> None:
@@ -82,7 +117,9 @@ def run_python(example: Example) -> None:
 
 
 def compare_output(example: Example) -> None:
-    """Compare a block of text that follows one of Python with what that one printed, as doctest does."""
+    """Compare a block of text that follows one of Python with what that one printed, as
+    doctest does.
+    """
     before = example.document.text[: example.start].rstrip()
     if before.endswith("```") and before[:-3].rpartition("```")[2].startswith("python\n"):
         wanted, printed = str(example.parsed), example.namespace["printed"]
@@ -90,13 +127,21 @@ def compare_output(example: Example) -> None:
 
 
 #: README's lines are run by `test_recipe.py`
-WITH_CODE = [page for page in PLAIN if page not in (README, ROOT / "study" / "log.md") and blocks(page, "python")]
-RUNS = Sybil([CodeBlockParser("python", run_python), CodeBlockParser("text", compare_output), SkipParser()])
+WITH_CODE = [
+    page
+    for page in PLAIN
+    if page not in (README, ROOT / "study" / "log.md") and blocks(page, "python")
+]
+RUNS = Sybil(
+    [CodeBlockParser("python", run_python), CodeBlockParser("text", compare_output), SkipParser()]
+)
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_on_the_pages_prints_what_they_say(page, tmp_path):
-    """The blocks of a page run one after the other; a comment skips what needs a hub, a GPU or several processes."""
+    """The blocks of a page run one after the other; a comment skips what needs a hub, a
+    GPU or several processes.
+    """
     with contextlib.chdir(tmp_path), torch.random.fork_rng():
         for example in RUNS.parse(page).examples():
             example.evaluate()
@@ -112,15 +157,27 @@ def test_the_doctests_of_the_page_writers_pass():
 
 @pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
 def test_pages_are_plain_markdown(page):
-    """As a repository shows them, no role, directive, definition list or link without a text is left over."""
+    """As a repository shows them, no role, directive, definition list or link without a
+    text is left over.
+    """
     tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
-    assert [token.content for token in tokens if token.type == "inline" and re.search("^: ", token.content, re.M)] == []
+    assert [
+        token.content
+        for token in tokens
+        if token.type == "inline" and re.search("^: ", token.content, re.M)
+    ] == []
     fences = [token.info for token in tokens if token.type == "fence"]
-    assert page.parent.name == "api" or not any(info.startswith("{") for info in fences)  # pages of the site alone
+    assert page.parent.name == "api" or not any(
+        info.startswith("{") for info in fences
+    )  # pages of the site alone
     parts = [child for token in tokens for child in token.children or []]
     for one, two in itertools.pairwise(parts):
         assert not (one.type == "link_open" and two.type == "link_close"), one.attrs
-        assert not (one.type == "text" and two.type == "code_inline" and re.search(r"\{[\w:-]+\}$", one.content)), two
+        assert not (
+            one.type == "text"
+            and two.type == "code_inline"
+            and re.search(r"\{[\w:-]+\}$", one.content)
+        ), two
 
 
 def test_links_lead_somewhere_commands_are_understood_and_no_machine_is_named():
@@ -128,13 +185,21 @@ def test_links_lead_somewhere_commands_are_understood_and_no_machine_is_named():
     for page in PLAIN:
         text = page.read_text(encoding="utf-8")
         assert re.findall(r'!\[\]|<img (?![^>]*alt="[^"]{20})', text) == [], page.name
-        targets = re.findall(r"\]\(([^)#\s]+)|<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\"", text)
-        local = [target for target in map("".join, targets) if not target.startswith(("http", "mailto:"))]
+        targets = re.findall(
+            r"\]\(([^)#\s]+)|<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\"", text
+        )
+        local = [
+            target for target in map("".join, targets) if not target.startswith(("http", "mailto:"))
+        ]
         assert [target for target in local if not (page.parent / target).exists()] == [], page.name
-        lines = "\n".join(blocks(page, "(?:console|sh)")).replace("\\\n", " ")  # one may go on in the next line
+        lines = "\n".join(blocks(page, "(?:console|sh)")).replace(
+            "\\\n", " "
+        )  # one may go on in the next line
         commands |= set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", lines, re.MULTILINE))
     for command in commands:
         parse_overrides(parse(shlex.split(command, comments=True)[1:]).overrides)
     more = [*(ROOT / "docs" / "api").glob("*.rst"), *(ROOT / "docs" / "measured").rglob("*.json")]
     for page in [*PLAIN, *more, *(ROOT / "study").rglob("*.json")]:
-        assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], page.name
+        assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], (
+            page.name
+        )

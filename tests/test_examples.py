@@ -1,4 +1,6 @@
-"""Every example runs, prints what its docstring says, and shows what it is there to show."""
+"""Every example runs, prints what its docstring says, and shows what it is there to
+show.
+"""
 
 import ast
 import re
@@ -13,7 +15,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NUMBER = re.compile(r"\d+\.\d+")
 
 
-# what has to be so on every machine, of the decimal figures in the order they are printed
+# what has to be so on every machine, of the decimal figures in the order they are
+# printed
 CLAIMS = {
     "geoopt_drop_in": lambda n: n[3] < 2 and n[1] > 2 * n[3],
     "stiffness_adamw": lambda n: n[0] < n[2] < 0.02 and n[1] > 2 * n[2],
@@ -27,7 +30,9 @@ CLAIMS = {
     "fisher_nngeometry": lambda n: n[5] < 0.4 and n[5] < n[3],
     "accelerate_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
     "lightning_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
-    "finetune_per_layer": lambda n: abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1,
+    "finetune_per_layer": lambda n: (
+        abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1
+    ),
     "finetune_llm": lambda n: abs(n[1] - n[0]) < 0.05 and n[2] < n[1] - 0.1 and n[3] < 3.3,
     "train_is_serve": lambda n: min(n[1], n[4]) > 0.8 > max(n[0], n[3]) and n[2] == 0 < 0.1 < n[5],
 }
@@ -43,7 +48,11 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extra(*EXTRA[name]) if name in EXTRA else []) for name in CLAIMS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extra(*EXTRA[name]) if name in EXTRA else [])
+        for name in CLAIMS
+    ],
 )
 def test_example_prints_what_it_says(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
@@ -55,7 +64,8 @@ def test_example_prints_what_it_says(name, capsys, monkeypatch):
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", promised).split()
     figures = [float(figure) for figure in NUMBER.findall(printed)]
     assert CLAIMS[name](figures), printed
-    # the claim is true of the docstring too, and its figures are about those of this machine
+    # the claim is true of the docstring too, and its figures are about those of this
+    # machine
     stated = [float(figure) for figure in NUMBER.findall(promised)]
     assert CLAIMS[name](stated)
     assert figures == pytest.approx(stated, rel=0.5, abs=0.02)

@@ -1,4 +1,6 @@
-"""The guide to extending: its changes are applied to a copy of the checkout, which then has all that they add."""
+"""The guide to extending: its changes are applied to a copy of the checkout, which then
+has all that they add.
+"""
 
 import os
 import re
@@ -10,8 +12,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "extending.md"
 #: what the guide adds
-KINDS = ("format", "optimizer", "optimizer to the bench", "setting to the bench", "write-back", "monitor", "chart")
-#: run in the copy: trains with everything that was added, writes the report, and looks where each should be told of
+KINDS = (
+    "format",
+    "optimizer",
+    "optimizer to the bench",
+    "setting to the bench",
+    "write-back",
+    "monitor",
+    "chart",
+)
+#: run in the copy: trains with everything that was added, writes the report, and looks
+#: where each should be told of
 CHECK = """
 import json, sys
 from pathlib import Path
@@ -51,7 +62,9 @@ print("everything is there")
 
 
 def apply(change: str, folder: Path) -> str:
-    """Make a change, its file's name in the first line, its places apart by @@; each is found once. Return the file."""
+    """Make a change, its file's name in the first line, its places apart by @@; each is
+    found once. Return the file.
+    """
     name, _, text = change.partition("\n")
     path = folder / name
     whole = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -59,7 +72,9 @@ def apply(change: str, folder: Path) -> str:
         lines = place.splitlines(keepends=True)
         old = "".join(line[1:] for line in lines if line[0] != "+")
         new = "".join(line[1:] for line in lines if line[0] != "-")
-        assert whole.count(old) == 1 if old else not path.exists(), f"{name} has this not once:\n{old}"
+        assert whole.count(old) == 1 if old else not path.exists(), (
+            f"{name} has this not once:\n{old}"
+        )
         whole = whole.replace(old, new) if old else new
     path.write_text(whole, encoding="utf-8")
     return name
@@ -67,7 +82,11 @@ def apply(change: str, folder: Path) -> str:
 
 def test_the_changes_of_the_guide_do_what_it_says(tmp_path):
     """They touch at most two files a kind, and leave these as short as everywhere."""
-    for name in ("fp8manifold", "nanogpt_bench", "docs"):  # what the guide changes and what it says follows
+    for name in (
+        "fp8manifold",
+        "nanogpt_bench",
+        "docs",
+    ):  # what the guide changes and what it says follows
         ignored = shutil.ignore_patterns("__pycache__", "_build", "measured")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     sections = re.split(r"^###? (.+)$", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
@@ -77,8 +96,16 @@ def test_the_changes_of_the_guide_do_what_it_says(tmp_path):
         changes = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         files = {apply(change, tmp_path) for change in changes}
         assert 0 < len(files) <= 2, kind
-        assert max((tmp_path / name).read_text(encoding="utf-8").count("\n") for name in files) <= 500, kind
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": "utf-8"}
+        assert (
+            max((tmp_path / name).read_text(encoding="utf-8").count("\n") for name in files) <= 500
+        ), kind
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONIOENCODING": "utf-8",
+    }
     command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.endswith("everything is there\n"), done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The tables and figures on the pages are fresh, and show all that the benchmarks wrote."""
+"""The tables and figures on the pages are fresh, and show all that the benchmarks
+wrote.
+"""
 
 import datetime
 import json
@@ -39,22 +41,29 @@ def test_what_is_stale_is_named_with_the_command(monkeypatch):
     """A table edited by hand, and results that changed after they were drawn."""
     docs = pages_of("docs")
     there, record = docs.shown(), docs.recorded()
-    monkeypatch.setattr(docs, "shown", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"})
+    monkeypatch.setattr(
+        docs, "shown", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"}
+    )
     assert set(docs.stale()) == {"formats.md"}
     (line,) = docs.report(docs.stale())
     assert line.endswith("`python docs/_generated.py --write` makes them again")
     monkeypatch.setattr(docs, "shown", lambda: there)
-    monkeypatch.setattr(docs, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}})
+    monkeypatch.setattr(
+        docs, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}}
+    )
     assert set(docs.stale()) == record["finetune"]["pieces"].keys()
 
 
 @DRAWN
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("folder", "name"), [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry")]
+    ("folder", "name"),
+    [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry")],
 )
 def test_what_is_made_again_is_what_stands_there(folder, name):
-    """Tables whole; of figures, whose bytes are those of a release of matplotlib, that they are drawn."""
+    """Tables whole; of figures, whose bytes are those of a release of matplotlib, that
+    they are drawn.
+    """
     pages = pages_of(folder)
     again, there = import_module("_generated").made([pages.makers[name]]), pages.shown()
     of_maker = pages.recorded()[name]["pieces"]
@@ -67,7 +76,11 @@ def test_what_is_made_again_is_what_stands_there(folder, name):
 
 
 def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_page():
-    pages = [page.read_text(encoding="utf-8") for folder in ("docs", "study") for page in (ROOT / folder).glob("*.md")]
+    pages = [
+        page.read_text(encoding="utf-8")
+        for folder in ("docs", "study")
+        for page in (ROOT / folder).glob("*.md")
+    ]
     for path in (ROOT / "docs" / "measured").glob("*.json"):
         facts = json.loads(path.read_text(encoding="utf-8"))
         assert facts.keys() == {"command", "date", "machine", "versions", "peer", "columns", "rows"}
@@ -80,7 +93,9 @@ def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_
         for ratio in (cell for row in facts["rows"] for cell in row if isinstance(cell, list)):
             median, *ends = ratio
             assert not ends or ends[0] <= median <= ends[1]
-        assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1, path.stem
+        assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1, (
+            path.stem
+        )
         shown = import_module("_measured").table(facts)
         assert all(facts[name] in shown for name in ("command", "date", "machine"))
 
@@ -93,10 +108,17 @@ def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch, tmp_path):
     packages = ("ml_dtypes", "no-such-package")
     path = recorder.record("`torch.clone`", ("function", "ratio", "goal"), rows, packages=packages)
     facts = json.loads(path.read_text(encoding="utf-8"))
-    assert (path.name, facts["command"]) == ("round_to_grid.json", "python benchmarks/round_to_grid.py --record")
+    assert (path.name, facts["command"]) == (
+        "round_to_grid.json",
+        "python benchmarks/round_to_grid.py --record",
+    )
     assert list(facts["versions"]) == ["Python", "torch", "ml_dtypes"]
     assert facts["versions"]["ml_dtypes"] == ml_dtypes.__version__
-    assert facts["rows"] == [["E4M3", [1.23, 1.0, 2.0], ""], ["E5M2", [1.5], None], ["E3M4", 7, 2.5]]
+    assert facts["rows"] == [
+        ["E4M3", [1.23, 1.0, 2.0], ""],
+        ["E5M2", [1.5], None],
+        ["E3M4", 7, 2.5],
+    ]
     lines = import_module("_measured").table(facts).splitlines()
     assert lines[:2] == ["| function | ratio | goal |", "| --- | ---: | --- |"]
     assert lines[2].split() == ["|", "E4M3", "|", "1.23x", "(1.00", "..", "2.00)", "|", "|"]

@@ -1,4 +1,6 @@
-"""The benchmark of a card runs from end to end without one, and says what differs or fails."""
+"""The benchmark of a card runs from end to end without one, and says what differs or
+fails.
+"""
 
 import importlib.util
 import json
@@ -16,9 +18,28 @@ from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
 from nanogpt_bench.monitors.resources import flops_per_token
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-PARTS = ("exact_steps", "exact_arrays", "exact_products", "step_calls", "layers", "kernels", "products")
-PARTS += ("training_768", "training_2048", "one_block", "losses", "eight_billion", "launches", "step_times", "rivals")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+PARTS = (
+    "exact_steps",
+    "exact_arrays",
+    "exact_products",
+    "step_calls",
+    "layers",
+    "kernels",
+    "products",
+)
+PARTS += (
+    "training_768",
+    "training_2048",
+    "one_block",
+    "losses",
+    "eight_billion",
+    "launches",
+    "step_times",
+    "rivals",
+)
 PARTS += ("muon", "gpt2")
 
 
@@ -26,7 +47,9 @@ PARTS += ("muon", "gpt2")
 def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield import_module("gpu")
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")
+    ]:
         sys.modules.pop(name)
 
 
@@ -36,10 +59,15 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
     before = recorded.read_bytes()
     command = [sys.executable, str(FOLDER / "gpu.py"), "--dry", "--record", "--out", str(out)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every bit is the CPU's" in done.stdout
-    parts = {name: part["figures"] for name, part in json.loads(out.read_text(encoding="utf-8"))["parts"].items()}
+    parts = {
+        name: part["figures"]
+        for name, part in json.loads(out.read_text(encoding="utf-8"))["parts"].items()
+    }
     assert tuple(parts) == PARTS
     assert not any(case for name in PARTS[:2] for case in parts[name].values())
     assert parts["launches"] == {"steps": 3}
@@ -52,7 +80,9 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_card_it_says_so():
-    done = subprocess.run([sys.executable, str(FOLDER / "gpu.py")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py")], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "gpu.py: there is no GPU here: --dry runs it on a CPU"
 
@@ -76,7 +106,10 @@ def test_a_part_that_fails_leaves_the_others_and_the_file(gpu, tmp_path):
     ]
     del result["parts"]["exact_broken"]
     columns = ["what", *gpu.COLUMNS]
-    rows = [{c: x for c, x in zip(columns, row, strict=True) if x is not None} for row in gpu.rows(result)]
+    rows = [
+        {c: x for c, x in zip(columns, row, strict=True) if x is not None}
+        for row in gpu.rows(result)
+    ]
     assert rows[0] == {"what": "other: values that differ from the CPU's", "count": 3}
     assert rows[1] == {"what": "rows_of: first", "a call, ms": 1.235, "peak GB": "out of memory"}
 
@@ -116,15 +149,24 @@ def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_
     training = sys.modules["_gpu.training"]
     shape = GPTShape(2, 2, 32, 16, vocab_size=64, tie_weights=True)
     model = GPT(shape)
-    config = build_config({f"model.{name}": getattr(shape, name) for name in ("n_layer", "n_embd", "block_size")})
+    config = build_config(
+        {f"model.{name}": getattr(shape, name) for name in ("n_layer", "n_embd", "block_size")}
+    )
     assert training.flops_per_token(model) == flops_per_token(model, config)
     llama = sys.modules["_gpu.llama"]
     with torch.device("meta"):
         gpt2 = GPT(SIZES["124M"])
-        for name, count in (("Llama-3.1-8B", 8_030_261_248), ("Llama-2-7B", 6_738_415_616)):  # their publishers' own
+        for name, count in (
+            ("Llama-3.1-8B", 8_030_261_248),
+            ("Llama-2-7B", 6_738_415_616),
+        ):  # their publishers' own
             assert sum(p.numel() for p in llama.Llama(llama.SHAPES[name]).parameters()) == count
-    # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup shares; attention of 1,024
-    assert training.flops_per_token(gpt2) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+    # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup
+    # shares; attention of 1,024
+    assert (
+        training.flops_per_token(gpt2)
+        == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+    )
 
 
 @pytest.mark.extra("transformers")
@@ -134,18 +176,30 @@ def test_llama_is_that_of_transformers(gpu):
     llama = import_module("_gpu.llama")
     torch.manual_seed(0)
     shape = llama.SHAPES["tiny"]
-    sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner, "num_hidden_layers": shape.layers}
-    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "rope_theta": shape.base}
+    sizes = {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+    }
+    sizes |= {
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "rope_theta": shape.base,
+    }
     ours = llama.Llama(shape)
     config = transformers.LlamaConfig(**sizes, vocab_size=shape.vocabulary, rms_norm_eps=1e-5)
     theirs = transformers.LlamaForCausalLM(config)
     names = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
-    names |= {"norm2": "post_attention_layernorm"} | {part: f"self_attn.{part}_proj" for part in "qkvo"}
+    names |= {"norm2": "post_attention_layernorm"} | {
+        part: f"self_attn.{part}_proj" for part in "qkvo"
+    }
     names |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     state = theirs.state_dict()
     for name, weight in ours.state_dict().items():
         path = ".".join(names.get(part, part) for part in name.split("."))
         state[path if path.startswith("lm_head") else f"model.{path}"].copy_(weight)
     tokens = torch.randint(0, shape.vocabulary, (2, 17))
-    expected = torch.nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
+    )
     torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:], chunk=5), expected)

@@ -1,4 +1,6 @@
-"""Structure: which room may import from which, no circle of modules, and a map from each file to its tests."""
+"""Structure: which room may import from which, no circle of modules, and a map from
+each file to its tests.
+"""
 
 import ast
 import re
@@ -10,7 +12,8 @@ from of_source import FOLDERS, ROOT, where_tested
 
 import fp8manifold as fm
 
-#: from the ground up; what stands on one floor may import from its own and from those below
+#: from the ground up; what stands on one floor may import from its own and from those
+#: below
 LIBRARY = """formats _geoopt_import | _base _ranks | random_bits scaling | _numerics | _triton | _native
 | grid reference | _encoded manifolds | tensor fake_quant | parameter | _shards _published | nn
 | ops averages distributed exchange | optim | huggingface | checkpoints"""
@@ -22,7 +25,12 @@ FLOORS = {
     for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, ABOVE + 1))
     for floor, names in enumerate(floors.split("|"), first)
     for name in names.split()
-} | {"fp8manifold": ABOVE, "nanogpt_bench.cli": 90, "nanogpt_bench": 90, "nanogpt_bench.__main__": 91}
+} | {
+    "fp8manifold": ABOVE,
+    "nanogpt_bench.cli": 90,
+    "nanogpt_bench": 90,
+    "nanogpt_bench.__main__": 91,
+}
 
 
 #: name, and its file
@@ -39,7 +47,9 @@ def tree(path):
 
 
 def imports(source):
-    """(module, name) of every import: `import a.b` is ("a.b", None), `from a import b` is ("a", "b")."""
+    """(module, name) of every import: `import a.b` is ("a.b", None), `from a import b`
+    is ("a", "b").
+    """
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -49,7 +59,10 @@ def imports(source):
 
 def imported(module):
     """The modules that one imports."""
-    names = {f"{of}.{name}" if f"{of}.{name}" in MODULES else of for of, name in imports(tree(MODULES[module]))}
+    names = {
+        f"{of}.{name}" if f"{of}.{name}" in MODULES else of
+        for of, name in imports(tree(MODULES[module]))
+    }
     return names & MODULES.keys() - {module}
 
 
@@ -64,21 +77,25 @@ def test_modules_have_rooms_and_import_nothing_from_above_and_not_each_other():
     TopologicalSorter({m: imported(m) for m in MODULES}).prepare()  # which names a circle
 
 
-#: names of torch that are private and have no public way, each with what it is for; whoever adds one says why here
+#: names of torch that are private and have no public way, each with what it is for;
+#: whoever adds one says why here
 PRIVATE = {
     "torch.Tensor._make_wrapper_subclass": "a tensor around others: codes, scale, counter",
     "torch._C": "of the three below",
-    "torch._C._current_graph_task_id": "whether a backward pass runs: what is decoded or refused in it",
+    "torch._C._current_graph_task_id": "whether a backward pass runs: what is decoded or refused "
+    "in it",
     "torch._C._disabled_torch_function_impl": "a subclass that torch's documentation makes so",
     "torch._C._is_tracing": "torch.jit.trace, to which what is read would be a constant",
-    "torch._C._set_throw_on_mutable_data_ptr": "C++ code that asks for an address where there is none fails",
+    "torch._C._set_throw_on_mutable_data_ptr": "C++ code that asks for an address where there is "
+    "none fails",
     "torch._assert_async": "a verdict on a device without a wait",
     "torch._compile._disable_dynamo": "torch.compiler.disable that does not load the compiler",
     "torch._foreach_add_": "counts of many steps at once, as torch's own optimizers do it",
     "torch._int_mm": "products of INT8 on a card",
     "torch._scaled_mm": "products of FP8 on a card",
     "torch._subclasses.FakeTensor": "tensors without values, by their class",
-    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "FSDP's memory is filled anew, as FSDP fills its own",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "FSDP's memory is filled anew, as "
+    "FSDP fills its own",
     "torch.ops.aten._foreach_mul_": "what clipping runs, seen by a dispatch mode",
     "torch.ops.aten._foreach_norm": "the same",
     "torch.ops.aten._foreach_zero_": "the same",
@@ -111,21 +128,37 @@ def test_private_names_of_torch_are_listed_with_their_reasons():
     for path in (path for name, path in MODULES.items() if name.startswith("fp8manifold")):
         assert not re.search("_getframe|f_back", path.read_text(encoding="utf-8")), path
         found |= {name for name in torch_names(tree(path)) if re.search(r"\._(?!_)", name)}
-    overloads = {name for name in found if name.startswith("torch.ops.aten.") and name.count(".") > 3}
+    overloads = {
+        name for name in found if name.startswith("torch.ops.aten.") and name.count(".") > 3
+    }
     assert found - overloads == PRIVATE.keys()
 
 
 #: what the bench and the examples may use
-PARTS = {"fp8manifold.optim": fm.optim, "fp8manifold.ops": fm.ops, "fp8manifold.reference": fm.reference}
+PARTS = {
+    "fp8manifold.optim": fm.optim,
+    "fp8manifold.ops": fm.ops,
+    "fp8manifold.reference": fm.reference,
+}
 NAMESPACES = {"fp8manifold": fm, **PARTS}
 
 
 def private_uses(source):
-    """Names that a file uses of fp8manifold beyond the public namespaces, which are imported whole or by name."""
-    of_ours = [(module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"]
-    known = {f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__} | {*NAMESPACES}
+    """Names that a file uses of fp8manifold beyond the public namespaces, which are
+    imported whole or by name.
+    """
+    of_ours = [
+        (module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"
+    ]
+    known = {
+        f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__
+    } | {*NAMESPACES}
     found = [module if name is None else f"{module}.{name}" for module, name in of_ours]
-    written = re.findall(r"\bfm((?:\.\w+)+)", ast.unparse(source)) if ("fp8manifold", None) in of_ours else []
+    written = (
+        re.findall(r"\bfm((?:\.\w+)+)", ast.unparse(source))
+        if ("fp8manifold", None) in of_ours
+        else []
+    )
     for parts in (name.split(".")[1:] for name in written):
         depth = 2 if f"fp8manifold.{parts[0]}" in NAMESPACES else 1
         found.append(".".join(["fp8manifold", *parts[:depth]]))
@@ -149,13 +182,17 @@ def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone(
 
 
 def test_files_that_ship_compile_nothing():
-    """Files that ship call neither `compile` nor `__import__`; ruff finds what unpickles or evaluates."""
+    """Files that ship call neither `compile` nor `__import__`; ruff finds what
+    unpickles or evaluates.
+    """
     for path in [
         *MODULES.values(),
         *(path for name in ("examples", "docs", "study") for path in (ROOT / name).glob("*.py")),
     ]:
         called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
-        assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}, path
+        assert not {"compile", "__import__"} & {
+            name.id for name in called if isinstance(name, ast.Name)
+        }, path
 
 
 def test_every_source_has_tests_and_every_test_a_source():
@@ -166,5 +203,11 @@ def test_every_source_has_tests_and_every_test_a_source():
         assert [test for test in tests if not (ROOT / test).exists()] == [], source
     places = [ROOT / place for places in FOLDERS.values() for place in places.split()]
     assert [place for place in places if not place.exists()] == []
-    of_packages = [path for folder in ("library", "bench") for path in (ROOT / "tests" / folder).rglob("test_*.py")]
-    assert [path.name for path in of_packages if not {path, *path.parents} & {*places}] == ["test_missing_packages.py"]
+    of_packages = [
+        path
+        for folder in ("library", "bench")
+        for path in (ROOT / "tests" / folder).rglob("test_*.py")
+    ]
+    assert [path.name for path in of_packages if not {path, *path.parents} & {*places}] == [
+        "test_missing_packages.py"
+    ]

@@ -1,4 +1,6 @@
-"""The project as pip builds it: a wheel and an sdist that install without extras, and a quick import."""
+"""The project as pip builds it: a wheel and an sdist that install without extras, and a
+quick import.
+"""
 
 import os
 import re
@@ -20,9 +22,13 @@ WITHOUT_WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script`")
 
 
 def run(command, cwd, path=None):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     environment |= {} if path is None else {"PYTHONPATH": str(path)}
-    return subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def checked(command, cwd, path=None):
@@ -37,12 +43,16 @@ def modules_after(statement):
 
 
 def test_imports_warn_of_nothing_and_bring_no_extras():
-    """The command line begins without its packages, so that it can say which are missing."""
+    """The command line begins without its packages, so that it can say which are
+    missing.
+    """
     checked([sys.executable, "-W", "error", "-c", "import fp8manifold"], ROOT, ROOT)
     loaded = modules_after("import fp8manifold") - modules_after("import torch, geoopt")
     assert not {name.split(".")[0] for name in loaded} & {*NOT_WITHOUT_EXTRAS, "nanogpt_bench"}
     assert not {"torch._dynamo", "torch._inductor"} & loaded
-    assert not {name.split(".")[0] for name in modules_after("import nanogpt_bench.cli")} & {*NOT_WITHOUT_EXTRAS}
+    assert not {name.split(".")[0] for name in modules_after("import nanogpt_bench.cli")} & {
+        *NOT_WITHOUT_EXTRAS
+    }
 
 
 @pytest.mark.slow
@@ -51,7 +61,10 @@ def test_the_import_is_quick():
 
     def seconds(statement):
         code = f"import time\nstart = time.process_time()\n{statement}\nprint(time.process_time() - start)"
-        return min(float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT)) for _ in range(3))
+        return min(
+            float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT))
+            for _ in range(3)
+        )
 
     assert seconds("import torch, fp8manifold") - seconds("import torch") < SECONDS
 
@@ -78,22 +91,38 @@ def test_sdist_and_wheel_have_what_they_need_and_nothing_else(built):
         fp8manifold/__init__.py noxfile.py study/make.py study/results/study_q1.json study/study.md LICENSE
         study/sweeps/study_q1.yaml tests/test_package.py CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md"""
     assert {*needed.split()} <= names
-    made = ("runs/", "data/", "docs/_build/", "docs/examples/", "docs/generated/")  # also where the site was built
+    made = (
+        "runs/",
+        "data/",
+        "docs/_build/",
+        "docs/examples/",
+        "docs/generated/",
+    )  # also where the site was built
     assert [name for name in names if name.startswith(made)] == []
     with zipfile.ZipFile(only(built, "*.whl")) as archive:
         names = archive.namelist()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"fp8manifold", "nanogpt_bench"}
-    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nanogpt_bench").rglob("*.yaml")}
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "fp8manifold",
+        "nanogpt_bench",
+    }
+    shipped = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "nanogpt_bench").rglob("*.yaml")
+    }
     assert shipped | {"fp8manifold/py.typed", "nanogpt_bench/report/page.js"} <= set(names)
-    assert [name for name in names if "study_" in name] == []  # the study's sweeps are in the repository alone
+    assert [
+        name for name in names if "study_" in name
+    ] == []  # the study's sweeps are in the repository alone
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
 def test_it_installs_without_extras(built, tmp_path, pattern):
-    """An environment with nothing in it but pip; torch, geoopt and numpy alone are lent by the one the tests run in."""
+    """An environment with nothing in it but pip; torch, geoopt and numpy alone are lent
+    by the one the tests run in.
+    """
     python = empty_environment(tmp_path / "env", tmp_path / "lent")
-    # Without an index pip fails unless what the wheel asks for is lent. To build an sdist it fetches hatchling.
+    # Without an index pip fails unless what the wheel asks for is lent. To build an
+    # sdist it fetches hatchling.
     index = ["--no-index"] if pattern == "*.whl" else []
     checked([python, "-m", "pip", "install", "-q", *index, only(built, pattern)], tmp_path)
     passed = checked([python, *WITHOUT_WARNINGS, ROOT / "tests" / "smoke.py", "--native"], tmp_path)
@@ -105,10 +134,15 @@ def test_it_installs_without_extras(built, tmp_path, pattern):
 
 
 def empty_environment(folder, lent):
-    """Make an environment that sees, of this one, only the core dependencies and theirs; return its Python."""
+    """Make an environment that sees, of this one, only the core dependencies and
+    theirs; return its Python.
+    """
     checked([sys.executable, "-m", "venv", folder], folder.parent)
-    # Python 3.11 puts one there that is older than torch asks for; the lent one must not be reached by this.
-    checked([folder / "bin" / "python", "-m", "pip", "uninstall", "-qy", "setuptools"], folder.parent)
+    # Python 3.11 puts one there that is older than torch asks for; the lent one must
+    # not be reached by this.
+    checked(
+        [folder / "bin" / "python", "-m", "pip", "uninstall", "-qy", "setuptools"], folder.parent
+    )
     lent.mkdir()
     here = Path(sysconfig.get_paths()["purelib"])
     for entry in here.iterdir():

@@ -1,4 +1,6 @@
-"""A repository that can be depended on: a wheel's own test, URLs that are true, one version, any processor."""
+"""A repository that can be depended on: a wheel's own test, URLs that are true, one
+version, any processor.
+"""
 
 import ast
 import os
@@ -43,7 +45,9 @@ def test_urls_are_those_of_the_repository_or_none_and_an_sdist_keeps_them(tmp_pa
         "/somewhere/on/a/disk": None,
     }.items():
         for remote, expected in (("origin", source), ("upstream", None)):
-            config.write_text(f'[core]\n\tbare = false\n[remote "{remote}"]\n\turl = {origin}\n\tfetch = +refs\n')
+            config.write_text(
+                f'[core]\n\tbare = false\n[remote "{remote}"]\n\turl = {origin}\n\tfetch = +refs\n'
+            )
             assert hatch_urls.urls(tmp_path).get("Source") == expected
             assert ("Issues" in hatch_urls.urls(tmp_path)) == ("github.com" in (expected or ""))
     text = "Name: fp8manifold\nProject-URL: Source, https://example.org/own/fp8\n\nProject-URL: not, metadata\n"
@@ -68,7 +72,9 @@ def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(hatch_urls):
 
 def test_one_version_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    released = re.findall(r"^## (\d.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    released = re.findall(
+        r"^## (\d.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert released[0] == f"{fm.__version__} - {citation['date-released']}"
     assert citation["version"] == fm.__version__
     assert f"version = {{{fm.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,17 +84,23 @@ def test_one_version_everywhere():
 @pytest.mark.parametrize(("name", "kernels"), [("no AVX", "DEFAULT"), ("AVX2", "AVX2")])
 def test_the_baseline_is_a_processor_without_products_in_bfloat16(name, kernels):
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
-    variables = ast.literal_eval(re.search(r"^OLDER = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)[1])[name]
+    variables = ast.literal_eval(
+        re.search(r"^OLDER = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)[1]
+    )[name]
     code = "import torch; from fp8manifold.optim._muon import product_dtype as dtype\n"
     code += "print(torch.backends.cpu.get_cpu_capability(), dtype(torch.device('cpu')))"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True, env=os.environ | variables)
+    said = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, env=os.environ | variables
+    )
     assert said.split() == [kernels, "torch.float32"]
 
 
 def test_sessions_name_tests_that_exist():
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     for constant in ("FIRST", "NOT_THERE"):
-        for name in ast.literal_eval(re.search(rf"^{constant} = (\(.*?\))", text, re.MULTILINE | re.DOTALL)[1]):
+        for name in ast.literal_eval(
+            re.search(rf"^{constant} = (\(.*?\))", text, re.MULTILINE | re.DOTALL)[1]
+        ):
             file, _, test = name.partition("::")
             assert (ROOT / file).is_dir() or test in (ROOT / file).read_text(encoding="utf-8")
 
@@ -96,7 +108,11 @@ def test_sessions_name_tests_that_exist():
 def test_torch_without_onednn_has_products_in_float32(monkeypatch):
     """Its builds for Macs of ARM lack the operator that is asked, too."""
     for has_onednn, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True) if has_onednn else SimpleNamespace()
+        operators = (
+            SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True)
+            if has_onednn
+            else SimpleNamespace()
+        )
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda there=has_onednn: there)
         monkeypatch.setattr(torch.ops, "mkldnn", operators)
         assert _muon.product_dtype(torch.device("cpu")) is dtype

@@ -1,4 +1,6 @@
-"""README's lines that fine-tune a Hugging Face model run, are the rule that was measured, and take what is said."""
+"""README's lines that fine-tune a Hugging Face model run, are the rule that was
+measured, and take what is said.
+"""
 
 import copy
 import re
@@ -32,18 +34,29 @@ SHAPE = (2, 64, 96, 128, 64, 32)
 
 
 def recipe(page, after=""):
-    found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(page, page.index(after))
+    found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(
+        page, page.index(after)
+    )
     assert found is not None
     return found[1]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A random model of SmolLM2's kind: keys narrower than queries, the head tied to the embedding."""
+    """A random model of SmolLM2's kind: keys narrower than queries, the head tied to
+    the embedding.
+    """
     layers, width, inner, vocabulary, queries, keys = SHAPE
     heads = {"num_attention_heads": queries // 16, "num_key_value_heads": keys // 16}
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "vocab_size": vocabulary}
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True, max_position_embeddings=512)
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, **heads, tie_word_embeddings=True, max_position_embeddings=512
+    )
     folder = tmp_path_factory.mktemp("recipe") / "llama"
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -52,9 +65,13 @@ def llama(tmp_path_factory):
 
 
 def run(code, llama):
-    """The names that the lines leave behind, the model's name replaced, over a few batches of one text."""
+    """The names that the lines leave behind, the model's name replaced, over a few
+    batches of one text.
+    """
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
-    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(
+        input_ids=text, labels=text
+    ).loss.item()
     names = {"batches": [text] * 40, "before": before}
     assert code.count(NAME) == 1
     exec(compile(code.replace(NAME, llama.as_posix()), "README.md", "exec"), names)
@@ -76,24 +93,40 @@ def ran_plainly(llama):
 
 
 def test_there_are_ten_lines_and_they_stand_on_both_pages():
-    lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
+    lines = [
+        line
+        for line in recipe(README).splitlines()
+        if line and not line.startswith(("import", "from"))
+    ]
     assert len(lines) == 10
     assert recipe(PAGE, "## In Python") == recipe(README)
 
 
 def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
-    """The page's lines, the model's name replaced: what is saved has the layout that was read, and learnt."""
+    """The page's lines, the model's name replaced: what is saved has the layout that
+    was read, and learnt.
+    """
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
-    code = recipe(PAGE, "## Fine-tune an FP8 checkpoint").replace("Qwen/Qwen3-8B-FP8", published.as_posix())
+    code = recipe(PAGE, "## Fine-tune an FP8 checkpoint").replace(
+        "Qwen/Qwen3-8B-FP8", published.as_posix()
+    )
     code = code.replace('"trained"', repr(str(trained))).replace("lr=2e-4", "lr=5e-3")
     exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
-    decoded = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
+    decoded = {
+        "quantization_config": transformers.FineGrainedFP8Config(dequantize=True),
+        "dtype": torch.float32,
+    }
     read = transformers.AutoModelForCausalLM.from_pretrained
-    before, after = (read(each, **decoded)(input_ids=text, labels=text).loss for each in (published, trained))
+    before, after = (
+        read(each, **decoded)(input_ids=text, labels=text).loss for each in (published, trained)
+    )
     assert after < before - 0.5
     assert (trained / "config.json").read_bytes() == (published / "config.json").read_bytes()
-    kinds = [{name: (t.dtype, t.shape) for name, t in tensors_of(folder).items()} for folder in (published, trained)]
+    kinds = [
+        {name: (t.dtype, t.shape) for name, t in tensors_of(folder).items()}
+        for folder in (published, trained)
+    ]
     assert kinds[0] == kinds[1]
 
 
@@ -103,7 +136,11 @@ def test_the_ten_lines_train(lines, request):
     names = request.getfixturevalue(lines)
     text, model = names["batches"][0], names["model"]
     assert model(input_ids=text, labels=text).loss.item() < names["before"] - 0.02
-    codes = {name: p.codes.dtype for name, p in model.named_parameters() if isinstance(p, fm.FP8Parameter)}
+    codes = {
+        name: p.codes.dtype
+        for name, p in model.named_parameters()
+        if isinstance(p, fm.FP8Parameter)
+    }
     assert codes == {name: torch.uint8 for name, p in model.named_parameters() if p.dim() > 1}
     assert len(codes) == 7 * SHAPE[0] + 1
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -119,20 +156,30 @@ def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(ran,
 
 
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
-    """The lines of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
+    """The lines of 7B, the model's name replaced: everything but norms in codes, no
+    gradient left.
+    """
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names = {"batches": [text] * 60, "device": "cpu"}
     code = recipe(PAGE, "### Does 7B fit").replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
-    code = code.replace("lr=2e-4", "lr=5e-3").replace('"trained"', repr((tmp_path / "trained").as_posix()))
+    code = code.replace("lr=2e-4", "lr=5e-3").replace(
+        '"trained"', repr((tmp_path / "trained").as_posix())
+    )
     assert code.count(llama.as_posix()) == 1
-    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(
+        input_ids=text, labels=text
+    ).loss.item()
     exec(compile(code, "finetune.md", "exec"), names)
     model = names["model"]
     assert model(input_ids=text, labels=text).loss.item() < before - 0.1
     floats = [name for name, p in model.named_parameters() if not isinstance(p, fm.FP8Parameter)]
     assert all("norm" in name for name in floats)
-    assert {type(p.grad).__name__ for p in model.parameters()} == {"SpentGradient"}  # nothing of it is in memory
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16)
+    assert {type(p.grad).__name__ for p in model.parameters()} == {
+        "SpentGradient"
+    }  # nothing of it is in memory
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "trained", dtype=torch.bfloat16
+    )
     assert torch.equal(again(input_ids=text).logits, model.eval()(input_ids=text).logits)
 
 
@@ -146,16 +193,32 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran, tmp_path):
     fm.huggingface.register()
     for folder, line in ways.items():
         names = {"model": copy.deepcopy(trained), "fm": fm}
-        exec(compile(line.replace(f'"{folder}"', repr((tmp_path / folder).as_posix())), "finetune.md", "exec"), names)
-        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
+        exec(
+            compile(
+                line.replace(f'"{folder}"', repr((tmp_path / folder).as_posix())),
+                "finetune.md",
+                "exec",
+            ),
+            names,
+        )
+        read = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.bfloat16
+        )
         assert torch.equal(read.eval()(input_ids=tokens).logits, logits), folder
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
-    """The sweep's rule: options, every rate, clipping and weights; the embedding in codes is the bench's option."""
+    """The sweep's rule: options, every rate, clipping and weights; the embedding in
+    codes is the bench's option.
+    """
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     given = {key: value for key, value in base.items() if value is not None}
-    given |= {"rule": RULE, "model.pretrained": llama, "model.embeddings": "E4M3", "model.tied": "leave"}
+    given |= {
+        "rule": RULE,
+        "model.pretrained": llama,
+        "model.embeddings": "E4M3",
+        "model.tied": "leave",
+    }
     given |= {"train.step_in_backward": "true", "optimizer.clip_by": "previous"}
     config = resolve(load_config(None, [f"--{key}={value}" for key, value in given.items()]))
     model = quantize(load_causal(str(llama)), config)
@@ -168,9 +231,18 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
     clipping = f'clip="{config.optimizer.clip_by}", max_norm={config.optimizer.grad_clip}'
     assert f"step_in_backward(optimizer, {clipping}" in recipe(README)
     assert f"# {STEPS} tensors of token ids, (1, {TOKENS + 1}) each" in recipe(README)
-    assert (config.train.max_steps, config.train.batch_size, config.model.block_size) == (STEPS, 1, TOKENS)
+    assert (config.train.max_steps, config.train.batch_size, config.model.block_size) == (
+        STEPS,
+        1,
+        TOKENS,
+    )
     ours, theirs = (
-        {n: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None for n, p in named}
+        {
+            n: (p.format, tuple(p.scale.shape), p.rounding)
+            if isinstance(p, fm.FP8Parameter)
+            else None
+            for n, p in named
+        }
         for named in (ran["model"].named_parameters(), model.named_parameters())
     )
     assert ours == theirs
@@ -189,10 +261,16 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
     code = measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME)
     assert code.replace(", seed=7", "") == recipe(README)
     ways = ("readme", "float32", "bfloat16")
-    begun, found = ({way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12))
+    begun, found = (
+        {way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12)
+    )
     assert all(found[way]["loss"] < begun[way]["loss"] - 0.01 for way in ways)
     model = cards.Model("llama", *SHAPE, tied=True)
-    memory = (cards.all_in_codes(model, muon=False), cards.in_float32(model), cards.in_bfloat16(model, 2))
+    memory = (
+        cards.all_in_codes(model, muon=False),
+        cards.in_float32(model),
+        cards.in_bfloat16(model, 2),
+    )
     for way, counted in zip(ways, memory, strict=True):
         assert found[way]["bytes"] == pytest.approx(counted.held, rel=0.02), way
     assert found["float32"]["loss"] == found["float32"]["loss_in_float32"]
@@ -206,8 +284,16 @@ def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_m
     assert cards.memory_table() in PAGE
     model = cards.MODELS[0]
     assert model.parameters() == 134_515_008
-    exact, (adam, muon) = cards.in_float32(model), (cards.in_one_byte(model, muon=muon) for muon in (False, True))
-    counted = [(exact, exact.peak), (adam, adam.peak), (adam, adam.in_backward), (muon, muon.in_backward)]
+    exact, (adam, muon) = (
+        cards.in_float32(model),
+        (cards.in_one_byte(model, muon=muon) for muon in (False, True)),
+    )
+    counted = [
+        (exact, exact.peak),
+        (adam, adam.peak),
+        (adam, adam.in_backward),
+        (muon, muon.in_backward),
+    ]
     for (memory, peak), (name, sizes) in zip(counted, cards.MEASURED.items(), strict=True):
         assert [size / 2**20 for size in (memory.held, peak)] == pytest.approx(sizes, abs=1.0), name
 
@@ -219,7 +305,8 @@ def check_arithmetic(model, optimizer, memory, rel):
     gradients = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
     optimizer.step()
     assert (memory.gradients, memory.largest) == (sum(gradients), max(gradients))
-    # What a layer has one of (a step, a counter, a table of inverse frequencies) counts for little in a larger model.
+    # What a layer has one of (a step, a counter, a table of inverse frequencies) counts
+    # for little in a larger model.
     assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=rel)
 
 
@@ -230,16 +317,27 @@ def test_the_arithmetic_gives_what_a_live_model_holds(cards, llama, muon):
     assert counted.parameters() == sum(p.numel() for p in model.parameters())
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
     made = (
-        fm.optim.StiffnessMuon.for_model if muon else lambda m, **more: fm.optim.StiffnessAdamW(m.parameters(), **more)
+        fm.optim.StiffnessMuon.for_model
+        if muon
+        else lambda m, **more: fm.optim.StiffnessAdamW(m.parameters(), **more)
     )
-    check_arithmetic(model, made(model, lr=1e-3, moments="8bit"), cards.in_one_byte(counted, muon=muon), rel=0.02)
+    check_arithmetic(
+        model, made(model, lr=1e-3, moments="8bit"), cards.in_one_byte(counted, muon=muon), rel=0.02
+    )
 
 
 def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards):
     """Experts, the embedding and the head in codes, and all that is small in bfloat16."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     more = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
-    settings = transformers.Qwen3MoeConfig(**sizes, **more, vocab_size=256, tie_word_embeddings=False)
+    settings = transformers.Qwen3MoeConfig(
+        **sizes, **more, vocab_size=256, tie_word_embeddings=False
+    )
     counted = cards.Model("mixture", 2, 64, 96, 256, 64, 32, tied=False, experts=8, head=16)
     model = transformers.Qwen3MoeForCausalLM(settings).bfloat16()
     assert counted.parameters() == sum(p.numel() for p in model.parameters())

@@ -1,4 +1,6 @@
-"""The study's maps, ladders and predictions about E7M0; that its tables are fresh is in `test_generated.py`."""
+"""The study's maps, ladders and predictions about E7M0; that its tables are fresh is in
+`test_generated.py`.
+"""
 
 import json
 from importlib import import_module
@@ -28,12 +30,21 @@ def test_the_first_tables_and_pictures_are_drawn_from_the_results():
     front, frontier = import_module("_front"), import_module("_frontier")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert front.front_table() in readme
-    assert front.front_table(front.MORE) in (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in front.front_table().splitlines()[2:]]
+    assert front.front_table(front.MORE) in (ROOT / "docs" / "optimizers.md").read_text(
+        encoding="utf-8"
+    )
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in front.front_table().splitlines()[2:]
+    ]
     assert [cell[0].split(",")[0] for cell in cells] == ["AdamW"] * 5 + ["Muon"] * 3
     assert [cell[2:] for cell in cells if cell[0].endswith(", float32")] == [["0", "0"]] * 2
-    for path, spec in (item for name in frontier.PICTURES for item in frontier.themed(name).items()):
-        assert frontier.mark(spec) in path.read_text(encoding="utf-8"), "python study/make.py --front"
+    for path, spec in (
+        item for name in frontier.PICTURES for item in frontier.themed(name).items()
+    ):
+        assert frontier.mark(spec) in path.read_text(encoding="utf-8"), (
+            "python study/make.py --front"
+        )
         assert f'="docs/_static/{path.name}"' in readme
 
 
@@ -46,17 +57,24 @@ def test_a_map_has_the_mean_gap_of_every_layer_in_every_format():
     for pattern, gaps in zip(found.patterns, found.gap, strict=True):
         for fmt, gap in zip(found.formats, gaps, strict=True):
             own = losses[f"{fmt} {'*' if pattern == 'all layers' else pattern}"]
-            assert gap == pytest.approx(sum(own[seed] - losses["fp32"][seed] for seed in own) / len(own))
+            assert gap == pytest.approx(
+                sum(own[seed] - losses["fp32"][seed] for seed in own) / len(own)
+            )
 
 
 def test_a_gap_appears_where_an_interval_first_leaves_0_out():
     appearance = import_module("_ladders").appearance
     ends = {400: (0.01, 0.03), 100: (-0.02, 0.02), 200: (-0.01, 0.03), 800: (-0.01, 0.1)}
     rungs = {
-        at: SimpleNamespace(difference=Difference(sum(e) / 2, 3, *e)) for at, e in {**ends, 50: (-0.03, -0.01)}.items()
+        at: SimpleNamespace(difference=Difference(sum(e) / 2, 3, *e))
+        for at, e in {**ends, 50: (-0.03, -0.01)}.items()
     }
     below = rungs.pop(50)
-    assert (appearance(rungs), appearance({100: rungs[100]}), appearance({50: below, **rungs})) == (400, None, 50)
+    assert (appearance(rungs), appearance({100: rungs[100]}), appearance({50: below, **rungs})) == (
+        400,
+        None,
+        50,
+    )
     assert appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
 
 
@@ -68,7 +86,8 @@ def run_of(losses, lost=None, zone=None, **more):
     shares = {"stall/update_lost": lost, "stall/zero_gradient_zone": zone}
     known = {name: share for name, share in shares.items() if share is not None}
     records = [
-        {"step": step, "train/loss": loss, **(known if step % 20 == 0 else {})} for step, loss in enumerate(losses, 1)
+        {"step": step, "train/loss": loss, **(known if step % 20 == 0 else {})}
+        for step, loss in enumerate(losses, 1)
     ]
     return Run(Path("a"), more, metrics=Records(records), summary={"format": "E7M0"})
 
@@ -81,7 +100,9 @@ def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding
         (run_of(STUCK[:9]), None),
     ):
         assert [each.confirmed for each in script.predictions(run)] == [answer] * 3
-    nearest, other = (run_of(STUCK, 0.97, 0.2, optimizer={"writeback": by}) for by in ("nearest", "stochastic"))
+    nearest, other = (
+        run_of(STUCK, 0.97, 0.2, optimizer={"writeback": by}) for by in ("nearest", "stochastic")
+    )
     lines = script.table([nearest, other]).splitlines()[2:]
     assert [line.split("|")[3].strip() for line in lines] == ["confirmed", "confirmed", "refuted"]
     assert "97.0%, 97.0% at step 20 and 97.0% at step 200" in lines[1]

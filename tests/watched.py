@@ -1,4 +1,6 @@
-"""A call in a forked child, watched: what it returns, what a file has it run, and how far its memory grows."""
+"""A call in a forked child, watched: what it returns, what a file has it run, and how
+far its memory grows.
+"""
 
 import json
 import os
@@ -11,7 +13,15 @@ from typing import Any
 
 MIB = 2**20
 #: audit events that mean a program is run, or a class looked up by what a file says
-RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "pickle.find_class"}
+RUNS = {
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "pickle.find_class",
+}
 RUNS |= {"ctypes.dlopen", "socket.connect", "os.putenv", "cpython.run_command", "cpython.run_file"}
 #: what torch opens, where it is built for GPUs, to ask the driver how many there are
 DRIVER = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
@@ -28,7 +38,9 @@ class Watched:
 
 
 def watched(call: Callable[[], Any], forbidden: Collection[str] = ()) -> Watched:
-    """Make a call in a child of this process; audit events that are `forbidden` count as executions too."""
+    """Make a call in a child of this process; audit events that are `forbidden` count
+    as executions too.
+    """
     end, start = os.pipe()
     child = os.fork()
     if child == 0:
@@ -40,7 +52,9 @@ def watched(call: Callable[[], Any], forbidden: Collection[str] = ()) -> Watched
     with os.fdopen(end) as answer:
         text = answer.read()
     _, status = os.waitpid(child, 0)
-    return Watched(*json.loads(text)) if text else Watched(None, f"the child died of {status}", [], 0)
+    return (
+        Watched(*json.loads(text)) if text else Watched(None, f"the child died of {status}", [], 0)
+    )
 
 
 def _called(call: Callable[[], Any], forbidden: Collection[str]) -> tuple[Any, str, list[str], int]:
@@ -72,7 +86,10 @@ def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
     if event not in ("exec", "compile"):
         return False
     name = getattr(details[0], "co_filename", "") if event == "exec" else str(details[1])
-    return not (name.startswith("<frozen") or (name.endswith(".py") and os.path.isabs(name) and os.path.isfile(name)))
+    return not (
+        name.startswith("<frozen")
+        or (name.endswith(".py") and os.path.isabs(name) and os.path.isfile(name))
+    )
 
 
 def _kibibytes(key: str) -> int:

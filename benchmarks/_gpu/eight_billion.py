@@ -1,10 +1,13 @@
-"""Full-rank training of Llama-3.1-8B's and Llama-2-7B's shapes in one byte per weight, under a cap on memory.
+"""Full-rank training of Llama-3.1-8B's and Llama-2-7B's shapes in one byte per weight,
+under a cap on memory.
 
-    cd benchmarks && python -m _gpu.eight_billion --shape Llama-3.1-8B --optimizer StiffnessMuon --gb 24
+    cd benchmarks && python -m _gpu.eight_billion --shape Llama-3.1-8B --optimizer
+    StiffnessMuon --gb 24
 
-Weights are random and made a block at a time, so that no whole model in 16 bits ever exists except the peer's.  Each
-row runs in a separate process, whose memory torch caps; blocks are recomputed in the backward pass, the loss is
-computed in chunks, and each gradient is stepped with and freed as soon as it is computed.
+Weights are random and made a block at a time, so that no whole model in 16 bits ever
+exists except the peer's. Each row runs in a separate process, whose memory torch caps;
+blocks are recomputed in the backward pass, the loss is computed in chunks, and each
+gradient is stepped with and freed as soon as it is computed.
 """
 
 import argparse
@@ -28,7 +31,8 @@ __all__ = ["eight_billion"]
 
 PEER: Final = "torchao's AdamW8bit"
 OPTIMIZERS: Final = ("StiffnessMuon", "StiffnessAdamW", PEER)
-#: (shape, optimizer, gigabytes), by worth; the peer is expected to run out of memory, or to say what it needs
+#: (shape, optimizer, gigabytes), by worth; the peer is expected to run out of memory,
+#: or to say what it needs
 ROWS: Final = (
     ("Llama-3.1-8B", "StiffnessMuon", 24),
     ("Llama-2-7B", "StiffnessMuon", 16),
@@ -41,7 +45,9 @@ OUT_OF_MEMORY: Final = "out of memory"
 
 
 def eight_billion(session: Session) -> dict[str, Any]:
-    """Peak memory, tokens per second, and the first and last loss of 20 steps over a text with something to learn."""
+    """Peak memory, tokens per second, and the first and last loss of 20 steps over a
+    text with something to learn.
+    """
     found: dict[str, Any] = {}
     for shape, optimizer, gigabytes in ROWS[:: 2 if session.dry else 1]:
         if optimizer == PEER and peer(*PEERS[PEER][:2]) is None:
@@ -70,7 +76,13 @@ def in_a_process(options: dict[str, Any], session: Session) -> dict[str, Any]:
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "_gpu.eight_billion", *words, *(["--dry"] if session.dry else [])],
+            [
+                sys.executable,
+                "-m",
+                "_gpu.eight_billion",
+                *words,
+                *(["--dry"] if session.dry else []),
+            ],
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -96,7 +108,9 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
     try:
         model = made(session, asked.shape, in_codes=asked.optimizer != PEER)
         optimizer = prepared(session, model, asked.optimizer)
-        follows = torch.randint(0, SHAPES[asked.shape].vocabulary, (SHAPES[asked.shape].vocabulary,))
+        follows = torch.randint(
+            0, SHAPES[asked.shape].vocabulary, (SHAPES[asked.shape].vocabulary,)
+        )
         for _ in range(asked.steps):
             text = walk(follows, asked.tokens + 1).to(session.device)
             begun = time.perf_counter()
@@ -117,7 +131,9 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def made(session: Session, shape: str, in_codes: bool) -> Llama:
-    """The model with random weights of deviation 0.02, in one byte each except the norms, or in bfloat16."""
+    """The model with random weights of deviation 0.02, in one byte each except the
+    norms, or in bfloat16.
+    """
     with torch.device("meta"):
         model = Llama(SHAPES[shape]).to(torch.bfloat16)
     for block in model.blocks:
@@ -145,7 +161,9 @@ def prepared(session: Session, model: Llama, name: str) -> Any:
         return peer(package, kind)(model.parameters(), lr=5e-4, **options)
     if name == "StiffnessMuon":
         products: dict[str, Any] = {"ns_dtype": torch.bfloat16} if session.dry else {}
-        optimizer: Any = fm.optim.StiffnessMuon.for_model(model, lr=2e-3, other_lr=5e-4, moments="8bit", **products)
+        optimizer: Any = fm.optim.StiffnessMuon.for_model(
+            model, lr=2e-3, other_lr=5e-4, moments="8bit", **products
+        )
     else:
         optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=5e-4, moments="8bit")
     fm.optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
@@ -163,7 +181,9 @@ def walk(follows: Tensor, length: int) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     parser.add_argument("--gb", type=float, default=24.0, help="the cap, in 10^9 bytes")

@@ -1,4 +1,6 @@
-"""GPT-2's 124M trained from scratch over 50 million tokens, one row after the other, by the bench's own sweep."""
+"""GPT-2's 124M trained from scratch over 50 million tokens, one row after the other, by
+the bench's own sweep.
+"""
 
 import json
 import os
@@ -26,7 +28,9 @@ FIGURES: Final = {
 
 
 def gpt2(session: Session) -> dict[str, Any]:
-    """Loss, speed and bytes per parameter of each row so far; unfinished rows continue in the next call."""
+    """Loss, speed and bytes per parameter of each row so far; unfinished rows continue
+    in the next call.
+    """
     if not session.dry:
         if not DATA.is_dir():
             prepare = "nanogpt-bench prepare packages --tokenizer gpt2"
@@ -59,4 +63,6 @@ def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]
 def figures(run: dict[str, Any]) -> dict[str, Any]:
     """Figures of a run in sweep.json."""
     found = {name: run[key] for name, key in FIGURES.items() if run.get(key) is not None}
-    return found if run["status"] == "finished" else {**found, "status": run["status"] or "not begun"}
+    return (
+        found if run["status"] == "finished" else {**found, "status": run["status"] or "not begun"}
+    )

@@ -1,4 +1,6 @@
-"""Llama's shapes in PyTorch alone, for machines without transformers, and one block of it."""
+"""Llama's shapes in PyTorch alone, for machines without transformers, and one block of
+it.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -46,7 +48,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        q, k, v = (layer(normed).unflatten(2, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(normed).unflatten(2, (-1, self.head)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         q, k = rotated(q, self.base), rotated(k, self.base)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
@@ -55,7 +60,9 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """Each pair of values (i, i + half) of a head turned by the position times ``base^(-i / half)``."""
+    """Each pair of values (i, i + half) of a head turned by the position times
+    ``base^(-i / half)``.
+    """
     half = x.shape[-1] // 2
     turns = base ** -(torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * turns
@@ -65,7 +72,9 @@ def rotated(x: Tensor, base: float) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy, in chunks: all logits never exist at once."""
+    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy, in chunks: all
+    logits never exist at once.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -78,9 +87,12 @@ class Llama(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        pieces = zip(self.norm(x).flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+        pieces = zip(
+            self.norm(x).flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True
+        )
         return (
-            torch.stack([checkpoint(self._sum, h, t, use_reentrant=False) for h, t in pieces]).sum() / targets.numel()
+            torch.stack([checkpoint(self._sum, h, t, use_reentrant=False) for h, t in pieces]).sum()
+            / targets.numel()
         )
 
     def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""A session of ``gpu.py``: where its parts run, how long each may take, and how a GPU is timed."""
+"""A session of ``gpu.py``: where its parts run, how long each may take, and how a GPU
+is timed.
+"""
 
 import contextlib
 import inspect
@@ -15,7 +17,11 @@ from fp8manifold.optim import _backends, _steady
 __all__ = ["PRODUCTS", "Session", "bits", "on_card", "one_byte", "seeded"]
 
 #: the ways in which this version's one-byte layers multiply
-PRODUCTS = ("decoded", "fp8") if "products" in inspect.signature(fm.quantize_model).parameters else ("decoded",)
+PRODUCTS = (
+    ("decoded", "fp8")
+    if "products" in inspect.signature(fm.quantize_model).parameters
+    else ("decoded",)
+)
 
 
 class Session:
@@ -40,15 +46,21 @@ class Session:
         return self.dry or self.seconds_left > 0
 
     def case(self, found: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
-        """Add a case's figures to a part's, or why there are none: no time, or a failure, which ends no other case."""
+        """Add a case's figures to a part's, or why there are none: no time, or a
+        failure, which ends no other case.
+        """
         if self.has_time:
             try:
                 found[name] = measure()
             except Exception as error:
-                found[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+                found[name] = {
+                    "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                }
 
     def milliseconds(self, call: Callable[[], object], repeats: int = 20) -> float:
-        """The median of single calls, with the cache flushed between them, by the GPU's own clock."""
+        """The median of single calls, with the cache flushed between them, by the GPU's
+        own clock.
+        """
         if self.dry:
             begun = time.perf_counter()
             call()
@@ -67,7 +79,9 @@ class Session:
         return sorted(times)[len(times) // 2]
 
     def busy(self, call: Callable[[], object]) -> float:
-        """Milliseconds that the kernels of one call run for: the time of a call when the host runs ahead."""
+        """Milliseconds that the kernels of one call run for: the time of a call when
+        the host runs ahead.
+        """
         if self.dry:
             return 0.0
         torch.cuda.synchronize()
@@ -80,7 +94,9 @@ class Session:
         """Milliseconds of a call, and of its kernels."""
         return {"ms": self.milliseconds(call, repeats), "kernels ms": self.busy(call)}
 
-    def normal(self, *shape: int, deviation: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    def normal(
+        self, *shape: int, deviation: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Random values on the device."""
         return (torch.randn(shape, device=self.device) * deviation).to(dtype)
 
@@ -101,8 +117,12 @@ def on_card(session: Session) -> Iterator[None]:
         _steady.on_gpu, _steady.is_triton, _backends.is_native, _backends.is_triton = kept
 
 
-def one_byte(model: nn.Module, products: str = "decoded", fmt: str = "E4M3", left: tuple[str, ...] = ()) -> nn.Module:
-    """The model in one byte per weight, some layers left; with ``fp8, dW`` weights' gradients are FP8 products, too."""
+def one_byte(
+    model: nn.Module, products: str = "decoded", fmt: str = "E4M3", left: tuple[str, ...] = ()
+) -> nn.Module:
+    """The model in one byte per weight, some layers left; with ``fp8, dW`` weights'
+    gradients are FP8 products, too.
+    """
     spec: dict[str, Any] = {"weight": fmt}
     if products != "decoded":
         units, _, gradients = products.partition(", ")

@@ -1,4 +1,6 @@
-"""Times of a step of the optimizers, on the GPU and in Python, and the calls of the driver."""
+"""Times of a step of the optimizers, on the GPU and in Python, and the calls of the
+driver.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -11,7 +13,17 @@ from torch import nn
 import fp8manifold as fm
 from _gpu.session import Session, on_card
 
-__all__ = ["PEERS", "WAYS", "fused", "launches", "muon", "peer", "rivals", "step_calls", "step_times"]
+__all__ = [
+    "PEERS",
+    "WAYS",
+    "fused",
+    "launches",
+    "muon",
+    "peer",
+    "rivals",
+    "step_calls",
+    "step_times",
+]
 
 WAYS: Final = (
     ("stochastic", "8bit"),
@@ -31,7 +43,9 @@ PEERS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 Made = Callable[[Any], Any]
 
 
-def weights(session: Session, shapes: Iterable[tuple[int, int]], one_byte: bool, dtype: torch.dtype) -> list[Any]:
+def weights(
+    session: Session, shapes: Iterable[tuple[int, int]], one_byte: bool, dtype: torch.dtype
+) -> list[Any]:
     """Parameters with gradients."""
     made: list[Any] = []
     for shape in shapes:
@@ -51,9 +65,15 @@ def of_count(session: Session, count: int) -> Iterator[tuple[int, int]]:
 
 
 def timed(
-    session: Session, count: int, make: Made, one_byte: bool = True, dtype: torch.dtype = torch.float32
+    session: Session,
+    count: int,
+    make: Made,
+    one_byte: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, float]:
-    """Milliseconds per step over so many weights, and the bytes per weight that torch has allocated for it."""
+    """Milliseconds per step over so many weights, and the bytes per weight that torch
+    has allocated for it.
+    """
     before = 0 if session.dry else torch.cuda.memory_allocated()
     optimizer = make(weights(session, of_count(session, count), one_byte, dtype))
     optimizer.step()
@@ -72,20 +92,28 @@ def millions(count: int) -> str:
 
 
 def fused(session: Session) -> Made:
-    """torch's fused AdamW; in a dry run, on a CPU, not the fused one, which lacks bfloat16."""
+    """torch's fused AdamW; in a dry run, on a CPU, not the fused one, which lacks
+    bfloat16.
+    """
     return partial(torch.optim.AdamW, fused=not session.dry)
 
 
 def step_times(session: Session) -> dict[str, Any]:
-    """Steps at each size; gradients are float32, the apparent dtype of weights of one byte."""
+    """Steps at each size; gradients are float32, the apparent dtype of weights of one
+    byte.
+    """
     found: dict[str, Any] = {}
     for count in sizes(session):
         for writeback, moments in WAYS:
-            ours: Any = partial(fm.optim.StiffnessAdamW, lr=1e-3, writeback=writeback, moments=moments)
+            ours: Any = partial(
+                fm.optim.StiffnessAdamW, lr=1e-3, writeback=writeback, moments=moments
+            )
             with on_card(session):
                 name = f"{millions(count)}, {writeback}, {moments} moments"
                 session.case(found, name, partial(timed, session, count, ours))
-        found[f"{millions(count)}, torch's fused AdamW"] = timed(session, count, fused(session), one_byte=False)
+        found[f"{millions(count)}, torch's fused AdamW"] = timed(
+            session, count, fused(session), one_byte=False
+        )
     return found
 
 
@@ -95,7 +123,9 @@ def step_calls(session: Session) -> dict[str, Any]:
     for count in (3,) if session.dry else (8, 60, 172, 290):
         shapes = [(8, 256) if session.dry else (256, 1024)] * count
         with on_card(session):
-            ours = fm.optim.StiffnessAdamW(weights(session, shapes, True, torch.float32), 1e-3, moments="8bit")
+            ours = fm.optim.StiffnessAdamW(
+                weights(session, shapes, True, torch.float32), 1e-3, moments="8bit"
+            )
             found[f"{count} parameters, StiffnessAdamW"] = session.times(ours.step)
         theirs = fused(session)(weights(session, shapes, False, torch.float32))
         found[f"{count} parameters, torch's fused AdamW"] = session.times(theirs.step)
@@ -112,18 +142,22 @@ def muon(session: Session) -> dict[str, Any]:
 
 
 def rivals(session: Session) -> dict[str, Any]:
-    """Optimizers of 8-bit state over bfloat16 weights and gradients, as people use them, beside one byte and ours."""
+    """Optimizers of 8-bit state over bfloat16 weights and gradients, as people use
+    them, beside one byte and ours.
+    """
     count, found = sizes(session)[0], {}
     for one_byte in (True, False):
         with on_card(session):
             ours: Any = partial(fm.optim.StiffnessAdamW, lr=1e-3, moments="8bit")
             what = "one byte" if one_byte else "bfloat16 weights"
-            found[f"{millions(count)}, {what}, StiffnessAdamW, 8bit moments, bfloat16 gradients"] = timed(
-                session, count, ours, one_byte, torch.bfloat16
-            )
+            found[
+                f"{millions(count)}, {what}, StiffnessAdamW, 8bit moments, bfloat16 gradients"
+            ] = timed(session, count, ours, one_byte, torch.bfloat16)
     for label, (package, name, options) in PEERS.items():
         if (kind := peer(package, name)) is not None:
-            measure = partial(timed, session, count, partial(kind, lr=1e-3, **options), False, torch.bfloat16)
+            measure = partial(
+                timed, session, count, partial(kind, lr=1e-3, **options), False, torch.bfloat16
+            )
             session.case(found, f"{millions(count)}, bfloat16 weights, {label}", measure)
     return found
 
@@ -143,7 +177,10 @@ def launches(session: Session) -> dict[str, Any]:
     The step waits for events of the step before: its verdict, and its uploads.
     """
     count = 3 if session.dry else 290
-    parameters = [fm.FP8Parameter(torch.randn(8, 256, device=session.device), "E4M3", seed=i) for i in range(count)]
+    parameters = [
+        fm.FP8Parameter(torch.randn(8, 256, device=session.device), "E4M3", seed=i)
+        for i in range(count)
+    ]
     optimizer = fm.optim.StiffnessAdamW(parameters, 1e-3, moments="8bit")
     for p in parameters:
         p.grad = torch.randn(8, 256, device=session.device)
@@ -157,6 +194,10 @@ def launches(session: Session) -> dict[str, Any]:
     with torch.profiler.profile(activities=kinds) as profile:
         optimizer.step()
     events = profile.key_averages()
-    wanted = {"launches": "LaunchKernel", "waits": "StreamSynchronize", "events": "EventSynchronize"}
+    wanted = {
+        "launches": "LaunchKernel",
+        "waits": "StreamSynchronize",
+        "events": "EventSynchronize",
+    }
     wanted["copies"] = "MemcpyAsync"
     return {name: sum(e.count for e in events if key in e.key) for name, key in wanted.items()}

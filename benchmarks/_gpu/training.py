@@ -1,4 +1,6 @@
-"""Training as other projects measure it: GPT-2 with attention, its FLOP count, compiled and eager, beside bfloat16."""
+"""Training as other projects measure it: GPT-2 with attention, its FLOP count, compiled
+and eager, beside bfloat16.
+"""
 
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -21,22 +23,36 @@ __all__ = ["flops_per_token", "losses", "one_block", "training_768", "training_2
 PEAK: Final = 989e12  # products of bfloat16 an H100 SXM adds up in a second, by its data sheet
 LR: Final = 3e-4
 REFERENCE: Final = "bfloat16, fused AdamW"
-OURS: Final = {f"one byte, {products}": products for products in (*PRODUCTS, *(["fp8, dW"] if PRODUCTS[1:] else []))}
+OURS: Final = {
+    f"one byte, {products}": products
+    for products in (*PRODUCTS, *(["fp8, dW"] if PRODUCTS[1:] else []))
+}
 OTHERS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
-    **{f"bfloat16 weights, {name}": facts for name, facts in PEERS.items() if name.endswith("AdamW8bit")},
-    "torchao's float8, tensorwise, fused AdamW": ("torchao.float8", "convert_to_float8_training", {}),
+    **{
+        f"bfloat16 weights, {name}": facts
+        for name, facts in PEERS.items()
+        if name.endswith("AdamW8bit")
+    },
+    "torchao's float8, tensorwise, fused AdamW": (
+        "torchao.float8",
+        "convert_to_float8_training",
+        {},
+    ),
 }
 
 
 def shape_of(session: Session, width: int) -> GPTShape:
-    """Twelve blocks, GPT-2's except for the vocabulary, which is padded to a multiple of 64 as usual."""
+    """Twelve blocks, GPT-2's except for the vocabulary, which is padded to a multiple
+    of 64 as usual.
+    """
     if session.dry:
         return GPTShape(1, 2, 32, 16, vocab_size=64, tie_weights=True)
     return GPTShape(12, width // 64, width, 1024, vocab_size=50_304, tie_weights=True, gelu="tanh")
 
 
 def flops_per_token(model: GPT) -> float:
-    """Six per weight of the linear layers, with the head and without the embedding, and attention's products.
+    """Six per weight of the linear layers, with the head and without the embedding, and
+    attention's products.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
@@ -45,7 +61,9 @@ def flops_per_token(model: GPT) -> float:
 
 
 def prepared(session: Session, model: GPT, kind: str) -> Any:
-    """Turn a float32 model into the model of a row; the optimizer, or None if its package is missing."""
+    """Turn a float32 model into the model of a row; the optimizer, or None if its
+    package is missing.
+    """
     if kind == REFERENCE:
         return fused(session)(model.parameters(), lr=LR)
     if kind in OURS:
@@ -61,15 +79,21 @@ def prepared(session: Session, model: GPT, kind: str) -> Any:
     return found(model.bfloat16().parameters(), lr=LR, **options)
 
 
-def stepping(session: Session, model: GPT, kind: str, way: str) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A whole step of training over (tokens, targets), whose loss it returns; a dry run records no graphs."""
+def stepping(
+    session: Session, model: GPT, kind: str, way: str
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A whole step of training over (tokens, targets), whose loss it returns; a dry run
+    records no graphs.
+    """
     optimizer = prepared(session, model, kind)
     if optimizer is None:
         return None
     loss_of = model.loss if way == "eager" else torch.compile(model.loss)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(session.device.type, torch.bfloat16, enabled=not kind.startswith("bfloat16 weights")):
+        with torch.autocast(
+            session.device.type, torch.bfloat16, enabled=not kind.startswith("bfloat16 weights")
+        ):
             loss = loss_of(tokens, targets)
         loss.backward()
         with on_card(session):
@@ -81,10 +105,16 @@ def stepping(session: Session, model: GPT, kind: str, way: str) -> Callable[[Ten
 
 
 def training(session: Session, width: int) -> dict[str, Any]:
-    """Tokens per second, the share of the GPU's peak rate of products, and peak memory, for steps of 8,192 tokens."""
+    """Tokens per second, the share of the GPU's peak rate of products, and peak memory,
+    for steps of 8,192 tokens.
+    """
     found: dict[str, Any] = {}
     by_worth = [("compiled", REFERENCE), *product(("compiled", "graphed"), OURS)]
-    for way, kind in [*by_worth, *product(("eager",), (REFERENCE, *OURS)), *product(("compiled",), OTHERS)]:
+    for way, kind in [
+        *by_worth,
+        *product(("eager",), (REFERENCE, *OURS)),
+        *product(("compiled",), OTHERS),
+    ]:
         session.case(found, f"{kind}, {way}", partial(trained, session, width, kind, way))
     return {name: figures for name, figures in found.items() if figures}
 
@@ -98,7 +128,9 @@ def trained(session: Session, width: int, kind: str, way: str) -> dict[str, floa
     step = stepping(session, model, kind, way)
     if step is None:
         return {}
-    text = torch.randint(0, shape.vocab_size, (2 if session.dry else 8, shape.block_size + 1), device=session.device)
+    text = torch.randint(
+        0, shape.vocab_size, (2 if session.dry else 8, shape.block_size + 1), device=session.device
+    )
     if not session.dry:
         torch.cuda.reset_peak_memory_stats()
     figures = session.times(partial(step, text[:, :-1], text[:, 1:]), repeats=8)
@@ -118,7 +150,9 @@ def training_2048(session: Session) -> dict[str, Any]:
 
 
 def one_block(session: Session) -> dict[str, Any]:
-    """Forward and backward pass of a block of Llama-2-7B over 8,192 tokens, its weights in bfloat16 or one byte."""
+    """Forward and backward pass of a block of Llama-2-7B over 8,192 tokens, its weights
+    in bfloat16 or one byte.
+    """
     shape = Shape(64, 128, 1, 4, 4, 1) if session.dry else Shape(4096, 11_008, 1, 32, 32, 1)
     found: dict[str, Any] = {}
     for compiled, kind in product((True, False), ("bfloat16", *OURS)):
@@ -134,7 +168,9 @@ def block_times(session: Session, shape: Shape, kind: str, compiled: bool) -> di
     block: Any = Block(shape).to(session.device, torch.bfloat16)
     if kind in OURS:
         block = one_byte(block, OURS[kind])
-    x = session.normal(2, 16 if session.dry else 4096, shape.width, dtype=torch.bfloat16).requires_grad_()
+    x = session.normal(
+        2, 16 if session.dry else 4096, shape.width, dtype=torch.bfloat16
+    ).requires_grad_()
     call = torch.compile(block) if compiled else block
     return session.times(partial(passes, block, call, x, torch.randn_like(x)), repeats=8)
 
@@ -147,7 +183,9 @@ def passes(block: nn.Module, call: Any, x: Tensor, g: Tensor) -> None:
 
 
 def losses(session: Session) -> dict[str, Any]:
-    """The mean training loss of the last 20 of 200 steps of the 124M model over the bytes of Python's own sources."""
+    """The mean training loss of the last 20 of 200 steps of the 124M model over the
+    bytes of Python's own sources.
+    """
     found: dict[str, Any] = {}
     for kind in (REFERENCE, *OURS):
         session.case(found, kind, partial(last_loss, session, kind))
@@ -171,7 +209,9 @@ def last_loss(session: Session, kind: str) -> dict[str, float]:
 def sources(rows: int, length: int, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of the standard library's modules by name, byte by byte, each byte once."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
+    )
     for batch in text.long().clamp(max=vocabulary - 1).split(rows * (length + 1)):
         rows_of_it = batch.view(rows, length + 1)
         yield rows_of_it[:, :-1], rows_of_it[:, 1:]

@@ -1,4 +1,6 @@
-"""Checks of arguments, with messages that name the argument, its value and what is allowed."""
+"""Checks of arguments, with messages that name the argument, its value and what is
+allowed.
+"""
 
 import difflib
 import importlib
@@ -9,7 +11,9 @@ from typing import Any
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""
+    """Raise ValueError, naming the nearest spelling, unless ``value`` is one of
+    ``allowed``.
+    """
     if isinstance(value, str) and value in allowed:
         return
     raise ValueError(f"{name}={value!r} is unknown: {_one_of(allowed, value)}")
@@ -21,11 +25,19 @@ def _one_of(allowed: Collection[str], value: object) -> str:
 
 
 def check_number(
-    name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+    name: str,
+    value: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> None:
     if type(value) is bool or not issubclass(type(value), Real):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-    inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+    inside = (low < value if open_low else low <= value) and (
+        value < high if open_high else value <= high
+    )
     if not inside:
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
         raise ValueError(f"{name}={value!r} is out of range: {interval}")
@@ -39,7 +51,9 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> None:
-    """Raise ValueError, naming the nearest spelling, unless every key is one of ``allowed``."""
+    """Raise ValueError, naming the nearest spelling, unless every key is one of
+    ``allowed``.
+    """
     for key in keys:
         if key not in allowed:
             raise ValueError(f"{name} has an unknown key {key!r}: {_one_of(allowed, key)}")

@@ -1,4 +1,6 @@
-"""The bit fields of the floats we compute in: with them powers of two are exact, without a logarithm."""
+"""The bit fields of the floats we compute in: with them powers of two are exact,
+without a logarithm.
+"""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,13 +39,17 @@ def float_bits(dtype: torch.dtype) -> FloatBits:
 
 
 def working_dtype(x: Tensor, name: str = "x") -> torch.dtype:
-    """The dtype ``x`` is computed in: float64 for float64, float32 for every other float."""
+    """The dtype ``x`` is computed in: float64 for float64, float32 for every other
+    float.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.dtype in _HALVES:
         return torch.float32
     if x.dtype not in _FIELDS:
-        raise TypeError(f"{name} has dtype {x.dtype}: float16, bfloat16, float32 or float64 is needed")
+        raise TypeError(
+            f"{name} has dtype {x.dtype}: float16, bfloat16, float32 or float64 is needed"
+        )
     return x.dtype
 
 
@@ -51,13 +57,16 @@ def check_holds(dtype: torch.dtype, fmt: FloatFormat) -> None:
     """Raise TypeError unless every finite value of ``fmt`` is a value of ``dtype``."""
     if dtype is torch.float16 and (fmt.max > 65504 or fmt.ulp_min < 2.0**-24):
         raise TypeError(
-            f"float16 can't hold {fmt.name}, whose values reach from {fmt.ulp_min:g} to {fmt.max:g}: "
+            f"float16 can't hold {fmt.name}, whose values reach from {fmt.ulp_min:g} to "
+            f"{fmt.max:g}: "
             "use bfloat16, float32 or float64"
         )
 
 
 def binade(x: Tensor, lowest: int | Tensor) -> Tensor:
-    """``2^max(floor(log2|x|), lowest)`` of a float32 or float64 tensor, exactly; Inf for Inf and NaN."""
+    """``2^max(floor(log2|x|), lowest)`` of a float32 or float64 tensor, exactly; Inf
+    for Inf and NaN.
+    """
     fields = _FIELDS[x.dtype]
     bits = x.view(fields.integer) & fields.exponent_mask
     if isinstance(lowest, Tensor):

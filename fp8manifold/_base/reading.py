@@ -1,4 +1,6 @@
-"""Reading a tensor's values: only if it has any, only outside of compiled graphs, and from a GPU only once."""
+"""Reading a tensor's values: only if it has any, only outside of compiled graphs, and
+from a GPU only once.
+"""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -10,7 +12,8 @@ from torch._compile import _disable_dynamo
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# torch.compiler.disable does the same and imports the whole compiler at once: more than half of this library's import.
+# torch.compiler.disable does the same and imports the whole compiler at once: more than
+# half of this library's import.
 eager_only = _disable_dynamo
 _READ: Final = WeakIdKeyDictionary()  #: By tensor: its version when it was read, and what was read.
 
@@ -26,13 +29,21 @@ def is_read_at_once(x: Tensor) -> bool:
 
 
 def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """``read(x)``, with one ``read`` for each tensor; from a GPU read again only once autograd counts a write to it."""
-    if is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
+    """``read(x)``, with one ``read`` for each tensor; from a GPU read again only once
+    autograd counts a write to it.
+    """
+    if (
+        is_read_at_once(x)
+        or torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.is_inference()
+    ):
         return read(x)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph can't record a layer that draws random bits or freezes its first scale: every replay would "
-            "repeat the bits and the scale of the recording; run the layer outside of the graph"
+            "a CUDA graph can't record a layer that draws random bits or freezes its first scale: "
+            "every replay would repeat the bits and the scale of the recording; run the layer "
+            "outside of the graph"
         )
     kept = _READ.get(x)
     if kept is None or kept[0] != x._version:
@@ -41,7 +52,9 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 
 def refuse_on_card(right: Tensor, message: str) -> None:
-    """Assert on the GPU that ``right`` is true; if not, the host raises an error where it waits next."""
+    """Assert on the GPU that ``right`` is true; if not, the host raises an error where
+    it waits next.
+    """
     torch._assert_async(right, message)
 
 
@@ -52,13 +65,22 @@ def advance(x: Tensor, number: int) -> None:
 
 
 def expect(x: Tensor, number: Any) -> None:
-    """Spare :func:`known` the wait for a number just written on a GPU: it is given, or a function that returns it."""
-    if not (is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference()):
+    """Spare :func:`known` the wait for a number just written on a GPU: it is given, or
+    a function that returns it.
+    """
+    if not (
+        is_read_at_once(x)
+        or torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.is_inference()
+    ):
         _READ[x] = (x._version, number)
 
 
 class Later:
-    """A tensor's values, copied to the host once the work before is done: only reading them waits."""
+    """A tensor's values, copied to the host once the work before is done: only reading
+    them waits.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self.x = self._values = x
@@ -82,14 +104,18 @@ class Later:
 
 
 class LaterMaximum:
-    """The largest of numbers that a GPU computes, read without a wait once it has reached the host."""
+    """The largest of numbers that a GPU computes, read without a wait once it has
+    reached the host.
+    """
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
         self._later: Later | None = None
 
     def add(self, number: Tensor) -> float | None:
-        """Add a number; the largest of those before it if it has reached the host, which then drops them."""
+        """Add a number; the largest of those before it if it has reached the host,
+        which then drops them.
+        """
         found = None
         if self._later is not None and self._later.is_there:
             found, self._largest = float(self._later.values), None

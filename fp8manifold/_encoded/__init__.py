@@ -1,1 +1,3 @@
-"""Tensors whose values are stored in another form: their storage, and what operators do with them."""
+"""Tensors whose values are stored in another form: their storage, and what operators do
+with them.
+"""

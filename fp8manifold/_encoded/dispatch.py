@@ -34,7 +34,9 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
-    """The same codes, made to depend on a gradient, so that a graph decodes them no earlier and stores no values."""
+    """The same codes, made to depend on a gradient, so that a graph decodes them no
+    earlier and stores no values.
+    """
     if not gradient.numel():
         return codes
     first = gradient[(0,) * gradient.dim()]
@@ -48,7 +50,9 @@ def is_backward() -> bool:
 
 
 TRACED_AS: Final = 6
-"""The version of what operators are traced to: with another one, code that a compiler has on disk is not used."""
+"""The version of what operators are traced to: with another one, code that a compiler
+has on disk is not used.
+"""
 DTYPES: Final = (torch.float32, torch.bfloat16)  #: The dtypes that an encoded tensor may appear as.
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -68,7 +72,9 @@ def _without_memory(name: str) -> Any:
 
 
 class EncodedTensor(torch.Tensor):
-    """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
+    """A tensor whose values are stored in another form; every operator on it goes
+    through :func:`_run`.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     is_share = False  #: True if it holds one process's rows of a sharded tensor.
@@ -77,7 +83,9 @@ class EncodedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, hidden from a compiler once it is loaded, which would trace this code as a user's."""
+        """Run an operator, hidden from a compiler once it is loaded, which would trace
+        this code as a user's.
+        """
         if "torch._dynamo" in sys.modules:
             EncodedTensor.__torch_dispatch__ = classmethod(_hidden)  # type: ignore[assignment]
         check_not_sent(func)
@@ -97,19 +105,25 @@ class EncodedTensor(torch.Tensor):
         return viewed
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Encode values of the tensor's shape in place of the present ones; ``operator`` names what writes."""
+        """Encode values of the tensor's shape in place of the present ones;
+        ``operator`` names what writes.
+        """
         raise NotImplementedError
 
     def check_writable(self) -> None:
         """Raise RuntimeError if operators may not write values into this tensor."""
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The parts that a compiler sees, by name, and everything else that makes the tensor."""
+        """The parts that a compiler sees, by name, and everything else that makes the
+        tensor.
+        """
         raise NotImplementedError
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its history, sharing its codes; assigning writes into them, and warns where it rounds."""
+        """The tensor without its history, sharing its codes; assigning writes into
+        them, and warns where it rounds.
+        """
         twin: Any = self.detach()
         twin.writes_before = self._writes()
         return twin  # type: ignore[no-any-return]
@@ -117,12 +131,18 @@ class EncodedTensor(torch.Tensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         if values.dtype not in DTYPES:
-            raise TypeError(f"the dtype of an {type(self).__name__} is float32 or bfloat16, not {values.dtype}")
+            raise TypeError(
+                f"the dtype of an {type(self).__name__} is float32 or bfloat16, not {values.dtype}"
+            )
         refuse_part_of_buffer(values)
         if values.shape != self.shape:
             shapes = f"of shape {tuple(self.shape)} can't take data of shape {tuple(values.shape)}"
-            raise RuntimeError(f"an {type(self).__name__} {shapes}: resize layers before quantize_model")
-        before: int | None = getattr(values, "writes_before", None)  # set for x.data += y, and for a changed clone
+            raise RuntimeError(
+                f"an {type(self).__name__} {shapes}: resize layers before quantize_model"
+            )
+        before: int | None = getattr(
+            values, "writes_before", None
+        )  # set for x.data += y, and for a changed clone
         rounded = isinstance(values, EncodedTensor) and before not in (None, values._writes())
         with torch.no_grad():
             self.copy_(values)
@@ -170,7 +190,9 @@ class EncodedTensor(torch.Tensor):
 
 @dataclass(frozen=True)
 class Replay:
-    """An operator that makes a view, with its arguments: comparable, so that compiled code recognises a view."""
+    """An operator that makes a view, with its arguments: comparable, so that compiled
+    code recognises a view.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -195,7 +217,9 @@ _ROWS: Final = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.
 
 
 def takes_rows(replay: Replay) -> bool:
-    """True if a view takes some indices of the first dimension, and all entries under these."""
+    """True if a view takes some indices of the first dimension, and all entries under
+    these.
+    """
     place = 1 if replay.func is _aten.split.Tensor else 0
     dimension = replay.args[place] if len(replay.args) > place else replay.kwargs.get("dim", 0)
     return replay.func in _ROWS and dimension == 0
@@ -206,10 +230,14 @@ class View(EncodedTensor):
 
     base: Any
     replay: Replay
-    is_turned = False  #: True for transposed matrices, whose values are decoded into contiguous memory.
+    is_turned = (
+        False  #: True for transposed matrices, whose values are decoded into contiguous memory.
+    )
 
     @staticmethod
-    def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
+    def __new__(
+        cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0
+    ) -> "View":
         """``replay(base)``, of a size, stride and offset that are known."""
         view: View = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
@@ -226,7 +254,9 @@ class View(EncodedTensor):
         return f"{self.base._stable_hash_for_caching()} {self.replay} {self.shape} {self.requires_grad}"
 
     @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, Any], rest: tuple[Any, ...], size: Any, stride: Any) -> "View":
+    def __tensor_unflatten__(
+        cls, parts: dict[str, Any], rest: tuple[Any, ...], size: Any, stride: Any
+    ) -> "View":
         return cls(parts["base"], rest[0], size, stride, rest[1])
 
     def dequantize(self) -> Tensor:
@@ -234,7 +264,9 @@ class View(EncodedTensor):
         return values.contiguous() if self.is_turned else values
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
-        """The values of a view of this view; of a turned one that takes some matrices only these are decoded."""
+        """The values of a view of this view; of a turned one that takes some matrices
+        only these are decoded.
+        """
         if self.is_turned and takes_rows(replay):
             turned: Tensor = self.replay(self.base._dequantized_view(replay))
             return turned.contiguous()
@@ -275,9 +307,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _view(func, args, kwargs)
     if func in _FACTORIES:
         x = args[0]
-        return func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+        return func(
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device),
+            *args[1:],
+            **kwargs,
+        )
     if torch.Tag.inplace_view in func.tags:
-        raise RuntimeError(f"{func}: the shape of an FP8Tensor can't be changed in place; use {func} without the _")
+        raise RuntimeError(
+            f"{func}: the shape of an FP8Tensor can't be changed in place; use {func} without the _"
+        )
     written = _written(func, args, kwargs)
     if any(isinstance(x, EncodedTensor) for x in written):
         return _run_writing(func, args, kwargs, written)
@@ -287,8 +325,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments in a backward pass, encoded ones in a graph decoded no earlier than a plain one is computed."""
-    gradient = next((x for x in args if isinstance(x, Tensor) and not isinstance(x, EncodedTensor)), None)
+    """Arguments in a backward pass, encoded ones in a graph decoded no earlier than a
+    plain one is computed.
+    """
+    gradient = next(
+        (x for x in args if isinstance(x, Tensor) and not isinstance(x, EncodedTensor)), None
+    )
     if gradient is None:
         return args
     return tuple([_after(gradient, x) if isinstance(x, EncodedTensor) else x for x in args])
@@ -301,7 +343,9 @@ def _after(gradient: Tensor, x: Any) -> Tensor:
         viewed: Tensor = x.replay(_after(gradient, x.base))
         return viewed
     if is_traced(x.codes):
-        x = x.with_parts(lambda part: recalled(part, gradient) if part.dtype == torch.uint8 else part)
+        x = x.with_parts(
+            lambda part: recalled(part, gradient) if part.dtype == torch.uint8 else part
+        )
     decoded: Tensor = x.dequantize()
     return decoded
 
@@ -312,7 +356,9 @@ def root_of(x: Any) -> Any:
 
 
 @eager_only
-def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _hidden(
+    cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     """An operator, run where a compiler does not see it."""
     check_not_sent(func)
     return _run(func, args, kwargs or {})
@@ -326,12 +372,20 @@ def plain(tree: Any) -> Any:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that the operator's schema says it writes to."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        given.get(a.name)
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     return [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor)]
 
 
-def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
-    """Run on float32 copies of what is written (of the apparent dtype for a fused optimizer), and encode these."""
+def _run_writing(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+) -> Any:
+    """Run on float32 copies of what is written (of the apparent dtype for a fused
+    optimizer), and encode these.
+    """
     widen = not func._schema.name.startswith("aten::_fused")
     stands_for = {id(x): x for x in written}
     for x in written:
@@ -345,7 +399,10 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
         value = x.dequantize() if isinstance(x, EncodedTensor) else x
         return value.float() if widen and value.dtype == torch.bfloat16 else value
 
-    out = func(*pytree.tree_map_only(Tensor, argument, args), **pytree.tree_map_only(Tensor, argument, kwargs))
+    out = func(
+        *pytree.tree_map_only(Tensor, argument, args),
+        **pytree.tree_map_only(Tensor, argument, kwargs),
+    )
     for x in written:
         if isinstance(x, EncodedTensor):
             x.write(stands_for[id(x)], name_of(func))
@@ -364,7 +421,11 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base, replay = args[0], Replay(func, args[1:], kwargs)
     shapes = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
     if isinstance(shapes, Tensor):
-        return view_of(base, replay, shapes) if shapes.dtype == base.dtype else func(*plain(args), **kwargs)
+        return (
+            view_of(base, replay, shapes)
+            if shapes.dtype == base.dtype
+            else func(*plain(args), **kwargs)
+        )
     return [view_of(base, replace(replay, part=i), shape) for i, shape in enumerate(shapes)]
 
 
@@ -382,7 +443,13 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-_COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
+_COLLECTIVES: Final = (
+    "c10d",
+    "_c10d_functional",
+    "c10d_functional",
+    "_c10d_functional_autograd",
+    "symm_mem",
+)
 
 
 def check_not_sent(func: Any) -> None:
@@ -394,14 +461,19 @@ def check_not_sent(func: Any) -> None:
 def refuse_collective(func: Any) -> NoReturn:
     """Raise RuntimeError: it would send floats, or nothing."""
     raise RuntimeError(
-        f"{func} can't take an FP8Tensor, which stores codes and scales: use torch.distributed.broadcast, which sends "
+        f"{func} can't take an FP8Tensor, which stores codes and scales: use "
+        f"torch.distributed.broadcast, which sends "
         "all its parts, or send the module's state_dict(), or the values of dequantize()"
     )
 
 
 def refuse_part_of_buffer(values: Tensor) -> None:
-    """Raise RuntimeError for part of a buffer of floats, as ``ZeroRedundancyOptimizer`` sends it: it has no codes."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or hasattr(values, "is_share"):
+    """Raise RuntimeError for part of a buffer of floats, as ``ZeroRedundancyOptimizer``
+    sends it: it has no codes.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or hasattr(
+        values, "is_share"
+    ):
         return
     if values._base is not None or values.untyped_storage().nbytes() > values.nbytes:
         raise RuntimeError(
@@ -411,12 +483,16 @@ def refuse_part_of_buffer(values: Tensor) -> None:
 
 
 def guard_memory(x: Tensor) -> None:
-    """Make C++ code that asks for the values' address raise, which would write to no memory at all."""
+    """Make C++ code that asks for the values' address raise, which would write to no
+    memory at all.
+    """
     torch._C._set_throw_on_mutable_data_ptr(x)
 
 
 class NoStorage:
-    """The storage of a tensor without memory: its size, which libraries compare, and its identity, for compilers."""
+    """The storage of a tensor without memory: its size, which libraries compare, and
+    its identity, for compilers.
+    """
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -436,6 +512,7 @@ class NoStorage:
 def refuse_memory(name: str) -> NoReturn:
     """Raise NotImplementedError, a RuntimeError: there is no memory full of floats."""
     raise NotImplementedError(
-        f"an FP8Tensor has no {name} of floats, because it stores codes and scales: to save it, use its module's "
+        f"an FP8Tensor has no {name} of floats, because it stores codes and scales: to save it, "
+        f"use its module's "
         "state_dict(), whose entries are plain tensors; for plain floats call dequantize()"
     )

@@ -17,7 +17,8 @@ def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
     """The remainder of a saved tensor, or None."""
     if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
         raise ValueError(
-            f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of {tuple(codes.shape)}"
+            f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of "
+            f"{tuple(codes.shape)}"
         )
     return left
 
@@ -26,7 +27,16 @@ _aten = torch.ops.aten
 _FILLS: Final = {
     getattr(getattr(_aten, name), overload)
     for name in (
-        *("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_"),
+        *(
+            "normal_",
+            "uniform_",
+            "log_normal_",
+            "exponential_",
+            "cauchy_",
+            "geometric_",
+            "random_",
+            "bernoulli_",
+        ),
         *("fill_", "zero_"),
     )
     for overload in getattr(_aten, name).overloads()
@@ -44,7 +54,9 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if isinstance(x, dispatch.View):
         return dispatch.view_of(x.base, x.replay, x)
-    twin = x.with_parts(func if is_traced(x.codes) else lambda part: part)  # the parts count their writes themselves
+    twin = x.with_parts(
+        func if is_traced(x.codes) else lambda part: part
+    )  # the parts count their writes themselves
     twin.lent_from = x.lent_from
     return twin
 
@@ -62,7 +74,9 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dispatch.implements(_aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy on another device or with another apparent dtype; a plain tensor for any other dtype."""
+    """A copy on another device or with another apparent dtype; a plain tensor for any
+    other dtype.
+    """
     x, dtype = args[0], kwargs.get("dtype")
     if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
         return lent(x, dtype)
@@ -70,7 +84,11 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"the dtype of a sharded FP8Tensor is float32 or bfloat16, not {dtype}")
     if not _is_whole(x) or dtype not in (None, *dispatch.DTYPES):
         return NotImplemented
-    places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}
+    places = {
+        name: value
+        for name, value in kwargs.items()
+        if name in ("device", "non_blocking", "pin_memory")
+    }
     return x.with_parts(lambda part: func(part, **places), dtype)
 
 
@@ -91,24 +109,35 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_there(x: Any, source: Any) -> bool:
-    """True if the tensor has these values already, to the sign of a zero, as when DDP copies after a ``sync``."""
+    """True if the tensor has these values already, to the sign of a zero, as when DDP
+    copies after a ``sync``.
+    """
     values = source.dequantize() if isinstance(source, dispatch.EncodedTensor) else source
     if values.shape != x.shape or values.device != x.device:
         return False
     own = x.dequantize().float()
-    return bool(((own == values) & (own.signbit() == values.signbit()) | (own.isnan() & values.isnan())).all())
+    return bool(
+        (
+            (own == values) & (own.signbit() == values.signbit()) | (own.isnan() & values.isnan())
+        ).all()
+    )
 
 
 @dispatch.implements(*_FILLS)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Fill a tensor at a fresh scale, which owes nothing to the values before."""
     return _replace(
-        func, args[0], lambda values: func(values, *dispatch.plain(args[1:]), **dispatch.plain(kwargs)), fresh=True
+        func,
+        args[0],
+        lambda values: func(values, *dispatch.plain(args[1:]), **dispatch.plain(kwargs)),
+        fresh=True,
     )
 
 
 def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
-    """Replace all values of a tensor, also through a view of all of them; NotImplemented for a part of them."""
+    """Replace all values of a tensor, also through a view of all of them;
+    NotImplemented for a part of them.
+    """
     if not isinstance(x, dispatch.EncodedTensor):
         return NotImplemented
     root: Any = x
@@ -129,7 +158,9 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Broadcast every part of a whole tensor; format, seed and rounding are not sent."""
     (x,), rest = args[0], args[1:]
-    if isinstance(x, dispatch.View) and x.numel() == x.base.numel():  # flat, as DDP starts with a single parameter
+    if (
+        isinstance(x, dispatch.View) and x.numel() == x.base.numel()
+    ):  # flat, as DDP starts with a single parameter
         x = x.base
     if not _is_whole(x):
         dispatch.refuse_collective(func)
@@ -150,8 +181,12 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x = args[0]
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
         return NotImplemented
-    made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
-    made.set_scale_(1.0)  # zeros at a valid scale: a scale without a value could not be told from another
+    made = x.with_parts(
+        lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype")
+    )
+    made.set_scale_(
+        1.0
+    )  # zeros at a valid scale: a scale without a value could not be told from another
     return made
 
 
@@ -161,4 +196,6 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rows = args[:2]
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
-    return x.decoded_rows(lambda part: part.index_select(0, rows.reshape(-1))).view(*rows.shape, x.shape[1])
+    return x.decoded_rows(lambda part: part.index_select(0, rows.reshape(-1))).view(
+        *rows.shape, x.shape[1]
+    )

@@ -1,7 +1,9 @@
-"""Operands of products on units of eight bits: rows rounded at power-of-two scales, and copies of bytes.
+"""Operands of products on units of eight bits: rows rounded at power-of-two scales, and
+copies of bytes.
 
-These are the definitions, in torch's operators: a CPU runs them, a compiler fuses them, and kernels are compared with
-them.  Codes are uint8 in the layout of ``torch.float8_e4m3fn``; scales are float32 powers of two, one per row.
+These are the definitions, in torch's operators: a CPU runs them, a compiler fuses them,
+and kernels are compared with them. Codes are uint8 in the layout of
+``torch.float8_e4m3fn``; scales are float32 powers of two, one per row.
 """
 
 import math
@@ -19,9 +21,13 @@ _MANTISSA: Final = 23
 
 
 def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The least powers of two that take magnitudes to ``largest`` at most, or NaN, and their inverses, 0 for NaN."""
+    """The least powers of two that take magnitudes to ``largest`` at most, or NaN, and
+    their inverses, 0 for NaN.
+    """
     fraction, exponent = math.frexp(largest)
-    carry = 2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)  # reaches the exponent from the next mantissa on
+    carry = (
+        2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)
+    )  # reaches the exponent from the next mantissa on
     biased = ((amax.view(torch.int32) + carry) >> _MANTISSA).sub(exponent - 1).clamp(min=1)
     biased = torch.where(amax == 0, 127, biased)
     scale, inverse = ((each << _MANTISSA).view(torch.float32) for each in (biased, 254 - biased))
@@ -30,19 +36,27 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """True if a kernel can read ``x`` on its GPU; a compiler gets the definition, which it fuses with others."""
-    return x.is_cuda and has_memory(x) and _triton.is_available()  # in this order: no compiler traces the last
+    """True if a kernel can read ``x`` on its GPU; a compiler gets the definition, which
+    it fuses with others.
+    """
+    return (
+        x.is_cuda and has_memory(x) and _triton.is_available()
+    )  # in this order: no compiler traces the last
 
 
 def _units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[Tensor, Tensor]:
-    """``x * fold`` in units of the scale of a row or column, exactly, and the scales; 0 where the scale is NaN."""
+    """``x * fold`` in units of the scale of a row or column, exactly, and the scales; 0
+    where the scale is NaN.
+    """
     wide = x.float() if fold is None else x.float() * fold
     scale, inverse = pow2_scales(wide.abs().amax(axis, keepdim=True), largest)
     return torch.where(scale.isnan(), 0.0, wide * inverse), scale
 
 
 def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes (M, K) of ``x * fold`` and a scale (M, 1) per row; ``fold`` is None, K powers of two or one."""
+    """E4M3 codes (M, K) of ``x * fold`` and a scale (M, 1) per row; ``fold`` is None, K
+    powers of two or one.
+    """
     if _has_kernels(x):
         return rows_on_gpu(x, fold)
     units, scale = _units(x, fold, LARGEST[torch.float8_e4m3fn], 1)
@@ -50,7 +64,9 @@ def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes (N, M) of ``(g * fold)^T``, and a scale (N, 1) per column of g; ``fold`` is None or (M, 1)."""
+    """E4M3 codes (N, M) of ``(g * fold)^T``, and a scale (N, 1) per column of g;
+    ``fold`` is None or (M, 1).
+    """
     if _has_kernels(g):
         return columns_on_gpu(g, fold)
     units, scale = _units(g, fold, LARGEST[torch.float8_e4m3fn], 0)
@@ -58,7 +74,9 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
 
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows rounded as by :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
+    """Rows rounded as by :func:`round_rows`, to whole numbers from -127 to 127, ties to
+    the even one: int8 (M, K).
+    """
     if _has_kernels(x):
         return int8_rows_on_gpu(x, fold)
     units, scale = _units(x, fold, LARGEST[torch.int8], 1)
@@ -89,12 +107,18 @@ _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 
 
 def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
-    """The transpose (K, N) of codes (N, K), by rows; a graph makes it only after ``after``, so as not to save it."""
+    """The transpose (K, N) of codes (N, K), by rows; a graph makes it only after
+    ``after``, so as not to save it.
+    """
     made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
     return made
 
 
-def codes_to_int8(codes: Tensor, *, transposed: bool = False, after: Tensor | None = None) -> Tensor:
-    """The whole numbers that E1M6 codes stand for in units of its spacing: int8 (N, K), or (K, N) ``transposed``."""
+def codes_to_int8(
+    codes: Tensor, *, transposed: bool = False, after: Tensor | None = None
+) -> Tensor:
+    """The whole numbers that E1M6 codes stand for in units of its spacing: int8 (N, K),
+    or (K, N) ``transposed``.
+    """
     made: Tensor = torch.ops.fp8manifold.codes_to_int8(codes, transposed, after)
     return made

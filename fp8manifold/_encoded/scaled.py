@@ -1,4 +1,6 @@
-"""The parts of a tensor beside its codes: constant traits, scales, and the weight whose codes autocast lent it."""
+"""The parts of a tensor beside its codes: constant traits, scales, and the weight whose
+codes autocast lent it.
+"""
 
 import weakref
 from functools import lru_cache
@@ -29,12 +31,15 @@ class Traits(NamedTuple):
     block_size: BlockSize
     #: whether the name of the operator that writes is a key word of its draws
     by_operator: bool = True
-    #: how the draws of one weight follow each other in an optimizer's steps; operators always draw independently
+    #: how the draws of one weight follow each other in an optimizer's steps; operators
+    #: always draw independently
     draws: Draws = "independent"
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """The traits as plain values, the format by name: what can be compared, hashed and unpickled."""
+        """The traits as plain values, the format by name: what can be compared, hashed
+        and unpickled.
+        """
         return (self.format.name, *self[1:])
 
     def check(self) -> None:
@@ -45,7 +50,10 @@ class Traits(NamedTuple):
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
         if len(flat) != len(cls._fields):
-            raise ValueError(f"{flat!r} must be the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
+            raise ValueError(
+                f"{flat!r} must be the {len(cls._fields)} traits of a tensor: "
+                f"{', '.join(cls._fields)}"
+            )
         return cls(_format_named(flat[0]), *flat[1:])
 
 
@@ -53,13 +61,17 @@ _format_named = lru_cache(maxsize=256)(FloatFormat.from_string)
 
 
 def is_lent_here(x: Any) -> bool:
-    """True if a cast may share the codes: in a forward pass under autocast, of a tensor neither sharded nor traced."""
+    """True if a cast may share the codes: in a forward pass under autocast, of a tensor
+    neither sharded nor traced.
+    """
     root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return nesting > 0 and torch.is_grad_enabled()  # a module that is cast has no gradients, and keeps what it gets
+    return (
+        nesting > 0 and torch.is_grad_enabled()
+    )  # a module that is cast has no gradients, and keeps what it gets
 
 
 def lent(x: Any, dtype: torch.dtype) -> Any:
@@ -76,21 +88,28 @@ def check_current(x: Any) -> None:
     """Raise RuntimeError if codes were lent by a cast, and have changed since."""
     if x.lent_from is not None and any(part._version != version for part, version in x.lent_from):
         raise RuntimeError(
-            f"an {type(x).__name__} was cast under autocast, and the weight whose codes it shares has changed since: "
-            "take the optimizer's step after the backward pass and outside of autocast, or cast a clone()"
+            f"an {type(x).__name__} was cast under autocast, and the weight whose codes it shares "
+            f"has changed since: "
+            "take the optimizer's step after the backward pass and outside of autocast, or cast a "
+            "clone()"
         )
 
 
 def check_own(x: Any) -> None:
-    """Raise RuntimeError if codes are lent: writing to them would change the weight that was cast."""
+    """Raise RuntimeError if codes are lent: writing to them would change the weight
+    that was cast.
+    """
     if x.lent_from is not None:
         raise RuntimeError(
-            f"an {type(x).__name__} that was cast under autocast shares the codes of the weight: write to the weight, "
+            f"an {type(x).__name__} that was cast under autocast shares the codes of the weight: "
+            f"write to the weight, "
             "or to a clone() of the cast"
         )
 
 
-Lent = tuple[tuple[Tensor, int], ...]  #: Parts of the tensor that was cast, and their versions then.
+Lent = tuple[
+    tuple[Tensor, int], ...
+]  #: Parts of the tensor that was cast, and their versions then.
 
 
 class ScaledTensor(EncodedTensor):
@@ -98,13 +117,21 @@ class ScaledTensor(EncodedTensor):
 
     codes: Tensor
     kept_scale: Tensor
-    """The memory of the scales: uint8 exponents for blocks whose scales all are powers of two, otherwise float32."""
+    """The memory of the scales: uint8 exponents for blocks whose scales all are powers
+    of two, otherwise float32.
+    """
     format: FloatFormat
     block_size: BlockSize
     lent_from: Lent | None
-    """The parts that a cast under autocast shares, and their versions; None for any other tensor."""
-    stepped_by: "weakref.ref[Any] | None" = None  #: The optimizer whose state has something in units of the scale.
-    resumes = False  #: True if it came from a state dict: a tensor that copies it takes over its count and seed.
+    """The parts that a cast under autocast shares, and their versions; None for any
+    other tensor.
+    """
+    stepped_by: "weakref.ref[Any] | None" = (
+        None  #: The optimizer whose state has something in units of the scale.
+    )
+    #: True if it came from a state dict: a tensor that copies it takes over its count
+    #: and seed.
+    resumes = False
 
     @property
     def exponents(self) -> Tensor | None:
@@ -122,7 +149,9 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def granularity(self) -> str:
-        """``tensor``, ``channel``, ``row``, ``block`` or ``square``: what shares a scale."""
+        """``tensor``, ``channel``, ``row``, ``block`` or ``square``: what shares a
+        scale.
+        """
         if isinstance(self.block_size, tuple):
             return "square"
         if self.block_size or not self.kept_scale.dim():
@@ -134,20 +163,25 @@ class ScaledTensor(EncodedTensor):
         return expand_scale(self.scale, self.block_size, self.codes.shape)
 
     def largest(self) -> Tensor:
-        """The largest stored magnitude under each scale, in value; of the shape of ``scale``."""
+        """The largest stored magnitude under each scale, in value; of the shape of
+        ``scale``.
+        """
         return largest_magnitude(self.codes, self.scale, self.format, self.block_size)
 
     def set_scale_(self, scale: float | Tensor) -> Self:
-        """Write other scales, also for tensors that share them; the codes stay, so values change with the scales.
+        """Write other scales, also for tensors that share them; the codes stay, so
+        values change with the scales.
 
         Args:
-            scale: positive normal, a number or a tensor that broadcasts to the shape of ``scale``, rounded to float32.
-                Blocks that have exponents hold float32 from then on unless all are powers of two.
+            scale: positive normal, a number or a tensor that broadcasts to the shape of
+                ``scale``, rounded to float32. Blocks that have exponents hold float32
+                from then on unless all are powers of two.
 
         Raises:
             TypeError: uint8, which might be exponents.
             ValueError: a scale that is no such number, or does not fit.
-            RuntimeError: exponents that would become floats in compiled code, or in one process of several.
+            RuntimeError: exponents that would become floats in compiled code, or in one
+                process of several.
 
         Example:
             >>> from fp8manifold import FP8Tensor
@@ -158,7 +192,10 @@ class ScaledTensor(EncodedTensor):
         check_own(self)
         new = other_scale(self, scale, blocks=self.exponents is not None)
         if self.is_share and new.dtype is not self.kept_scale.dtype:
-            raise RuntimeError("a sharded FP8Tensor has powers of two for scales: set other scales before fully_shard")
+            raise RuntimeError(
+                "a sharded FP8Tensor has powers of two for scales: set other scales before "
+                "fully_shard"
+            )
         write_kept(self.kept_scale, new)
         self._changed()
         return self
@@ -169,9 +206,13 @@ class ScaledTensor(EncodedTensor):
 
 
 def write_kept(kept: Tensor, new: Tensor) -> None:
-    """Write scales, also for tensors that share the memory; in eager mode floats may replace exponents."""
+    """Write scales, also for tensors that share the memory; in eager mode floats may
+    replace exponents.
+    """
     if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
         if is_traced(kept):
-            raise RuntimeError("compiled code can't set scales other than powers of two: set them in eager mode")
+            raise RuntimeError(
+                "compiled code can't set scales other than powers of two: set them in eager mode"
+            )
         kept.data = torch.empty(kept.shape, device=kept.device)
     kept.copy_(decoded_scale(new) if kept.dtype is torch.float32 else new)

@@ -1,6 +1,8 @@
-"""Codes and scales as a store of weights: from floats, to floats, and the remainder of rounding.
+"""Codes and scales as a store of weights: from floats, to floats, and the remainder of
+rounding.
 
-A scale is for the weights that its shape says, for 32 of a row, or for a square of 128 x 128, partial at its ends.
+A scale is for the weights that its shape says, for 32 of a row, or for a square of 128
+x 128, partial at its ends.
 """
 
 import math
@@ -19,26 +21,34 @@ from fp8manifold.random_bits import named_word
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 
 BlockSize = int | tuple[int, int] | None
-"""The weights that share a scale: 32 of a row, 128 x 128 of the last two dimensions, or what the scale's shape says."""
+"""The weights that share a scale: 32 of a row, 128 x 128 of the last two dimensions, or
+what the scale's shape says.
+"""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
 _SHORTEST_RUN: Final = 32
 _KNOWN: Final[dict[int, BlockSize]] = {0: None, BLOCK_SIZE: BLOCK_SIZE, SQUARE_SIZE**2: SQUARE}
 
 
 def number_of(block_size: BlockSize) -> int:
-    """The block size as one number, which states store: the weights that share a scale, or 0 without blocks."""
+    """The block size as one number, which states store: the weights that share a scale,
+    or 0 without blocks.
+    """
     return next(number for number, known in _KNOWN.items() if known == block_size)
 
 
 def block_size_of(number: int) -> BlockSize:
     """The inverse of :func:`number_of`."""
     if number not in _KNOWN:
-        raise ValueError(f"blocks of {number} weights are unknown: one of {', '.join(map(str, _KNOWN))}")
+        raise ValueError(
+            f"blocks of {number} weights are unknown: one of {', '.join(map(str, _KNOWN))}"
+        )
     return _KNOWN[number]
 
 
 def run_length(columns: int) -> int:
-    """Weights in each of the equal runs of a row that share a scale: 32 to 128, 1, or a row of up to 128."""
+    """Weights in each of the equal runs of a row that share a scale: 32 to 128, 1, or a
+    row of up to 128.
+    """
     if columns <= SQUARE_SIZE:
         return max(columns, 1)
     length = math.gcd(columns, SQUARE_SIZE)
@@ -46,12 +56,16 @@ def run_length(columns: int) -> int:
 
 
 def runs_of(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The scales of squares, one for each run of :func:`run_length` weights, contiguous."""
+    """The scales of squares, one for each run of :func:`run_length` weights,
+    contiguous.
+    """
     return runs_of_rows(spread_rows(scale, shape[-2]), shape[-1])
 
 
 def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
-    """The scales of runs, from those of rows: one for each square that a row runs through."""
+    """The scales of runs, from those of rows: one for each square that a row runs
+    through.
+    """
     length = run_length(columns)
     if columns <= SQUARE_SIZE:
         return scale.contiguous()
@@ -65,8 +79,11 @@ def spread_rows(scale: Tensor, rows: int) -> Tensor:
 
 def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
     if size % SQUARE_SIZE and (is_traced(scale) or torch.compiler.is_compiling()):
-        # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins loops: avoid // altogether
-        return scale.index_select(dim, (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long())
+        # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins
+        # loops: avoid // altogether
+        return scale.index_select(
+            dim, (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long()
+        )
     return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)
 
 
@@ -74,12 +91,16 @@ REMAINDER_STEPS: Final = 256  #: Parts of a chart step in which a remainder is c
 
 
 def is_traced(x: Tensor) -> bool:
-    """True if ``x`` is a tracer's tensor or has no memory, so that nothing may depend on its values."""
+    """True if ``x`` is a tracer's tensor or has no memory, so that nothing may depend
+    on its values.
+    """
     return type(x) is not Tensor or x.is_meta
 
 
 def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
-    """The scale in a shape that broadcasts against the values: blocks are spread out, the rest stays as it is."""
+    """The scale in a shape that broadcasts against the values: blocks are spread out,
+    the rest stays as it is.
+    """
     if isinstance(block_size, tuple):
         return _spread(spread_rows(scale, shape[-2]), shape[-1], -1).contiguous()
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
@@ -88,9 +109,11 @@ def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Ten
 def dequantize_codes(
     codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: BlockSize
 ) -> Tensor:
-    """``scale * decode(codes)``, the floats of stored weights: rounded to float32, and from there to ``dtype``.
+    """``scale * decode(codes)``, the floats of stored weights: rounded to float32, and
+    from there to ``dtype``.
 
-    A scale is ``()``, or one per row ``(R, 1, .., 1)``, per block of the last axis, or per square of the last two.
+    A scale is ``()``, or one per row ``(R, 1, .., 1)``, per block of the last axis, or
+    per square of the last two.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
@@ -100,13 +123,19 @@ def dequantize_codes(
 
 
 def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """``scale * decode(codes)`` of codes in memory, with a scale for each of equal runs of them."""
+    """``scale * decode(codes)`` of codes in memory, with a scale for each of equal runs
+    of them.
+    """
     if (native := decoded(codes, fmt, dtype, scale)) is not None:
         return native
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if out.numel():
         groups = scale.numel()
-        matrix, factors, target = codes.reshape(groups, -1), scale.reshape(groups, 1), out.view(groups, -1)
+        matrix, factors, target = (
+            codes.reshape(groups, -1),
+            scale.reshape(groups, 1),
+            out.view(groups, -1),
+        )
         axis = 1 if groups == 1 else 0
         length = max(BLOCK // matrix.shape[1 - axis], 1) if codes.is_cpu else matrix.shape[axis]
         parts = (x.split(length, axis) for x in (matrix, factors.expand_as(matrix), target))
@@ -116,22 +145,31 @@ def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dty
 
 
 def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
-    """Codes of values in units of their scale, in a graph: rounded to nearest, as no draw can be counted there."""
+    """Codes of values in units of their scale, in a graph: rounded to nearest, as no
+    draw can be counted there.
+    """
     if rounding == "stochastic" and not units.is_meta:
         raise RuntimeError(
-            "compiled code can't write to an FP8Tensor in place with rounding='stochastic', whose draws are counted "
-            "outside the graph: write in eager mode, take rounding='nearest', or step it with fp8manifold.optim"
+            "compiled code can't write to an FP8Tensor in place with rounding='stochastic', whose "
+            "draws are counted outside the graph: write in eager mode, take rounding='nearest', or "
+            "step it with fp8manifold.optim"
         )
     return encode_bits(units.float(), fmt)
 
 
 def divided(w: Tensor, scale: Tensor) -> Tensor:
-    """``w / scale`` in the wider dtype of the two; torch would divide halves by a scalar scale in their own."""
+    """``w / scale`` in the wider dtype of the two; torch would divide halves by a
+    scalar scale in their own.
+    """
     return w.to(torch.promote_types(w.dtype, scale.dtype)) / scale
 
 
-def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool) -> tuple[Tensor, Tensor | None]:
-    """Codes of the values of ``w`` rounded to nearest, and the remainder if it is kept; some rows at a time."""
+def codes_of(
+    w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Codes of the values of ``w`` rounded to nearest, and the remainder if it is kept;
+    some rows at a time.
+    """
     if not has_values(w):
         codes = torch.empty_like(w, dtype=torch.uint8)
     elif not is_traced(w) and in_pieces(w):
@@ -144,7 +182,9 @@ def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
                 left[rows] = part
         return codes, left
     elif w.dim() > 2 and w.shape[0] == 1 and not is_traced(w) and w.numel():
-        codes, inner = codes_of(w[0], scale[0] if scale.dim() else scale, fmt, keep_remainder=keep_remainder)
+        codes, inner = codes_of(
+            w[0], scale[0] if scale.dim() else scale, fmt, keep_remainder=keep_remainder
+        )
         return codes[None], None if inner is None else inner[None]
     else:
         codes = encode(divided(w, scale), fmt)
@@ -152,7 +192,9 @@ def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
 
 
 def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """The remainder ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127]: int8 of ``w``'s shape, 0 for NaN."""
+    """The remainder ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127]: int8 of
+    ``w``'s shape, 0 for NaN.
+    """
     if not has_values(w):
         return torch.empty_like(w, dtype=torch.int8)
     left = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)
@@ -160,25 +202,38 @@ def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> T
 
 
 def void_remainder(own: Any) -> None:
-    """Drop the remainder of a tensor whose codes have changed, also for state dicts, which share its memory."""
+    """Drop the remainder of a tensor whose codes have changed, also for state dicts,
+    which share its memory.
+    """
     if own.remainder is not None:
         own.remainder.zero_()
         own.remainder = None
 
 
 def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """The codes, contiguous; the code of Inf, or one beyond the format's width, is refused."""
+    """The codes, contiguous; the code of Inf, or one beyond the format's width, is
+    refused.
+    """
     check_codes(codes)
     if not is_traced(codes) and codes.numel():
         if int(codes.max()) >= 2 * fmt.sign_bit:
-            raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")
+            raise ValueError(
+                f"code {int(codes.max())} is out of range for {fmt.name}: 0 to "
+                f"{2 * fmt.sign_bit - 1}"
+            )
         if fmt.inf_code is not None and bool(((codes & (fmt.sign_bit - 1)) == fmt.inf_code).any()):
-            raise ValueError(f"codes hold {fmt.inf_code}, which is Inf in {fmt.name}: stored weights are finite")
+            raise ValueError(
+                f"codes hold {fmt.inf_code}, which is Inf in {fmt.name}: stored weights are finite"
+            )
     return codes.contiguous()
 
 
-def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: BlockSize) -> Tensor:
-    """The largest finite magnitude stored under each scale, in value; of the shape of ``scale``."""
+def largest_magnitude(
+    codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: BlockSize
+) -> Tensor:
+    """The largest finite magnitude stored under each scale, in value; of the shape of
+    ``scale``.
+    """
     if not codes.numel():
         return torch.zeros_like(scale)
     groups = codes & (fmt.sign_bit - 1)
@@ -192,7 +247,9 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
 
 
 def next_codes(own: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
-    """Codes of values in units of the scale that ``operator`` writes; draws are counted, and always independent."""
+    """Codes of values in units of the scale that ``operator`` writes; draws are
+    counted, and always independent.
+    """
     if is_traced(own.codes):
         return encode_in_graph(units, own.format, rounding)
     if rounding == "nearest":

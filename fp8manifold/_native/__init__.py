@@ -1,4 +1,5 @@
-"""The step and the codec in plain C, built when the package is installed: the bits of the eager stages, in one pass.
+"""The step and the codec in plain C, built when the package is installed: the bits of
+the eager stages, in one pass.
 
 If the library was not built, :func:`library` is None, everything runs eagerly, and one
 :class:`NativeUnavailableWarning` says so.
@@ -17,20 +18,28 @@ _WORTH_A_THREAD: Final = 65_536
 
 
 class NativeUnavailableWarning(UserWarning):
-    """Steps, decoding and rounding run without native code: the same results, several times slower."""
+    """Steps, decoding and rounding run without native code: the same results, several
+    times slower.
+    """
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, with the types of its functions; None, with one warning, if there is none."""
+    """The library, with the types of its functions; None, with one warning, if there is
+    none.
+    """
     kernels, unsaid = _found()
-    if unsaid:  # popped before warning: where warnings are errors, the next call does not raise again
+    if (
+        unsaid
+    ):  # popped before warning: where warnings are errors, the next call does not raise again
         warnings.warn(unsaid.pop(), NativeUnavailableWarning, stacklevel=2)
     return kernels
 
 
 @cache
 def _found() -> tuple[ctypes.CDLL | None, list[str]]:
-    """The library as first loaded, whatever becomes of the file, and the warning that is still to be given."""
+    """The library as first loaded, whatever becomes of the file, and the warning that
+    is still to be given.
+    """
     path = Path(__file__).with_name("_kernels.so")
     reason = "it was built from other sources"
     try:
@@ -44,7 +53,8 @@ def _found() -> tuple[ctypes.CDLL | None, list[str]]:
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
     return None, [
-        f"fp8manifold's native code is not available ({reason}): steps and rounding run without it, with the same "
+        f"fp8manifold's native code is not available ({reason}): steps and rounding run without "
+        f"it, with the same "
         "results, several times slower; install the package again where there is a C compiler"
     ]
 
@@ -64,7 +74,11 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fp8manifold_step.restype = None
     kernels.fp8manifold_squares.argtypes = (pointer, pointer, size)
     kernels.fp8manifold_squares.restype = ctypes.c_float
-    for function in (kernels.fp8manifold_decode, kernels.fp8manifold_round, kernels.fp8manifold_encode):
+    for function in (
+        kernels.fp8manifold_decode,
+        kernels.fp8manifold_round,
+        kernels.fp8manifold_encode,
+    ):
         function.argtypes = (pointer, number)
         function.restype = None
     kernels.fp8manifold_content.argtypes = (pointer, size, pointer)

@@ -21,7 +21,9 @@ Metric = str | Callable[[Tensor, FloatFormat], Any]
 
 
 class Chart:
-    """The identity, the chart of the euclidean metric: one step is one unit of the scale."""
+    """The identity, the chart of the euclidean metric: one step is one unit of the
+    scale.
+    """
 
     def stiffness(self, x: Tensor) -> Tensor:
         """One step in value at ``x``: the derivative of the inverse."""
@@ -42,11 +44,13 @@ class Chart:
 
 @dataclass(frozen=True)
 class UlpChart(Chart):
-    """Piecewise linear: one step is one ulp, ``2^(e - M)`` with the exponent held in ``[lowest, highest]``.
+    """Piecewise linear: one step is one ulp, ``2^(e - M)`` with the exponent held in
+    ``[lowest, highest]``.
 
-    ``lowest = emin`` is the format's own chart.  A higher ``lowest`` or a finite ``highest`` bounds the stiffness from
-    below or above by a power of two and leaves the chart closed-form: it is the chart of a format with other ends.
-    The ends may be int tensors that broadcast against the points, with one entry per channel.
+    ``lowest = emin`` is the format's own chart. A higher ``lowest`` or a finite
+    ``highest`` bounds the stiffness from below or above by a power of two and leaves
+    the chart closed-form: it is the chart of a format with other ends. The ends may be
+    int tensors that broadcast against the points, with one entry per channel.
     """
 
     mantissa_bits: int
@@ -64,7 +68,9 @@ class UlpChart(Chart):
         return (self._codes_below(power) + steps) * sign
 
     def inverse(self, c: Tensor) -> Tensor:
-        """``sign(c) (|c| - b 2^M) 2^(lowest + b - M)`` with ``b`` the binade that holds ``c``."""
+        """``sign(c) (|c| - b 2^M) 2^(lowest + b - M)`` with ``b`` the binade that holds
+        ``c``.
+        """
         per_binade, sign = 2.0**self.mantissa_bits, sign_of(c)
         magnitude = c * sign
         index = ((magnitude.detach() / per_binade).floor() - 1).clamp(min=0)
@@ -75,7 +81,9 @@ class UlpChart(Chart):
         return (magnitude - index * per_binade) * spacing * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        """The value ``steps`` away: whole steps are counted in integers, so only the fraction is rounded."""
+        """The value ``steps`` away: whole steps are counted in integers, so only the
+        fraction is rounded.
+        """
         power, sign = self._power(x), sign_of(x)
         position = x * sign / (power * 2.0**-self.mantissa_bits)
         whole = position.detach().floor()
@@ -90,11 +98,15 @@ class UlpChart(Chart):
         highest = self.highest
         if isinstance(highest, Tensor):
             fields = float_bits(power.dtype)
-            return torch.minimum(power, fields.power_of_two(highest.to(fields.integer)).view(power.dtype))
+            return torch.minimum(
+                power, fields.power_of_two(highest.to(fields.integer)).view(power.dtype)
+            )
         return power.clamp(max=2.0**highest)
 
     def _codes_below(self, power: Tensor) -> Tensor:
-        """``(e - lowest) 2^M``: the steps up to the binade, minus the ``2^M`` that ``|x| / S`` counts again."""
+        """``(e - lowest) 2^M``: the steps up to the binade, minus the ``2^M`` that
+        ``|x| / S`` counts again.
+        """
         fields = float_bits(power.dtype)
         index = (power.view(fields.integer) >> fields.mantissa_bits) - (fields.bias + self.lowest)
         return (index << self.mantissa_bits).to(power.dtype)
@@ -102,7 +114,9 @@ class UlpChart(Chart):
 
 @dataclass(frozen=True)
 class LogChart(Chart):
-    """Smooth: ``S = max(|x|, 2^emin) 2^-M``, so that a step multiplies; linear below the smallest normal."""
+    """Smooth: ``S = max(|x|, 2^emin) 2^-M``, so that a step multiplies; linear below
+    the smallest normal.
+    """
 
     mantissa_bits: int
     lowest: int
@@ -112,7 +126,9 @@ class LogChart(Chart):
         return x.abs().clamp(min=2.0**self.lowest) * 2.0**-self.mantissa_bits
 
     def forward(self, x: Tensor) -> Tensor:
-        """``2^M (1 + ln(|x| / 2^emin))`` above the smallest normal, ``2^M |x| / 2^emin`` below."""
+        """``2^M (1 + ln(|x| / 2^emin))`` above the smallest normal,
+        ``2^M |x| / 2^emin`` below.
+        """
         sign = sign_of(x)
         ratio = x * sign * 2.0**-self.lowest
         # clamp on both sides of 1 would count the derivative at 1 twice
@@ -128,15 +144,21 @@ class LogChart(Chart):
 
 
 class TabulatedChart(Chart):
-    """The chart of any positive function: its value midway between two neighbours is the stiffness of the gap."""
+    """The chart of any positive function: its value midway between two neighbours is
+    the stiffness of the gap.
+    """
 
     def __init__(self, function: Callable[[Tensor, FloatFormat], Any], fmt: FloatFormat) -> None:
         self._function, self._format = function, fmt
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Knots, coordinates of the knots, stiffness of the gap above each knot, in float64."""
-        knots = torch.tensor([v for v in self._format.values if v >= 0], dtype=torch.float64).unique()
+        """Knots, coordinates of the knots, stiffness of the gap above each knot, in
+        float64.
+        """
+        knots = torch.tensor(
+            [v for v in self._format.values if v >= 0], dtype=torch.float64
+        ).unique()
         at = torch.cat([(knots[1:] + knots[:-1]) / 2, knots[-1:]])
         gaps = _checked_gaps(self._function(at.clone(), self._format), at)
         coordinates = torch.cat([gaps.new_zeros(1), (knots.diff() / gaps[:-1]).cumsum(0)])
@@ -167,38 +189,55 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
     if callable(metric):
         return TabulatedChart(metric, fmt) if metric.__hash__ is None else _tabulated(metric, fmt)
     if not isinstance(metric, str):
-        raise TypeError(f"metric must be a name or a function S(x, fmt), not {type(metric).__name__}: {metric!r}")
+        raise TypeError(
+            f"metric must be a name or a function S(x, fmt), not {type(metric).__name__}: "
+            f"{metric!r}"
+        )
     check_choice("metric", metric, METRICS)
     if metric == "ulp":
         return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
     return LogChart(fmt.mantissa_bits, fmt.emin) if metric == "log" else Chart()
 
 
-_tabulated = lru_cache(maxsize=64)(TabulatedChart)  #: One table for each function, not for each step of an optimizer.
+_tabulated = lru_cache(maxsize=64)(
+    TabulatedChart
+)  #: One table for each function, not for each step of an optimizer.
 
 
 def within(x: Tensor, limit: float) -> Tensor:
-    """``clamp(x, -limit, limit)``, with derivative 1 at the ends themselves: releases of torch differ there."""
+    """``clamp(x, -limit, limit)``, with derivative 1 at the ends themselves: releases
+    of torch differ there.
+    """
     return torch.where(x.abs() > limit, x.detach().clamp(-limit, limit), x)
 
 
 def _gap(knots: Tensor, x: Tensor) -> Tensor:
-    return (torch.searchsorted(knots, x.detach().abs().contiguous(), right=True) - 1).clamp(0, len(knots) - 1)
+    return (torch.searchsorted(knots, x.detach().abs().contiguous(), right=True) - 1).clamp(
+        0, len(knots) - 1
+    )
 
 
 def sign_of(x: Tensor) -> Tensor:
     """+-1 by the sign bit, a constant to autograd: ``abs`` and ``copysign`` have derivative 0 at zero, a chart 1/S."""
     fields = float_bits(x.dtype)
-    return ((x.detach().view(fields.integer) & fields.sign_mask) | fields.power_of_two(0)).view(x.dtype)
+    return ((x.detach().view(fields.integer) & fields.sign_mask) | fields.power_of_two(0)).view(
+        x.dtype
+    )
 
 
 def _checked_gaps(given: Any, at: Tensor) -> Tensor:
     if not isinstance(given, Tensor | int | float):
-        raise TypeError(f"metric function gave a {type(given).__name__}: it must give a tensor or a number")
+        raise TypeError(
+            f"metric function gave a {type(given).__name__}: it must give a tensor or a number"
+        )
     gaps = torch.as_tensor(given, dtype=torch.float64).detach()
     if gaps.shape not in (at.shape, ()):
-        raise ValueError(f"metric function gave shape {tuple(gaps.shape)} for x of shape {tuple(at.shape)}")
+        raise ValueError(
+            f"metric function gave shape {tuple(gaps.shape)} for x of shape {tuple(at.shape)}"
+        )
     if not bool((gaps.isfinite() & (gaps > 0)).all()):
         bad = gaps[~(gaps.isfinite() & (gaps > 0))][0].item() if gaps.ndim else gaps.item()
-        raise ValueError(f"metric function gave a stiffness of {bad}: it must be finite and positive everywhere")
+        raise ValueError(
+            f"metric function gave a stiffness of {bad}: it must be finite and positive everywhere"
+        )
     return gaps.expand(at.shape).clone()

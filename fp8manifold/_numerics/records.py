@@ -1,4 +1,6 @@
-"""The records that C reads: the same fields in the same order as in ``format.h``, ``step.h`` and ``grid.c``."""
+"""The records that C reads: the same fields in the same order as in ``format.h``,
+``step.h`` and ``grid.c``.
+"""
 
 from functools import lru_cache
 from struct import Struct
@@ -12,15 +14,24 @@ from fp8manifold.formats import FloatFormat
 
 FORMAT: Final = np.dtype(
     [
-        *[(name, np.int32) for name in ("mantissa_bits", "bias", "emin", "emax", "bits", "sign_bit", "max_code")],
-        *[(name, np.int32) for name in ("top", "signed_zero", "coarse", "one_nan", "many_nans", "inf_code")],
+        *[
+            (name, np.int32)
+            for name in ("mantissa_bits", "bias", "emin", "emax", "bits", "sign_bit", "max_code")
+        ],
+        *[
+            (name, np.int32)
+            for name in ("top", "signed_zero", "coarse", "one_nan", "many_nans", "inf_code")
+        ],
         ("largest", np.float32),
     ],
     align=True,
 )
 SPEC: Final = np.dtype(
     [
-        *[(name, np.int32) for name in ("direction", "storage", "writeback", "moments", "geometry", "stiffness")],
+        *[
+            (name, np.int32)
+            for name in ("direction", "storage", "writeback", "moments", "geometry", "stiffness")
+        ],
         *[(name, np.int32) for name in ("metric", "decays", "nesterov", "maximize")],
         ("format", FORMAT),
     ],
@@ -28,7 +39,8 @@ SPEC: Final = np.dtype(
 )
 JOB: Final = np.dtype(
     [
-        # spec, weight, gradient, scale, residual, first, second, largest, first_bound, second_bound, reached
+        # spec, weight, gradient, scale, residual, first, second, largest, first_bound,
+        # second_bound, reached
         ("pointers", np.uint64, 11),
         ("rows", np.int64),
         ("length", np.int64),
@@ -40,7 +52,8 @@ JOB: Final = np.dtype(
 )
 
 
-#: format, from, to, scale, rows, length, then shared, stochastic, rescale, bfloat16, nan_code, spacing, keys, position
+#: format, from, to, scale, rows, length, then shared, stochastic, rescale, bfloat16,
+#: nan_code, spacing, keys, position
 ARRAY: Final = Struct(f"{FORMAT.itemsize}s3Q2q6i4ii0q")
 
 

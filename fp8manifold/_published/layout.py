@@ -1,4 +1,6 @@
-"""The layout of a published folder: its description in a model's settings, and the places of its tensors in a model."""
+"""The layout of a published folder: its description in a model's settings, and the
+places of its tensors in a model.
+"""
 
 import json
 from collections.abc import Mapping
@@ -19,66 +21,109 @@ GENERATION: Final = "generation_config.json"
 OF_SERVER: Final = "hf_quant_config.json"
 DOCUMENTS: Final = (CONFIG, GENERATION, OF_SERVER)
 INDEX: Final = "model.safetensors.index.json"
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  #: Of files that may be a second copy of all weights.
+WEIGHTS: Final = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+)  #: Of files that may be a second copy of all weights.
 
 
 def described(place: Path, tensors: Any) -> dict[str, Any]:
-    """The description of a folder; ``tensors`` has ``names()``, ``header`` and ``metadata`` of its files."""
+    """The description of a folder; ``tensors`` has ``names()``, ``header`` and
+    ``metadata`` of its files.
+    """
     files: dict[str, Any] = {}
     for name in tensors.names():
         header = tensors.header(name)
         said = files.setdefault(header.file, {"metadata": tensors.metadata(name), "tensors": {}})
         said["tensors"][name] = [header.dtype, list(header.shape)]
-    documents = {name: (place / name).read_text("utf-8") for name in DOCUMENTS if (place / name).is_file()}
+    documents = {
+        name: (place / name).read_text("utf-8") for name in DOCUMENTS if (place / name).is_file()
+    }
     if CONFIG not in documents:
-        raise FileNotFoundError(f"{str(place)!r} has no {CONFIG}: give the folder of a transformers model")
+        raise FileNotFoundError(
+            f"{str(place)!r} has no {CONFIG}: give the folder of a transformers model"
+        )
     known = {*files, *DOCUMENTS, INDEX}
-    others = sorted(f.name for f in place.iterdir() if f.is_file() and f.name not in known and f.suffix not in WEIGHTS)
-    made = {"source": str(place), "files": files, "documents": documents, "kept": {}, "others": others}
+    others = sorted(
+        f.name
+        for f in place.iterdir()
+        if f.is_file() and f.name not in known and f.suffix not in WEIGHTS
+    )
+    made = {
+        "source": str(place),
+        "files": files,
+        "documents": documents,
+        "kept": {},
+        "others": others,
+    }
     if (place / INDEX).is_file():
         made["index"] = json.loads((place / INDEX).read_text("utf-8")).get("metadata", {})
     return made
 
 
 class Layout:
-    """The tensors of a folder by its description and, once it is found in a model, their places there."""
+    """The tensors of a folder by its description and, once it is found in a model,
+    their places there.
+    """
 
     def __init__(self, published: dict[str, Any]) -> None:
         self.published = published
         for name in (*published["files"], *published["documents"], *published["others"]):
-            if Path(name).name != name:  # settings may come from anyone, and these are names of files to write
-                raise ValueError(f"the model's settings name {name!r} among its files: a plain file name is needed")
+            if (
+                Path(name).name != name
+            ):  # settings may come from anyone, and these are names of files to write
+                raise ValueError(
+                    f"the model's settings name {name!r} among its files: a plain file name is "
+                    f"needed"
+                )
         self.headers = {
             name: Header(dtype, tuple(shape), file)
             for file, said in published["files"].items()
             for name, (dtype, shape) in said["tensors"].items()
         }
-        config, of_server = (json.loads(published["documents"].get(name, "null")) for name in (CONFIG, OF_SERVER))
+        config, of_server = (
+            json.loads(published["documents"].get(name, "null")) for name in (CONFIG, OF_SERVER)
+        )
         self.stored = stored_weights(self.headers, quantization_of(config, of_server))
-        self.weight_of = {name: each for each in self.stored.values() for name in (each.codes, each.scale)}
+        self.weight_of = {
+            name: each for each in self.stored.values() for name in (each.codes, each.scale)
+        }
         self.extras = {name for each in self.stored.values() for name in each.extras}
-        self.floats = [name for name in self.headers if name not in self.weight_of and name not in self.extras]
+        self.floats = [
+            name for name in self.headers if name not in self.weight_of and name not in self.extras
+        ]
         self.places: dict[str, Place] = {}
 
     def find(self, model: Any) -> None:
         """Look for every tensor in a model."""
         shapes = {name: self.headers[name].shape for name in self.floats}
-        self.places = places_of(model, shapes | {name: each.shape for name, each in self.stored.items()})
+        self.places = places_of(
+            model, shapes | {name: each.shape for name, each in self.stored.items()}
+        )
 
     @property
     def left(self) -> list[str]:
         """Tensors of floats, codes and scales that the model has no place for."""
-        names = {name: each.name for name, each in self.weight_of.items()} | {name: name for name in self.floats}
+        names = {name: each.name for name, each in self.weight_of.items()} | {
+            name: name for name in self.floats
+        }
         return [name for name, own in names.items() if own not in self.places]
 
 
 def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """The place of each tensor of the files in a model of transformers, by its name; none if the model lacks it.
+    """The place of each tensor of the files in a model of transformers, by its name;
+    none if the model lacks it.
 
-    Transformers renames tensors and puts several into one; a parameter that it makes in another way is refused.
+    Transformers renames tensors and puts several into one; a parameter that it makes in
+    another way is refused.
     """
     loading = needed("transformers.core_model_loading", "hf", "load_fp8")
-    conversions = needed("transformers.conversion_mapping", "hf", "load_fp8").get_model_conversion_mapping(model)
+    conversions = needed(
+        "transformers.conversion_mapping", "hf", "load_fp8"
+    ).get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
     own, prefix = entries_of(model), model.base_model_prefix
@@ -100,7 +145,10 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         for name, place in made.items():
             _check_fits(name, shapes[name], place, whole)
         if sum(prod(shapes[name]) for name in made) != prod(whole):
-            raise ValueError(f"{target!r} has shape {whole} in the model; {_all(made)} in the files do not cover it")
+            raise ValueError(
+                f"{target!r} has shape {whole} in the model; {_all(made)} in the files do not "
+                f"cover it"
+            )
         places |= made
     return places
 
@@ -112,14 +160,23 @@ def entries_of(model: nn.Module) -> dict[str, Tensor]:
         for owner, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name not in hidden}
+    buffers = {
+        name: value
+        for name, value in model.named_buffers(remove_duplicate=False)
+        if name not in hidden
+    }
     return dict(model.named_parameters(remove_duplicate=False)) | buffers
 
 
 def _parts(
-    target: str, by_pattern: Mapping[Any, list[str]], converter: Any, shapes: Mapping[str, tuple[int, ...]]
+    target: str,
+    by_pattern: Mapping[Any, list[str]],
+    converter: Any,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Place]:
-    """Places of tensors that are stacked, joined, or both, in the order in which transformers does it."""
+    """Places of tensors that are stacked, joined, or both, in the order in which
+    transformers does it.
+    """
     steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     kinds = [kind for kind, _ in steps]
@@ -127,7 +184,10 @@ def _parts(
     known = kinds == ["MergeModulelist"] * stacked + ["Concatenate"] * joined
     if not known or len(converter.target_patterns) > 1 or not (joined or len(lists) == 1):
         names = [name for each in lists for name in each]
-        raise ValueError(f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which can't be read")
+        raise ValueError(
+            f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which can't be "
+            f"read"
+        )
     groups = lists if stacked else [[name] for names in lists for name in names]
     dim = steps[-1][1] - stacked if joined else None
     ends = [0, *(0 if dim is None else shapes[names[0]][dim] for names in groups)]
@@ -138,16 +198,26 @@ def _parts(
     }
 
 
-def _index(number: int | None, shape: tuple[int, ...], dim: int | None = None, span: tuple[int, int] = (0, 0)) -> Any:
+def _index(
+    number: int | None,
+    shape: tuple[int, ...],
+    dim: int | None = None,
+    span: tuple[int, int] = (0, 0),
+) -> Any:
     spans = [slice(*span) if axis == dim else slice(0, size) for axis, size in enumerate(shape)]
     return tuple(spans) if number is None else (number, *spans)
 
 
 def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[int, ...]) -> None:
     ends = [entry.stop if isinstance(entry, slice) else entry + 1 for entry in place.index]
-    inside = len(ends) == len(whole) and all(end <= size for end, size in zip(ends, whole, strict=True))
+    inside = len(ends) == len(whole) and all(
+        end <= size for end, size in zip(ends, whole, strict=True)
+    )
     if not inside and (place.index or shape != whole):
-        raise ValueError(f"{name!r} has shape {shape} in the files; the model has {place.target!r} of shape {whole}")
+        raise ValueError(
+            f"{name!r} has shape {shape} in the files; the model has {place.target!r} of shape "
+            f"{whole}"
+        )
 
 
 def _all(names: Any) -> str:

@@ -1,4 +1,6 @@
-"""Places of a file's weights in the parameters of a model: whole, or as experts and as parts of a fused matrix."""
+"""Places of a file's weights in the parameters of a model: whole, or as experts and as
+parts of a fused matrix.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,16 +34,23 @@ def weight_of(
     done: Callable[[int], None],
     **options: Any,
 ) -> FP8Parameter:
-    """The parameter ``target``, put together from its parts in files, which ``read`` gives one at a time.
+    """The parameter ``target``, put together from its parts in files, which ``read``
+    gives one at a time.
 
-    ``done`` is called with the number of bytes that are needed no more; ``options`` are ``device`` and those of
+    ``done`` is called with the number of bytes that are needed no more; ``options`` are
+    ``device`` and those of
     :meth:`FP8Tensor.from_codes`.
     """
     first = parts[0][1]
     for _, stored in parts[1:]:
         if (stored.format, stored.granularity) != (first.format, first.granularity):
-            its, other = (f"{s.format.name} with a scale for each {s.granularity}" for s in (first, stored))
-            raise ValueError(f"{first.codes!r} is {its}, {stored.codes!r} {other}: the model joins them in {target!r}")
+            its, other = (
+                f"{s.format.name} with a scale for each {s.granularity}" for s in (first, stored)
+            )
+            raise ValueError(
+                f"{first.codes!r} is {its}, {stored.codes!r} {other}: the model joins them in "
+                f"{target!r}"
+            )
     device = options.pop("device", None)
     codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
     found = []
@@ -58,24 +67,36 @@ def weight_of(
 
 
 def _joined(
-    target: str, parts: Sequence[tuple[Index, StoredWeight]], found: Sequence[Tensor], shape: Sequence[int]
+    target: str,
+    parts: Sequence[tuple[Index, StoredWeight]],
+    found: Sequence[Tensor],
+    shape: Sequence[int],
 ) -> Tensor:
-    """The scales of a parameter from those of its parts; unlike ones of rows of a matrix become one per row."""
+    """The scales of a parameter from those of its parts; unlike ones of rows of a
+    matrix become one per row.
+    """
     for by_row in (False, True):
         unlike = False
         # transformers sets another default dtype while it reads
-        scales = found[0].new_full(scales_at(*parts[0], shape, by_row)[1], torch.nan, dtype=torch.float32)
+        scales = found[0].new_full(
+            scales_at(*parts[0], shape, by_row)[1], torch.nan, dtype=torch.float32
+        )
         for (index, stored), scale in zip(parts, found, strict=True):
             at = scales_at(index, stored, shape, by_row)[0]
-            scale = scale.expand(scales[at].shape) if stored.granularity == "tensor" else scale.view_as(scales[at])
+            scale = (
+                scale.expand(scales[at].shape)
+                if stored.granularity == "tensor"
+                else scale.view_as(scales[at])
+            )
             unlike |= bool((scales[at] == scales[at]).any()) and not torch.equal(scales[at], scale)
             scales[at] = scale
         if not unlike:
             return scales
     raise ValueError(
-        f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, and these differ: "
-        "read a model with the same scale for all of them, or with a scale for each row (FP8_DYNAMIC of "
-        "llm-compressor)"
+        f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, "
+        f"and these differ: "
+        "read a model with the same scale for all of them, or with a scale for each row "
+        "(FP8_DYNAMIC of llm-compressor)"
     )
 
 
@@ -84,7 +105,8 @@ def scales_at(
 ) -> tuple[Index, tuple[int, ...]]:
     """The index of a part's scales among those of a parameter, and the shape of these.
 
-    Parts with one scale each share it where they are rows or columns of one matrix, or have it ``by_row``.
+    Parts with one scale each share it where they are rows or columns of one matrix, or
+    have it ``by_row``.
     """
     if stored.granularity == "tensor":
         numbers = tuple(entry for entry in index if isinstance(entry, int))
@@ -103,8 +125,9 @@ def scales_at(
         each = next(shared) or size
         if entry.start % each or (entry.stop % each and entry.stop != size):
             raise ValueError(
-                f"{stored.codes!r} has a scale for each {stored.granularity}, and the model puts it at {entry.start} "
-                f"to {entry.stop} of {size} rows or columns, which cuts one: its scales could not be written back"
+                f"{stored.codes!r} has a scale for each {stored.granularity}, and the model puts "
+                f"it at {entry.start} to {entry.stop} of {size} rows or columns, which cuts one: "
+                f"its scales could not be written back"
             )
         at.append(slice(entry.start // each, -(-entry.stop // each)))
         sizes.append(-(-size // each))
@@ -121,7 +144,9 @@ def _shared(stored: StoredWeight) -> list[int]:
 
 
 def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
-    """The part of a parameter that a file has; rows that share a scale in the file are rescaled to one first."""
+    """The part of a parameter that a file has; rows that share a scale in the file are
+    rescaled to one first.
+    """
     if not place.index:
         return weight
     at, sizes = scales_at(place.index, stored, weight.shape)
@@ -134,5 +159,9 @@ def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
     scale = weight.kept_scale[at]
     scale = scale.flatten()[:1].reshape(()) if stored.granularity == "tensor" else scale
     return FP8Tensor.from_codes(
-        weight.codes[place.index].contiguous(), scale, weight.format, block_size=weight.block_size, dtype=weight.dtype
+        weight.codes[place.index].contiguous(),
+        scale,
+        weight.format,
+        block_size=weight.block_size,
+        dtype=weight.dtype,
     )

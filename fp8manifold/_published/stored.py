@@ -1,4 +1,6 @@
-"""One stored weight: dtypes and shapes of its codes and scales, and their conversion to FP8Tensor and back."""
+"""One stored weight: dtypes and shapes of its codes and scales, and their conversion to
+FP8Tensor and back.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +24,9 @@ FORMATS: Final = {
 }
 """Formats with one code per byte, by the dtypes of safetensors."""
 PACKED: Final = ("F4", "U8", "I8")
-"""Dtypes of codes of E2M1, two per byte; of ``F4`` a header counts the codes, torch the bytes."""
+"""Dtypes of codes of E2M1, two per byte; of ``F4`` a header counts the codes, torch the
+bytes.
+"""
 EXPONENTS: Final = ("F8_E8M0", "U8")  #: Dtypes in which scales are exponents, E8M0.
 SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)  #: Dtypes that scales are read from.
 _A_BYTE: Final = 2
@@ -43,9 +47,10 @@ _TINY: Final = torch.finfo(torch.float32).tiny
 _NOTHING: Final = {True: 2.0, False: 1 + 2.0**-7}
 """The scale of codes whose scale in the file is 0, by whether it is an exponent there.
 
-Quantisers write the scale 0 where all weights are 0 (or 0 / 0 is NaN): no value depends on it.  Others write 1 or a
-small number there, but not this one, which is refused in a file.  It is near our own scale of zeros, and a number of
-bfloat16 and float16, also after a step has multiplied it by powers of two.
+Quantisers write the scale 0 where all weights are 0 (or 0 / 0 is NaN): no value depends
+on it. Others write 1 or a small number there, but not this one, which is refused in a
+file. It is near our own scale of zeros, and a number of bfloat16 and float16, also
+after a step has multiplied it by powers of two.
 """
 
 
@@ -60,10 +65,12 @@ class Header:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight that files hold as codes and scales, by their names in the files; ``name`` is the weight's in a model.
+    """One weight that files hold as codes and scales, by their names in the files;
+    ``name`` is the weight's in a model.
 
-    ``shape`` is that of the codes, unpacked; a model may have its weight transposed, as transformers has experts whose
-    codes are called ``_blocks``.  ``extras`` are tensors beside the weight, such as ``input_scale``.
+    ``shape`` is that of the codes, unpacked; a model may have its weight transposed, as
+    transformers has experts whose codes are called ``_blocks``. ``extras`` are tensors
+    beside the weight, such as ``input_scale``.
     """
 
     name: str
@@ -82,12 +89,24 @@ class StoredWeight:
     @property
     def own_scale_shape(self) -> tuple[int, ...]:
         """The shape that the scales have in :class:`fp8manifold.FP8Tensor`."""
-        return next(shape for granularity, shape in scale_shapes(self.shape) if granularity == self.granularity)
+        return next(
+            shape
+            for granularity, shape in scale_shapes(self.shape)
+            if granularity == self.granularity
+        )
 
     @property
     def block_size(self) -> BlockSize:
-        """The elements that share a scale, as :meth:`fp8manifold.FP8Tensor.from_codes` takes them."""
-        return BLOCK_SIZE if self.granularity == "block" else SQUARE if self.granularity == "square" else None
+        """The elements that share a scale, as :meth:`fp8manifold.FP8Tensor.from_codes`
+        takes them.
+        """
+        return (
+            BLOCK_SIZE
+            if self.granularity == "block"
+            else SQUARE
+            if self.granularity == "square"
+            else None
+        )
 
 
 def scale_shapes(shape: tuple[int, ...]) -> Iterator[tuple[StoredGranularity, tuple[int, ...]]]:
@@ -111,14 +130,20 @@ def scale_shapes(shape: tuple[int, ...]) -> Iterator[tuple[StoredGranularity, tu
 
 
 def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes of a weight in E2M1 and of the bytes that hold it, by rows or by blocks of 32; None of anything else."""
+    """Shapes of a weight in E2M1 and of the bytes that hold it, by rows or by blocks of
+    32; None of anything else.
+    """
     if codes.dtype not in PACKED or scale.dtype not in EXPONENTS or not scale.shape:
         return None
     *rows, blocks = scale.shape
     shape, flat = (*rows, blocks * BLOCK_SIZE), (*rows, blocks * BLOCK_SIZE // _A_BYTE)
     if codes.dtype == "F4":
         return (shape, flat) if codes.shape == shape else None
-    return (shape, codes.shape) if codes.shape in (flat, (*rows, blocks, BLOCK_SIZE // _A_BYTE)) else None
+    return (
+        (shape, codes.shape)
+        if codes.shape in (flat, (*rows, blocks, BLOCK_SIZE // _A_BYTE))
+        else None
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -127,13 +152,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes, uint8, and scales as :meth:`FP8Tensor.from_codes` takes them; ``read`` gives a tensor by its name.
+    """Codes, uint8, and scales as :meth:`FP8Tensor.from_codes` takes them; ``read``
+    gives a tensor by its name.
 
-    A scale below 2^-126 or not finite is refused, except 0 (in E8M0 the byte 0) where all codes are 0 or NaN.
+    A scale below 2^-126 or not finite is refused, except 0 (in E8M0 the byte 0) where
+    all codes are 0 or NaN.
     """
     codes = read(stored.codes).view(torch.uint8)
     if stored.code_dtype not in FORMATS:
-        codes = torch.stack((codes & 15, codes >> 4), -1).view(stored.shape)  # the first of two in the low bits
+        codes = torch.stack((codes & 15, codes >> 4), -1).view(
+            stored.shape
+        )  # the first of two in the low bits
     if stored.format.inf_code is not None:
         try:
             checked_codes(codes, stored.format)
@@ -155,20 +184,25 @@ def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Ten
         if bool((wrong | clash).any()):
             entry = ("the exponent " if exponents else "") + f"{kept[wrong | clash][0].item():g}"
             raise ValueError(
-                f"{stored.scale}, of the codes {stored.codes} of {stored.file!r}, holds {entry}: scales are finite and "
-                f"2^-126 at least; where all codes are 0, it may be 0 (E8M0: the byte 0), but not {nothing:g}"
+                f"{stored.scale}, of the codes {stored.codes} of {stored.file!r}, holds {entry}: "
+                f"scales are finite and 2^-126 at least; where all codes are 0, it may be 0 (E8M0: "
+                f"the byte 0), but not {nothing:g}"
             )
         scale = scale.masked_fill(scale == 0, nothing)
     return codes, scale
 
 
 def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
-    """The two tensors of the files by their names: the same bytes for a weight that no step has changed."""
+    """The two tensors of the files by their names: the same bytes for a weight that no
+    step has changed.
+    """
     if (weight.format, tuple(weight.shape), weight.block_size, tuple(weight.scale.shape)) != (
         stored.format, stored.shape, stored.block_size, stored.own_scale_shape,
     ):  # fmt: skip
         its, wanted = ((x.format.name, x.granularity, tuple(x.shape)) for x in (weight, stored))
-        raise ValueError(f"{stored.name} is {its}, and was {wanted} in {stored.file!r}: it can't be written back")
+        raise ValueError(
+            f"{stored.name} is {its}, and was {wanted} in {stored.file!r}: it can't be written back"
+        )
     codes, scale, dtype = weight.codes, weight.scale, _DTYPES[stored.scale_dtype]
     exponents = stored.scale_dtype in EXPONENTS
     if bool((nothing := scale == _NOTHING[exponents]).any()):
@@ -176,7 +210,10 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
     kept = exponents_of(scale) if exponents else scale.to(dtype)
     if not torch.equal(decoded_scale(kept).float(), scale):
         entry = scale[decoded_scale(kept).float() != scale][0].item()
-        raise ValueError(f"{stored.name} has the scale {entry!r}: {stored.scale_dtype} of {stored.scale} can't hold it")
+        raise ValueError(
+            f"{stored.name} has the scale {entry!r}: {stored.scale_dtype} of {stored.scale} can't "
+            f"hold it"
+        )
     if stored.code_dtype not in FORMATS:
         pairs = codes.unflatten(-1, (-1, 2))
         codes = (pairs[..., 0] | pairs[..., 1] << 4).view(stored.code_shape)

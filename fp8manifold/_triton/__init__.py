@@ -1,7 +1,8 @@
-"""The step and the codec as Triton kernels for NVIDIA GPUs: the bits of native code, one launch for many tensors.
+"""The step and the codec as Triton kernels for NVIDIA GPUs: the bits of native code,
+one launch for many tensors.
 
-Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton, and are imported when there is something to launch:
-an installed Triton without a driver fails late.
+Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton, and are imported
+when there is something to launch: an installed Triton without a driver fails late.
 """
 
 import importlib
@@ -24,8 +25,15 @@ def is_installed() -> bool:
 
 
 def is_available() -> bool:
-    """True if kernels run on this machine's GPU: only CUDA, as no other compiler's code has been checked."""
-    return torch.version.cuda is not None and is_installed() and not is_interpreted() and _keeps_subnormals()
+    """True if kernels run on this machine's GPU: only CUDA, as no other compiler's code
+    has been checked.
+    """
+    return (
+        torch.version.cuda is not None
+        and is_installed()
+        and not is_interpreted()
+        and _keeps_subnormals()
+    )
 
 
 @cache
@@ -36,12 +44,15 @@ def is_interpreted() -> bool:
 
 @cache
 def _keeps_subnormals() -> bool:
-    """True if this Triton can compile without flushing subnormals to zero; the process is warned once if not."""
+    """True if this Triton can compile without flushing subnormals to zero; the process
+    is warned once if not.
+    """
     version = importlib.import_module("triton").__version__  # under whatever name it was installed
     if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _KEEPS_SUBNORMALS:
         return True
     warnings.warn(
-        f"Triton {version} flushes subnormals to zero: GPU kernels need Triton 3.6, which PyTorch 2.10 brings; "
+        f"Triton {version} flushes subnormals to zero: GPU kernels need Triton 3.6, which PyTorch "
+        f"2.10 brings; "
         "PyTorch's own operations run instead, slower",
         UserWarning,
         stacklevel=2,
@@ -51,8 +62,16 @@ def _keeps_subnormals() -> bool:
 
 @cache
 def options() -> dict[str, bool | int]:
-    """Options of a compilation, as far as this Triton knows them: no contraction, and subnormals."""
+    """Options of a compilation, as far as this Triton knows them: no contraction, and
+    subnormals.
+    """
     from triton.backends.nvidia.compiler import CUDAOptions
 
-    wanted: dict[str, bool | int] = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
-    return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
+    wanted: dict[str, bool | int] = {
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+        "enable_reflect_ftz": False,
+    }
+    return {
+        name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__
+    }

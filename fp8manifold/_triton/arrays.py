@@ -1,4 +1,6 @@
-"""Whole arrays to the grid, to codes and back, the verdict on gradients, and operands of products in 8 bits."""
+"""Whole arrays to the grid, to codes and back, the verdict on gradients, and operands
+of products in 8 bits.
+"""
 
 import triton
 import triton.language as tl
@@ -13,12 +15,18 @@ LARGEST_INT8: tl.constexpr = tl.constexpr(0x42FE0000)  # float32 bits of 127
 
 @triton.jit
 def _scaled_places(scale, rows, length, in_row, R: tl.constexpr, W: tl.constexpr):
-    """Positions in a matrix with a scale for each row, a mask of those that exist, and the scales."""
+    """Positions in a matrix with a scale for each row, a mask of those that exist, and
+    the scales.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = (program // in_row) * R + tl.arange(0, R)
     column = (program % in_row) * W + tl.arange(0, W)[None, :]
     inside = (row < rows)[:, None] & (column < length)
-    return (row * length)[:, None] + column, inside, tl.load(scale + row, mask=row < rows, other=1.0)[:, None]
+    return (
+        (row * length)[:, None] + column,
+        inside,
+        tl.load(scale + row, mask=row < rows, other=1.0)[:, None],
+    )
 
 
 @triton.jit
@@ -34,7 +42,9 @@ def _units(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Positions, mask, scales, the values (float32 or bfloat16 as uint16 bits) over their scales, and the draws."""
+    """Positions, mask, scales, the values (float32 or bfloat16 as uint16 bits) over
+    their scales, and the draws.
+    """
     at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
     value = tl.load(x + at, mask=inside, other=0)
     if x.dtype.element_ty == tl.uint16:
@@ -49,9 +59,20 @@ def _units(
 
 @triton.jit(do_not_specialize=["rows", "in_row"])
 def decode_kernel(
-    codes, scale, out, rows, length, in_row, F: tl.constexpr, SPACING: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+    codes,
+    scale,
+    out,
+    rows,
+    length,
+    in_row,
+    F: tl.constexpr,
+    SPACING: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
 ):
-    """``scale * decode(codes)``, to float32 or bfloat16 (uint16 bits), or ``scale * ulp``."""
+    """``scale * decode(codes)``, to float32 or bfloat16 (uint16 bits), or
+    ``scale * ulp``.
+    """
     at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32) & (2 * F.SIGN - 1)
     if SPACING:
@@ -81,7 +102,9 @@ def round_kernel(
     W: tl.constexpr,
 ):
     """``scale * round(x / scale)``; ``keys`` begin at the first element's position."""
-    at, inside, s, value, draw = _units(x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W)
+    at, inside, s, value, draw = _units(
+        x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
+    )
     value = floats.round_value(value, draw, F, STOCHASTIC)
     if SCALED and RESCALE:
         value = value * s
@@ -104,15 +127,21 @@ def encode_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the format's code for it."""
-    at, inside, _, value, draw = _units(x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W)
+    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the
+    format's code for it.
+    """
+    at, inside, _, value, draw = _units(
+        x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
+    )
     code = floats.encode_finite(value, draw, F, STOCHASTIC, FIXED)
     tl.store(out + at, tl.where(value != value, F.NAN_CODE, code).to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
-    """Set the first word of ``refused``, and the parameter's, if a gradient's square is not finite in float32."""
+    """Set the first word of ``refused``, and the parameter's, if a gradient's square is
+    not finite in float32.
+    """
     chunk = chunks + 2 * tl.program_id(0)
     index = tl.load(chunk)
     words = table + index.to(tl.int64) * WORDS
@@ -128,11 +157,16 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _scales_of(amax, LARGEST: tl.constexpr):
-    """The least power of two that takes a magnitude (float32 bits) to at most LARGEST, and its reciprocal.
+    """The least power of two that takes a magnitude (float32 bits) to at most LARGEST,
+    and its reciprocal.
 
     At least 2^-126; 1 for zero; NaN for what is not finite, whose reciprocal is 0.
     """
-    field = (amax >> 23) - ((LARGEST >> 23) - 127) + ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
+    field = (
+        (amax >> 23)
+        - ((LARGEST >> 23) - 127)
+        + ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
+    )
     field = tl.where(amax == 0, 127, tl.maximum(field, 1))
     finite = amax < 0x7F800000
     scale = floats.float_of(tl.where(finite, field << 23, 0x7FC00000))
@@ -141,10 +175,12 @@ def _scales_of(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _code(x, reciprocal, LARGEST: tl.constexpr, F: tl.constexpr):
-    """The int8 or the E4M3 code of ``x`` over its scale, rounded once; 0 where the reciprocal is 0.
+    """The int8 or the E4M3 code of ``x`` over its scale, rounded once; 0 where the
+    reciprocal is 0.
 
-    Without F by the instruction of compute capability 8.9 and later: Triton's own conversion passes through a float16
-    that is cut off on 8.9, and its interpreter rounds wrongly.
+    Without F by the instruction of compute capability 8.9 and later: Triton's own
+    conversion passes through a float16 that is cut off on 8.9, and its interpreter
+    rounds wrongly.
     """
     x = tl.where(reciprocal == 0.0, 0.0, x) * reciprocal
     if LARGEST == LARGEST_INT8:
@@ -186,7 +222,9 @@ def _row_values(x, fold, row, column, height, width, stride, FOLDS: tl.constexpr
 
 @triton.jit
 def _largest(value, axis: tl.constexpr):
-    """Float32 bits of the largest magnitude: those of Inf are larger than a number's, and NaN's larger still."""
+    """Float32 bits of the largest magnitude: those of Inf are larger than a number's,
+    and NaN's larger still.
+    """
     return tl.max(floats.bits_of(value) & 0x7FFFFFFF, axis=axis)
 
 
@@ -206,7 +244,9 @@ def rows_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x * fold`` at a scale for each row, read twice if LONG; ``fold``: 2 one per column, 1 one, 0 none."""
+    """Codes of ``x * fold`` at a scale for each row, read twice if LONG; ``fold``: 2
+    one per column, 1 one, 0 none.
+    """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     if LONG:
@@ -229,7 +269,9 @@ def rows_kernel(
 
 @triton.jit
 def _tile(x, fold, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Values of ``fold * x`` (FOLDS: 2 a factor for each row, 1 one in all, 0 none), and their rows and columns."""
+    """Values of ``fold * x`` (FOLDS: 2 a factor for each row, 1 one in all, 0 none),
+    and their rows and columns.
+    """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
     value = _values(x, row, column, stride, (row < height)[:, None] & (column < width)[None, :])
@@ -247,8 +289,12 @@ def _store_transposed(out, code, row, column, height, width):
 
 
 @triton.jit
-def amax_kernel(x, fold, amax, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """The largest magnitude of each column of ``fold * x`` (float32 bits), into zeros; the same in any order."""
+def amax_kernel(
+    x, fold, amax, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """The largest magnitude of each column of ``fold * x`` (float32 bits), into zeros;
+    the same in any order.
+    """
     value, _, column = _tile(x, fold, height, width, stride, FOLDS, R, C)
     tl.atomic_max(amax + column, _largest(value, 0), mask=column < width, sem="relaxed")
 
@@ -272,16 +318,27 @@ def columns_kernel(
     """Codes of ``fold * x`` at a scale for each column, transposed."""
     value, row, column = _tile(x, fold, height, width, stride, FOLDS, R, C)
     scale, reciprocal = _scales_of(tl.load(amax + column, mask=column < width, other=0), LARGEST)
-    _store_transposed(codes, _code(value, reciprocal[None, :], LARGEST, F), row, column, height, width)
+    _store_transposed(
+        codes, _code(value, reciprocal[None, :], LARGEST, F), row, column, height, width
+    )
     if tl.program_id(0) == 0:
         tl.store(scales + column, scale, mask=column < width)
 
 
 @triton.jit
 def copy_kernel(
-    codes, out, height, width, INTEGERS: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    codes,
+    out,
+    height,
+    width,
+    INTEGERS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Codes by columns or by rows; of E1M6 as INTEGERS, whose sign and magnitude become two's complement."""
+    """Codes by columns or by rows; of E1M6 as INTEGERS, whose sign and magnitude become
+    two's complement.
+    """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
     at = row[:, None] * width + column[None, :]

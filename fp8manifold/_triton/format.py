@@ -1,4 +1,6 @@
-"""Codes to values and back, rounding and random words, as in ``format.h`` and ``draws.h`` of native code."""
+"""Codes to values and back, rounding and random words, as in ``format.h`` and
+``draws.h`` of native code.
+"""
 
 import triton
 import triton.language as tl
@@ -58,13 +60,17 @@ def _unbiased(x, BIAS: tl.constexpr):
 
 @triton.jit
 def magnitude_value(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The value of a code without sign: its fields are moved to those of float32, and a power corrects the bias."""
+    """The value of a code without sign: its fields are moved to those of float32, and a
+    power corrects the bias.
+    """
     return _unbiased(float_of(magnitude << (23 - F.M - EXTRA)), F.BIAS)
 
 
 @triton.jit
 def code_value(code, F: tl.constexpr):
-    """The value of a finite code with its sign, which an arithmetic shift carries along."""
+    """The value of a finite code with its sign, which an arithmetic shift carries
+    along.
+    """
     E: tl.constexpr = F.BITS - 1 - F.M
     MASK: tl.constexpr = ((1 << (23 + E)) - 1) - 2147483648
     return _unbiased(float_of(((code << (32 - F.BITS)) >> (8 - E)) & MASK), F.BIAS)
@@ -72,7 +78,9 @@ def code_value(code, F: tl.constexpr):
 
 @triton.jit
 def magnitude_ulp(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The spacing at a code without sign, in units of the scale: that of the format, EXTRA bits finer or not."""
+    """The spacing at a code without sign, in units of the scale: that of the format,
+    EXTRA bits finer or not.
+    """
     field = tl.maximum(magnitude >> (F.M + EXTRA), 1)
     return power_of_two(field - (F.BIAS + F.M))
 
@@ -104,31 +112,41 @@ def is_special(code, F: tl.constexpr):
 
 @triton.jit
 def round_even(steps):
-    """int32 of a float32 below 2^22, without a conversion, which a GPU does at an eighth of the rate of sums."""
+    """int32 of a float32 below 2^22, without a conversion, which a GPU does at an
+    eighth of the rate of sums.
+    """
     return bits_of(steps + 12582912.0) - 0x4B400000
 
 
 @triton.jit
 def encoding_steps(bits, F: tl.constexpr, EXTRA: tl.constexpr, PARTS: tl.constexpr):
-    """The spacings in float32 bits without sign, in parts of 2^-PARTS, and what is added to them for a code."""
+    """The spacings in float32 bits without sign, in parts of 2^-PARTS, and what is
+    added to them for a code.
+    """
     M: tl.constexpr = F.M + EXTRA
     E: tl.constexpr = 254 + M + PARTS
     FACTOR: tl.constexpr = E * (1 << 23) - ((1 << 32) if E >= 256 else 0)
     magnitude = tl.minimum(bits, F.TOP)
     power = tl.maximum(magnitude & 0x7F800000, (127 + F.EMIN) << 23)
     steps = float_of(magnitude) * float_of(FACTOR - power)
-    if F.COARSE:  # the quotient of the smallest floats underflows, where a draw of 0 must still see it
+    if (
+        F.COARSE
+    ):  # the quotient of the smallest floats underflows, where a draw of 0 must still see it
         steps = tl.maximum(steps, float_of(tl.minimum(magnitude, 27 << 23)))  # 2^-100
     return steps, (power >> (23 - M)) - ((127 + F.EMIN) << M)
 
 
 @triton.jit
-def encode_magnitude(bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr):
+def encode_magnitude(
+    bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr
+):
     """The code of float32 bits without sign, rounded."""
     steps, below = encoding_steps(bits, F, EXTRA, 24 if STOCHASTIC and FIXED else 0)
     if not STOCHASTIC:
         whole = round_even(steps)
-        if F.M + EXTRA == 0:  # one value per binade: even is the code of an even field, and below counts from EMIN
+        if (
+            F.M + EXTRA == 0
+        ):  # one value per binade: even is the code of an even field, and below counts from EMIN
             whole = whole - ((steps == 1.5).to(tl.int32) & below & 1)
     elif FIXED:
         whole = (tl.ceil(steps).to(tl.int32) + (0xFFFFFF - draw)) >> 24
@@ -141,7 +159,9 @@ def encode_magnitude(bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTI
 
 @triton.jit
 def mirrored(draw, bits):
-    """A draw by which a negative number, whose magnitude is rounded, moves in a positive one's direction."""
+    """A draw by which a negative number, whose magnitude is rounded, moves in a
+    positive one's direction.
+    """
     return draw ^ ((bits >> 31) & 0xFFFFFF)
 
 
@@ -161,7 +181,9 @@ def encode_finite(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.
 
 @triton.jit
 def encode_signed(x, draw, F: tl.constexpr, EXTRA: tl.constexpr, FIXED: tl.constexpr):
-    """A stochastic code of the format with EXTRA more bits, which counts up from the lowest value."""
+    """A stochastic code of the format with EXTRA more bits, which counts up from the
+    lowest value.
+    """
     bits = bits_of(x)
     code = encode_magnitude(bits & 0x7FFFFFFF, mirrored(draw, bits), F, EXTRA, True, FIXED)
     negative = bits >> 31
@@ -170,9 +192,13 @@ def encode_signed(x, draw, F: tl.constexpr, EXTRA: tl.constexpr, FIXED: tl.const
 
 @triton.jit
 def split_code(signed, old, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The nearest code of a finer one and what is left; of the two zeros -0 where the old code was."""
+    """The nearest code of a finer one and what is left; of the two zeros -0 where the
+    old code was.
+    """
     nearest = (signed + (1 << (EXTRA - 1))) >> EXTRA
-    code = tl.where(nearest == 0, tl.where(old == F.SIGN, F.SIGN, 0), tl.abs(nearest) | (nearest & F.SIGN))
+    code = tl.where(
+        nearest == 0, tl.where(old == F.SIGN, F.SIGN, 0), tl.abs(nearest) | (nearest & F.SIGN)
+    )
     return code, (signed - (nearest << EXTRA)).to(tl.int8)
 
 
@@ -248,7 +274,9 @@ def _float16_magnitude(magnitude, draw):
 
 @triton.jit
 def random_half(x, draw, FLOAT16: tl.constexpr):
-    """The float32 of a 16-bit neighbour: the one away from zero with the odds of what is cut off."""
+    """The float32 of a 16-bit neighbour: the one away from zero with the odds of what
+    is cut off.
+    """
     bits = bits_of(x)
     magnitude = bits & 0x7FFFFFFF
     if FLOAT16:
@@ -301,7 +329,10 @@ def chart_shift(x, steps, lowest, highest, F: tl.constexpr):
     fraction = (position - whole) + steps * sign
     moved = tl.floor(fraction)
     start = _below(step, lowest, F) + whole + moved
-    value, neighbour = _inverse(start, lowest, highest, F), _inverse(start + 1.0, lowest, highest, F)
+    value, neighbour = (
+        _inverse(start, lowest, highest, F),
+        _inverse(start + 1.0, lowest, highest, F),
+    )
     return (value + (fraction - moved) * (neighbour - value)) * sign
 
 
@@ -341,9 +372,11 @@ def log2_of_mantissa(x):
 
 @triton.jit
 def field_factor(stiffness, scale, reference, MODE: tl.constexpr, EXPONENTS: tl.constexpr):
-    """(S / S_ref)^k of a spacing in value, whose mantissa is the scale's: with EXPONENTS 1.
+    """(S / S_ref)^k of a spacing in value, whose mantissa is the scale's: with
+    EXPONENTS 1.
 
-    ``reference`` points to 1 / S_ref, log2 S_ref, the bounds of the ratio, those of its logarithm, and k.
+    ``reference`` points to 1 / S_ref, log2 S_ref, the bounds of the ratio, those of its
+    logarithm, and k.
     """
     if MODE == "power":
         log_reference = tl.load(reference + 1)
@@ -354,7 +387,9 @@ def field_factor(stiffness, scale, reference, MODE: tl.constexpr, EXPONENTS: tl.
         factor = exp2_exact(log * tl.load(reference + 6))
     else:
         low, high = bits_of(tl.load(reference + 2)), bits_of(tl.load(reference + 3))
-        factor = float_of(tl.minimum(tl.maximum(bits_of(stiffness * tl.load(reference)), low), high))
+        factor = float_of(
+            tl.minimum(tl.maximum(bits_of(stiffness * tl.load(reference)), low), high)
+        )
         if MODE == "sqrt":
             factor = tl.math.sqrt_rn(factor)
         elif MODE == "square":

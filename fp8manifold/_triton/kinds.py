@@ -1,4 +1,5 @@
-"""Facts that kernels are compiled for: a format, a step, and how a program walks over a parameter.
+"""Facts that kernels are compiled for: a format, a step, and how a program walks over a
+parameter.
 
 A kernel is compiled for each combination of them; nothing here needs Triton.
 """
@@ -15,12 +16,15 @@ from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
 
 SAID: Final = 4
-"""Words that kernels write for each parameter, after as many for all, of which the first refuses the step: whether a
-weight is at the end of its range, how many scales have been doubled, whether its gradient or a square of it is not
-finite, and whether some weights in a row are 0 throughout."""
+"""Words that kernels write for each parameter, after as many for all, of which the
+first refuses the step: whether a weight is at the end of its range, how many scales
+have been doubled, whether its gradient or a square of it is not finite, and whether
+some weights in a row are 0 throughout.
+"""
 WIDENED: Final = np.dtype(
     [
-        # codes, residual, scales as they are stored, gradient, first average, the parameter's words in the report
+        # codes, residual, scales as they are stored, gradient, first average, the
+        # parameter's words in the report
         ("pointers", np.uint64, 6),
         ("rows", np.int64),
         ("length", np.int64),
@@ -32,7 +36,9 @@ WIDENED: Final = np.dtype(
 
 
 def _kept_hash(known: Any) -> int:
-    """The hash of a frozen dataclass, made once: a kernel is looked up by it for every parameter of every step."""
+    """The hash of a frozen dataclass, made once: a kernel is looked up by it for every
+    parameter of every step.
+    """
     if "_hash" not in vars(known):
         values = tuple(getattr(known, field.name) for field in fields(known))
         object.__setattr__(known, "_hash", hash(values))
@@ -63,7 +69,9 @@ class Format:
     __hash__ = _kept_hash
 
     def fixed(self, extra: int = 0) -> bool:
-        """True if steps in parts of 2^-24 fit in 31 bits, and the factor from values to them is a normal float32."""
+        """True if steps in parts of 2^-24 fit in 31 bits, and the factor from values to
+        them is a normal float32.
+        """
         m = self.M + extra
         return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
 
@@ -77,7 +85,9 @@ def format_of(fmt: FloatFormat) -> Format:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The facts of a step that its kernel is compiled for: the spec, its format, and the dtypes in memory."""
+    """The facts of a step that its kernel is compiled for: the spec, its format, and
+    the dtypes in memory.
+    """
 
     direction: str
     storage: str
@@ -89,7 +99,9 @@ class KernelSpec:
     decays: bool
     nesterov: bool
     maximize: bool
-    first: bool  #: True if there is a first average; ``second`` a second one, ``amsgrad`` the largest of the second.
+    #: True if there is a first average; ``second`` a second one, ``amsgrad`` the
+    #: largest of the second.
+    first: bool
     second: bool
     amsgrad: bool
     exact: bool  #: True if division by the scale is exact.
@@ -118,7 +130,9 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Widening:
-    """The facts of a doubling of scales: the format, the residual's bits, how draws are compared and scales stored."""
+    """The facts of a doubling of scales: the format, the residual's bits, how draws are
+    compared and scales stored.
+    """
 
     format: Format
     extra: int
@@ -132,14 +146,28 @@ class Widening:
 
 
 @lru_cache(maxsize=256)
-def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, gradient: str, moments: str) -> Widening:
-    """The doubling of a format's scales, with the residual's bits and the dtypes of gradient and first average."""
+def widening_of(
+    fmt: FloatFormat, residual_bits: int, exponents: bool, gradient: str, moments: str
+) -> Widening:
+    """The doubling of a format's scales, with the residual's bits and the dtypes of
+    gradient and first average.
+    """
     known = format_of(fmt)
-    return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, gradient, moments)
+    return Widening(
+        known,
+        residual_bits,
+        known.fixed(residual_bits),
+        widest_scale(fmt),
+        exponents,
+        gradient,
+        moments,
+    )
 
 
 def widest_scale(fmt: FloatFormat) -> float:
-    """The largest power of two under which the format's largest value is still a float32."""
+    """The largest power of two under which the format's largest value is still a
+    float32.
+    """
     return 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))
 
 
@@ -150,16 +178,26 @@ class Tile:
     rows: int
     width: int
     length: int
-    """The length of a row; 0 for that of the record, with a single row, or with rows that are taken piece by piece."""
-    scales: str  #: ``one`` in all, one per ``row``, one per ``run`` of elements, or one per ``element``.
-    aligned: bool  #: True if all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements.
-    long: bool = False  #: True if a program takes a row piece by piece, after a pass that finds its largest gradient.
+    """The length of a row; 0 for that of the record, with a single row, or with rows
+    that are taken piece by piece.
+    """
+    #: ``one`` in all, one per ``row``, one per ``run`` of elements, or one per
+    #: ``element``.
+    scales: str
+    #: True if all arrays begin at multiples of 16 bytes, and have a multiple of 16
+    #: elements.
+    aligned: bool
+    #: True if a program takes a row piece by piece, after a pass that finds its largest
+    #: gradient.
+    long: bool = False
 
     __hash__ = _kept_hash
 
 
 class Constants:
-    """A dataclass of this file with ``constexpr`` values: Triton below 3.8 takes attributes for values on the GPU."""
+    """A dataclass of this file with ``constexpr`` values: Triton below 3.8 takes
+    attributes for values on the GPU.
+    """
 
     def __init__(self, known: Any) -> None:
         self._known = known
@@ -183,7 +221,9 @@ class Constants:
 
 
 def as_constants(fact: Any) -> Any:
-    """The argument of a kernel for a fact that it is compiled for; the interpreter reads a dataclass as it is."""
+    """The argument of a kernel for a fact that it is compiled for; the interpreter
+    reads a dataclass as it is.
+    """
     compiles = is_dataclass(fact) and not is_interpreted()
     return _constants(fact) if compiles else fact
 

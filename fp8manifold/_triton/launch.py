@@ -1,4 +1,6 @@
-"""Launching steps: one launch for all parameters of a kind, from a table that is uploaded without a wait."""
+"""Launching steps: one launch for all parameters of a kind, from a table that is
+uploaded without a wait.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,7 +23,9 @@ class KernelsUnavailableError(RuntimeError):
 
 
 def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
-    """A copy on the device, made before the next launch runs; torch reuses its pinned memory after that."""
+    """A copy on the device, made before the next launch runs; torch reuses its pinned
+    memory after that.
+    """
     source = torch.from_numpy(table)
     if device.type == "cpu":
         return source
@@ -38,8 +42,12 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
     return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
-Call = tuple[Any, Tensor, tuple[Any, ...]]  #: A kernel, its table of chunks, and what it is compiled for.
-Launches = list[tuple[NDArray[np.void], list[Call]]]  #: Records, and the calls that take them, in their order.
+Call = tuple[
+    Any, Tensor, tuple[Any, ...]
+]  #: A kernel, its table of chunks, and what it is compiled for.
+Launches = list[
+    tuple[NDArray[np.void], list[Call]]
+]  #: Records, and the calls that take them, in their order.
 Widenings = tuple[NDArray[np.void], Sequence[Widening]]
 """Records of parameters whose scales may double, and the facts of each doubling."""
 
@@ -52,16 +60,23 @@ def launches_of(
     check: bool = False,
     widenings: Widenings | None = None,
 ) -> Launches:
-    """The launches of steps, one per kind, after a verdict on gradients (``check``), before the doubling of scales."""
+    """The launches of steps, one per kind, after a verdict on gradients (``check``),
+    before the doubling of scales.
+    """
     launches = [(records, _steps(records, kinds, device, check=check))]
     if widenings is None:
         return launches
     others, found = widenings
-    return [*launches, (others, _calls(_kernels()[2], [(w, _rows_of(w)) for w in found], _sizes(others), device))]
+    return [
+        *launches,
+        (others, _calls(_kernels()[2], [(w, _rows_of(w)) for w in found], _sizes(others), device)),
+    ]
 
 
 def launch(launches: Launches, said: Tensor) -> None:
-    """Take the steps, unless the first word of ``said`` is set; all kernels are compiled before the first launch."""
+    """Take the steps, unless the first word of ``said`` is set; all kernels are
+    compiled before the first launch.
+    """
     with _on(said.device):
         tables = [_uploaded(records.view(np.int32), said.device) for records, _ in launches]
         for table, (_, calls) in zip(tables, launches, strict=True):
@@ -80,11 +95,16 @@ def _run(tables: Sequence[Tensor], launches: Launches, said: Tensor) -> None:
 
 
 class Tables:
-    """The tables of launches that have run before, in memory that a CUDA graph reads in every replay."""
+    """The tables of launches that have run before, in memory that a CUDA graph reads in
+    every replay.
+    """
 
     def __init__(self, launches: Launches, said: Tensor) -> None:
         self.said, self._launches = said, launches
-        self._tables = [torch.empty(r.view(np.int32).shape, dtype=torch.int32, device=said.device) for r, _ in launches]
+        self._tables = [
+            torch.empty(r.view(np.int32).shape, dtype=torch.int32, device=said.device)
+            for r, _ in launches
+        ]
 
     def fill(self, launches: Launches) -> None:
         """Copy the records of launches of the same kinds."""
@@ -114,15 +134,25 @@ def _sizes(records: NDArray[np.void]) -> Sizes:
     return [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
 
 
-def _steps(records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool) -> list[Call]:
+def _steps(
+    records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool
+) -> list[Call]:
     """One launch per kind, after those of the verdict."""
     sizes = _sizes(records)
-    return [*(_checks(kinds, sizes, device) if check else []), *_calls(_kernels()[0], kinds, sizes, device)]
+    return [
+        *(_checks(kinds, sizes, device) if check else []),
+        *_calls(_kernels()[0], kinds, sizes, device),
+    ]
 
 
-def _calls(kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device) -> list[Call]:
+def _calls(
+    kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device
+) -> list[Call]:
     groups = _groups(kinds).items()
-    return [(kernel, chunks_of(kind[1], tuple(sizes[i] for i in own), device), kind) for kind, own in groups]
+    return [
+        (kernel, chunks_of(kind[1], tuple(sizes[i] for i in own), device), kind)
+        for kind, own in groups
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -149,7 +179,9 @@ def _checks(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[C
     return calls
 
 
-_compiled: Final[set[tuple[Any, ...]]] = set()  #: Kernels that have been compiled before; Triton caches the code.
+_compiled: Final[set[tuple[Any, ...]]] = (
+    set()
+)  #: Kernels that have been compiled before; Triton caches the code.
 
 
 def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""The stages of a step over a tile, as in ``fp8manifold/_native/elements.h`` and ``stages.c``.
+"""The stages of a step over a tile, as in ``fp8manifold/_native/elements.h`` and
+``stages.c``.
 
-``words`` points to a parameter's record, the one that native code reads; ``S`` and ``T`` are ``KernelSpec`` and
-``Tile`` of ``kinds.py``.
+``words`` points to a parameter's record, the one that native code reads; ``S`` and
+``T`` are ``KernelSpec`` and ``Tile`` of ``kinds.py``.
 """
 
 import triton
@@ -64,7 +65,9 @@ def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNE
 
 @triton.jit
 def place_of(row, in_rows, start, length, T: tl.constexpr):
-    """Positions of a tile's elements and which of them there are; it begins at column ``start`` of its rows."""
+    """Positions of a tile's elements and which of them there are; it begins at column
+    ``start`` of its rows.
+    """
     column = start + tl.arange(0, T.width)[None, :]
     inside = in_rows[:, None]
     if T.length != T.width:
@@ -124,7 +127,9 @@ def inverse_of(scale, S: tl.constexpr):
 
 @triton.jit
 def _joined(code, rest, S: tl.constexpr):
-    """Code and residual as one signed code of the format with that many more mantissa bits."""
+    """Code and residual as one signed code of the format with that many more mantissa
+    bits.
+    """
     negative = -((code & S.format.SIGN) >> (S.format.BITS - 1))
     return ((((code & (S.format.SIGN - 1)) ^ negative) - negative) << S.extra) + rest
 
@@ -136,7 +141,8 @@ def decoded(code, rest, S: tl.constexpr):
         count = _joined(code, rest, S)
         magnitude = tl.abs(count)
         value = floats.float_of(
-            floats.bits_of(floats.magnitude_value(magnitude, S.format, S.extra)) | (count & -2147483648)
+            floats.bits_of(floats.magnitude_value(magnitude, S.format, S.extra))
+            | (count & -2147483648)
         )
     else:
         magnitude, value = code & (S.format.SIGN - 1), floats.code_value(code, S.format)
@@ -162,7 +168,9 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
             if S.extra:
                 x, ulp = decoded(floats.encode_finite(x, 0, S.format, False, False), rest, S)
             else:
-                ulp = floats.chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
+                ulp = floats.chart_stiffness(
+                    x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format
+                )
     return old, x, ulp
 
 
@@ -174,7 +182,11 @@ def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr,
         g = -g
     if S.covector:
         unit = scale * hyper(words, 18)
-        g = g * (floats.chart_stiffness(x, lowest, highest, S.format) * unit) if S.metric == "ulp" else g * unit
+        g = (
+            g * (floats.chart_stiffness(x, lowest, highest, S.format) * unit)
+            if S.metric == "ulp"
+            else g * unit
+        )
     return g
 
 
@@ -190,7 +202,9 @@ def _scale_of_bound(bound, ROOT: tl.constexpr):
 
 @triton.jit
 def _fitted_scale(largest, F: tl.constexpr):
-    """The smallest power of two that takes a magnitude, given as float32 bits, within the format."""
+    """The smallest power of two that takes a magnitude, given as float32 bits, within
+    the format.
+    """
     CARRY: tl.constexpr = 0x7FFFFF - F.TOP % 0x800000
     return floats.float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
 
@@ -204,23 +218,32 @@ def fitted_scales(words, row, in_rows, S: tl.constexpr):
 
 @triton.jit
 def refit(words, largest, row, in_rows, S: tl.constexpr):
-    """Store the largest magnitudes after the step (float32 bits), and return 1 over their scales."""
+    """Store the largest magnitudes after the step (float32 bits), and return 1 over
+    their scales.
+    """
     tl.store(pointer(words, 8, tl.float32, False) + row, floats.float_of(largest), mask=in_rows)
     return floats.reciprocal(_fitted_scale(largest, S.average))[:, None]
 
 
 @triton.jit
 def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
-    """Advance the bounds of the rows' averages; the averages' scales before the step, and 1 over those after it."""
+    """Advance the bounds of the rows' averages; the averages' scales before the step,
+    and 1 over those after it.
+    """
     one = floats.float_of(largest) * 0.0 + 1.0
     first, first_inverse, second, second_inverse = one, one, one, one
     if S.first:
         SECOND: tl.constexpr = 2 if S.direction == "lion" else 0
         bounds = pointer(words, 8, tl.float32, False) + row
         before = tl.load(bounds, mask=in_rows, other=0.0)
-        after = before * hyper(words, SECOND) + tl.abs(hyper(words, SECOND + 1)) * floats.float_of(largest)
+        after = before * hyper(words, SECOND) + tl.abs(hyper(words, SECOND + 1)) * floats.float_of(
+            largest
+        )
         tl.store(bounds, after, mask=in_rows)
-        first, first_inverse = _scale_of_bound(before, False), floats.reciprocal(_scale_of_bound(after, False))
+        first, first_inverse = (
+            _scale_of_bound(before, False),
+            floats.reciprocal(_scale_of_bound(after, False)),
+        )
     if S.second:
         bounds = pointer(words, 9, tl.float32, False) + row
         before = tl.load(bounds, mask=in_rows, other=0.0)
@@ -228,7 +251,10 @@ def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
             floats.float_of(largest) * floats.float_of(largest)
         )
         tl.store(bounds, after, mask=in_rows)
-        second, second_inverse = _scale_of_bound(before, True), floats.reciprocal(_scale_of_bound(after, True))
+        second, second_inverse = (
+            _scale_of_bound(before, True),
+            floats.reciprocal(_scale_of_bound(after, True)),
+        )
     return first[:, None], first_inverse[:, None], second[:, None], second_inverse[:, None]
 
 
@@ -248,7 +274,9 @@ def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, 
 
 @triton.jit
 def _root_code(root, inverse, draw, S: tl.constexpr):
-    """The code of a root, for which the mean of 1 over it is right; a root that is not 0 does not become 0."""
+    """The code of a root, for which the mean of 1 over it is right; a root that is not
+    0 does not become 0.
+    """
     steps, below = floats.encoding_steps(floats.bits_of(root * inverse), S.average, 0, 0)
     whole = steps.to(tl.int32)
     unit, part = (4 * whole + 2).to(tl.float32), steps - whole.to(tl.float32)
@@ -257,7 +285,18 @@ def _root_code(root, inverse, draw, S: tl.constexpr):
 
 
 @triton.jit
-def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, word, S: tl.constexpr, T: tl.constexpr):
+def store_average(
+    words,
+    SLOT: tl.constexpr,
+    at,
+    inside,
+    value,
+    inverse,
+    root,
+    word,
+    S: tl.constexpr,
+    T: tl.constexpr,
+):
     UPPER: tl.constexpr = SLOT == 6 and S.first
     if S.moments == "float32":
         store(words, SLOT, tl.float32, at, value, inside, T.aligned)
@@ -277,7 +316,9 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
 
 @triton.jit
 def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
-    """The direction, both averages after the step, the second's root, and the denominator of the first."""
+    """The direction, both averages after the step, the second's root, and the
+    denominator of the first.
+    """
     root, denominator = g, g
     if S.direction == "adam":
         m = m * hyper(words, 0) + g * hyper(words, 1)
@@ -332,9 +373,15 @@ def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.conste
     elif S.geometry == "multiplicative":
         step, floor = direction * rate, hyper(words, 17) * inverse
         outward = floats.sign_of(x) * step
-        moved = tl.where(tl.abs(x) >= floor, x * floats.exp2_exact(outward * -1.4426950408889634), x - floor * step)
+        moved = tl.where(
+            tl.abs(x) >= floor,
+            x * floats.exp2_exact(outward * -1.4426950408889634),
+            x - floor * step,
+        )
     else:
-        moved = _moved_on_chart(x, floats.bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S)
+        moved = _moved_on_chart(
+            x, floats.bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S
+        )
     return moved
 
 
@@ -352,7 +399,9 @@ def _moved_on_chart(x, steps, lowest, highest, S: tl.constexpr):
 
 
 @triton.jit
-def with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S: tl.constexpr):
+def with_error(
+    words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S: tl.constexpr
+):
     """The first average minus its share of the rounding error of the weights."""
     if S.geometry == "linear":
         error = tl.math.div_rn(target - after, inverse)

@@ -1,6 +1,8 @@
-"""One step of many parameters, and the doubling of scales after it, where a weight is at the end of its range.
+"""One step of many parameters, and the doubling of scales after it, where a weight is
+at the end of its range.
 
-A program finds its parameter and rows in ``chunks``, and all else in a table of records, for steps native code's.
+A program finds its parameter and rows in ``chunks``, and all else in a table of
+records, for steps native code's.
 """
 
 import triton
@@ -38,8 +40,12 @@ def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
-def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
-    """Round once and store; return the stored value in units of the scale, which only ``momentum`` needs."""
+def _store_weights(
+    words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr
+):
+    """Round once and store; return the stored value in units of the scale, which only
+    ``momentum`` needs.
+    """
     after, draw = target, 0
     STOCHASTIC: tl.constexpr = S.writeback != "nearest"
     if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
@@ -52,7 +58,10 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
     elif S.storage == "grid":
         if S.extra:
             negative = tl.where(floats.bits_of(old) == -2147483648, S.format.SIGN, 0)
-            value = floats.code_value(_split(words, at, inside, target, draw, negative, S, T), S.format) * scale
+            value = (
+                floats.code_value(_split(words, at, inside, target, draw, negative, S, T), S.format)
+                * scale
+            )
             value = tl.where(old != old, old, value)
         else:
             after = floats.round_value(target, draw, S.format, STOCHASTIC)
@@ -79,7 +88,9 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
 
 @triton.jit
 def _place(words, row, start, T: tl.constexpr):
-    """Positions of a tile's elements, a mask of those that exist, and one of its rows that exist."""
+    """Positions of a tile's elements, a mask of those that exist, and one of its rows
+    that exist.
+    """
     in_rows = row < tl.load((words + stages.ROWS).to(tl.pointer_type(tl.int64)))
     length = T.length
     if T.length == 0:
@@ -105,7 +116,9 @@ def _largest(words, row, start, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr):
-    """float32 bits of the largest magnitude of each row's average after the step, which does not depend on weights."""
+    """float32 bits of the largest magnitude of each row's average after the step, which
+    does not depend on weights.
+    """
     at, inside, _ = _place(words, row, start, T)
     g = stages.load_gradient(words, at, inside, 0, 0, 0, 0, S, T)
     m = stages.load_average(words, 5, at, inside, scales, S, T)
@@ -115,7 +128,9 @@ def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr
 
 @triton.jit
 def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
-    """Step a tile; ``blocks`` are the scales of its rows' averages, unused if the tile has whole rows."""
+    """Step a tile; ``blocks`` are the scales of its rows' averages, unused if the tile
+    has whole rows.
+    """
     at, inside, in_rows = _place(words, row, start, T)
     scale = stages.scale_at(words, row, at, inside, in_rows, S, T)
     lowest, highest = stages.ends_at(words, scale, S)
@@ -124,7 +139,9 @@ def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     if S.fitted and not T.long:
         blocks = (stages.fitted_scales(words, row, in_rows, S), 0, 0, 0)
     elif S.blocks and not T.long:
-        blocks = stages.next_bounds(words, tl.max(floats.bits_of(g) & 0x7FFFFFFF, axis=1), row, in_rows, S)
+        blocks = stages.next_bounds(
+            words, tl.max(floats.bits_of(g) & 0x7FFFFFFF, axis=1), row, in_rows, S
+        )
     m, v = g, g
     if S.first:
         m = stages.load_average(words, 5, at, inside, blocks[0], S, T)
@@ -135,16 +152,22 @@ def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     target = stages.move(words, x, ulp, direction, scale, inverse, lowest, highest, S)
     first_inverse = blocks[1]
     if S.fitted and not T.long:
-        first_inverse = stages.refit(words, tl.max(floats.bits_of(m) & 0x7FFFFFFF, axis=1), row, in_rows, S)
+        first_inverse = stages.refit(
+            words, tl.max(floats.bits_of(m) & 0x7FFFFFFF, axis=1), row, in_rows, S
+        )
     position = at.to(tl.uint32)
     word, noise = position, position
     if S.draws:
         word = floats.random_word((words + stages.KEYS).to(tl.pointer_type(tl.uint32)), position)
     after = _store_weights(words, at, inside, old, x, target, scale, word, S, T)
     if S.writeback == "momentum" and (S.storage == "codes" or S.storage == "grid"):
-        m = stages.with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S)
+        m = stages.with_error(
+            words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S
+        )
     if S.moments != "float32":
-        noise = floats.random_word((words + stages.KEYS + 4).to(tl.pointer_type(tl.uint32)), position)
+        noise = floats.random_word(
+            (words + stages.KEYS + 4).to(tl.pointer_type(tl.uint32)), position
+        )
     if S.first:
         stages.store_average(words, 5, at, inside, m, first_inverse, root, noise, S, T)
     if S.second:
@@ -201,7 +224,9 @@ def _rewrite(words, at, inside, S: tl.constexpr):
     if S.extra:
         rest = stages.load(words, 1, tl.int8, at, inside, False).to(tl.int32)
     x, _ = stages.decoded(old, rest, S)
-    draw = floats.draw_of(floats.random_word((words + WIDENED_KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32)))
+    draw = floats.draw_of(
+        floats.random_word((words + WIDENED_KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32))
+    )
     if S.extra:
         signed = floats.encode_signed(x * 0.5, draw, S.format, S.extra, S.fixed)
         code, rest = floats.split_code(signed, old, S.format, S.extra)
@@ -226,7 +251,9 @@ def _moves(words, at, inside, S: tl.constexpr):
 
 @triton.jit
 def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Double the scales of rows whose largest magnitude is at the end and moves, after a step that has flagged it."""
+    """Double the scales of rows whose largest magnitude is at the end and moves, after
+    a step that has flagged it.
+    """
     chunk = chunks + 2 * tl.program_id(0)
     words = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
     flags = stages.pointer(words, 5, tl.int32, False)

@@ -1,4 +1,6 @@
-"""Layers and parameters that take the place of others, with their hooks, attributes and registered entries."""
+"""Layers and parameters that take the place of others, with their hooks, attributes and
+registered entries.
+"""
 
 import functools
 import inspect
@@ -17,8 +19,18 @@ from fp8manifold.tensor import FP8Tensor
 
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *(
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    ),
+    *(
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    ),
 )
 _LINEAR: Final = frozenset(
     {*vars(nn.Module()), "_compiled_call_impl", "in_features", "out_features", "weight", "bias"}
@@ -29,7 +41,9 @@ _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Turned:
-    """A base put before a module's own class: it holds parameters transposed, as files do, except while it computes."""
+    """A base put before a module's own class: it holds parameters transposed, as files
+    do, except while it computes.
+    """
 
     turned: tuple[str, ...]
     _parameters: dict[str, Any]
@@ -60,7 +74,11 @@ def turn(model: nn.Module, names: Sequence[str]) -> None:
 
 def turned_names(model: nn.Module) -> list[str]:
     """Names of the parameters that a model holds transposed."""
-    found = [(name, module.turned) for name, module in model.named_modules() if isinstance(module, Turned)]
+    found = [
+        (name, module.turned)
+        for name, module in model.named_modules()
+        if isinstance(module, Turned)
+    ]
     return [f"{name}.{entry}".lstrip(".") for name, turned in found for entry in turned]
 
 
@@ -75,7 +93,9 @@ def turn_back(model: nn.Module) -> None:
 
 def _turn_parameter(module: Any, entry: str) -> None:
     own = module._parameters[entry]
-    module._parameters[entry] = nn.Parameter(own.detach().mT.contiguous(), requires_grad=own.requires_grad)
+    module._parameters[entry] = nn.Parameter(
+        own.detach().mT.contiguous(), requires_grad=own.requires_grad
+    )
 
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
@@ -87,14 +107,18 @@ def parameter_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def in_place_parameters(model: nn.Module) -> dict[str, FP8Parameter]:
-    """Parameters in codes that are the weight of no quantised layer, by the first name of each."""
+    """Parameters in codes that are the weight of no quantised layer, by the first name
+    of each.
+    """
     weights = {id(layer.weight) for layer in model.modules() if isinstance(layer, QuantizedLinear)}
     named = model.named_parameters()
     return {name: p for name, p in named if isinstance(p, FP8Parameter) and id(p) not in weights}
 
 
 def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> None:
-    """Put a parameter in the place of another, under all its names, with its hooks, attributes and gradient."""
+    """Put a parameter in the place of another, under all its names, with its hooks,
+    attributes and gradient.
+    """
     _carry_weight(model.get_parameter(names[0]), parameter, False)
     for name in names:
         owner, _, entry = name.rpartition(".")
@@ -105,7 +129,9 @@ def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> 
 
 def _weight_attributes(weight: Tensor) -> list[str]:
     own = {"manifold", *vars(weight.detach())}
-    hidden = [key for key in vars(weight) if inspect.isdatadescriptor(getattr(Tensor, key, None))]  # as accelerate does
+    hidden = [
+        key for key in vars(weight) if inspect.isdatadescriptor(getattr(Tensor, key, None))
+    ]  # as accelerate does
     return [key for key in vars(weight) if key not in own and key not in hidden]
 
 
@@ -121,7 +147,9 @@ def _carry_weight(before: Tensor, after: Tensor, transposed: bool) -> None:
 
 
 def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
-    """Put layers in the place of others, with their hooks, attributes and gradients; none if one of them can't be."""
+    """Put layers in the place of others, with their hooks, attributes and gradients;
+    none if one of them can't be.
+    """
     check_layers(model, layers)
     old = {name: model.get_submodule(name) for name in layers}
     done: set[nn.Module] = set()
@@ -134,21 +162,29 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     for kind in set[Any](base for module in model.modules() for base in type(module).__mro__):
-        if kind.__name__ == "PreTrainedModel" and not hasattr(kind.save_pretrained, "refuses_codes"):
-            kind.save_pretrained = _refusing_codes(kind.save_pretrained)  # an own attribute would be a cycle
+        if kind.__name__ == "PreTrainedModel" and not hasattr(
+            kind.save_pretrained, "refuses_codes"
+        ):
+            kind.save_pretrained = _refusing_codes(
+                kind.save_pretrained
+            )  # an own attribute would be a cycle
     return model
 
 
 def _refusing_codes(save: Any) -> Any:
-    """A ``save_pretrained`` that refuses models whose codes it would not mention in ``config.json``."""
+    """A ``save_pretrained`` that refuses models whose codes it would not mention in
+    ``config.json``.
+    """
 
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
         in_codes = any(isinstance(p, FP8Tensor) for p in model.parameters())
         if in_codes and getattr(model, "hf_quantizer", None) is None:
             raise RuntimeError(
-                f"this {type(model).__name__} has weights in codes, which transformers would save as numbers: call "
-                "fp8manifold.huggingface.attach(model) before save_pretrained, or fp8manifold.dequantize_model(model)"
+                f"this {type(model).__name__} has weights in codes, which transformers would save "
+                f"as numbers: call "
+                "fp8manifold.huggingface.attach(model) before save_pretrained, or "
+                "fp8manifold.dequantize_model(model)"
             )
         return save(model, *args, **options)
 
@@ -157,30 +193,41 @@ def _refusing_codes(save: Any) -> Any:
 
 
 def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """Raise ValueError where something on an old layer, or its weight, has no place on the new one."""
+    """Raise ValueError where something on an old layer, or its weight, has no place on
+    the new one.
+    """
     for name, new in layers.items():
         old: Any = model.get_submodule(name)
-        for extra in (*_attributes(old), *(key for entries in _registered(old).values() for key in entries)):
+        for extra in (
+            *_attributes(old),
+            *(key for entries in _registered(old).values() for key in entries),
+        ):
             if hasattr(new, extra):
                 raise ValueError(
-                    f"layer {name!r} has the attribute {extra!r}, which a {type(new).__name__} needs: rename it, or "
-                    f"leave the layer as it is with {{{name!r}: 'none'}}"
+                    f"layer {name!r} has the attribute {extra!r}, which a {type(new).__name__} "
+                    f"needs: rename it, or leave the layer as it is with {{{name!r}: 'none'}}"
                 )
         if old.weight is new.weight:
             continue
         for extra in _weight_attributes(old.weight):
             if hasattr(new.weight, extra):
                 raise ValueError(
-                    f"the weight of {name!r} has the attribute {extra!r}, which the quantised weight needs: rename it"
+                    f"the weight of {name!r} has the attribute {extra!r}, which the quantised "
+                    f"weight needs: rename it"
                 )
-        if _is_transposed(old, new) and any(getattr(old.weight, kind, None) for kind in _TENSOR_HOOKS):
+        if _is_transposed(old, new) and any(
+            getattr(old.weight, kind, None) for kind in _TENSOR_HOOKS
+        ):
             raise ValueError(
-                f"the weight of {name!r} has hooks (step_in_backward's?) for the untransposed gradient: remove them"
+                f"the weight of {name!r} has hooks (step_in_backward's?) for the untransposed "
+                f"gradient: remove them"
             )
 
 
 def _carry_over(old: Any, new: Any) -> None:
-    """Give the new layer all that was added to the old one: the same dictionaries of hooks, so that handles work."""
+    """Give the new layer all that was added to the old one: the same dictionaries of
+    hooks, so that handles work.
+    """
     vars(new).update({kind: vars(old)[kind] for kind in _HOOKS if kind in vars(old)})
     vars(new)["_is_full_backward_hook"] = vars(old).get("_is_full_backward_hook")
     hooks = new._forward_pre_hooks
@@ -194,8 +241,12 @@ def _carry_over(old: Any, new: Any) -> None:
     vars(new).update({key: vars(old)[key] for key in _attributes(old)})
     for place, entries in _registered(old).items():
         vars(new)[place].update(entries)
-    given = new._parameters  # in their order, which optimizers' states, averages and communication go by
-    new._parameters = {key: given[key] for key in dict.fromkeys([*old._parameters, *given]) if key in given}
+    given = (
+        new._parameters
+    )  # in their order, which optimizers' states, averages and communication go by
+    new._parameters = {
+        key: given[key] for key in dict.fromkeys([*old._parameters, *given]) if key in given
+    }
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
     _carry_weight(old.weight, new.weight, _is_transposed(old, new))
 
@@ -213,7 +264,10 @@ def _attributes(layer: nn.Module) -> list[str]:
 
 def _registered(layer: nn.Module) -> dict[str, dict[str, Any]]:
     own = _own(layer)
-    return {place: {key: x for key, x in vars(layer)[place].items() if key not in own} for place in _REGISTERED}
+    return {
+        place: {key: x for key, x in vars(layer)[place].items() if key not in own}
+        for place in _REGISTERED
+    }
 
 
 def _is_transposed(old: nn.Module, new: nn.Module) -> bool:

@@ -1,4 +1,6 @@
-"""A layer's weight on the grid: it stays there when it is assigned to, loaded, moved with its module, or reset."""
+"""A layer's weight on the grid: it stays there when it is assigned to, loaded, moved
+with its module, or reset.
+"""
 
 import warnings
 from typing import Any, Final, Literal
@@ -21,9 +23,11 @@ _HALF: Final = 16
 
 
 class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
-    """A ``geoopt.ManifoldParameter`` whose values stay points of its grid: what is assigned is rounded to the nearest.
+    """A ``geoopt.ManifoldParameter`` whose values stay points of its grid: what is
+    assigned is rounded to the nearest.
 
-    Where the values would saturate at its scale, or be lost, it gets a new one, as codes do.
+    Where the values would saturate at its scale, or be lost, it gets a new one, as
+    codes do.
     """
 
     @property
@@ -40,8 +44,14 @@ class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt i
 
 @torch.no_grad()
 def _on_grid(weight: Tensor, manifold: FP8Manifold, values: Tensor) -> Tensor:
-    """The nearest points; values that are points already, or of another dtype or device (the weight moves), stay."""
-    moved = (values.dtype, values.device, values.shape) != (weight.dtype, weight.device, weight.shape)
+    """The nearest points; values that are points already, or of another dtype or device
+    (the weight moves), stay.
+    """
+    moved = (values.dtype, values.device, values.shape) != (
+        weight.dtype,
+        weight.device,
+        weight.shape,
+    )
     scale = manifold.scale
     if moved or not (has_values(values) and has_values(scale)) or scale.device != values.device:
         return values
@@ -73,18 +83,22 @@ def grid_weight(
     """A weight's nearest points of a grid at a fresh scale, and their manifold."""
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
-            "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
-            "take storage='fp8', or quantise a model that has values"
+            "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no "
+            "fake tensors: take storage='fp8', or quantise a model that has values"
         )
     values = weight.detach()
-    manifold = FP8Manifold(fmt, storage_scale(values, fmt, granularity, headroom=headroom), rounding, seed, draws=draws)
+    manifold = FP8Manifold(
+        fmt, storage_scale(values, fmt, granularity, headroom=headroom), rounding, seed, draws=draws
+    )
     check_dtype_holds(manifold, weight.dtype)
     projected = manifold.projx(values) if has_values(weight) else values.clone()
     return GridParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold
 
 
 def check_dtype_holds(manifold: FP8Manifold, dtype: torch.dtype) -> None:
-    """Raise TypeError unless every point of the grid, and its scale, is a number of the dtype."""
+    """Raise TypeError unless every point of the grid, and its scale, is a number of the
+    dtype.
+    """
     if refusal := _lacks_points(manifold.format, manifold.scale, dtype):
         raise TypeError(f"a layer with storage='grid' can't be {refusal}")
 
@@ -96,10 +110,15 @@ def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | 
     number = torch.finfo(dtype)
     low, high = (float(end) for end in torch.aminmax(scale))
     exact = number.bits > _HALF or are_powers_of_two(scale.float())
-    if exact and low * fmt.ulp_min >= number.smallest_normal * number.eps and high * fmt.max <= number.max:
+    if (
+        exact
+        and low * fmt.ulp_min >= number.smallest_normal * number.eps
+        and high * fmt.max <= number.max
+    ):
         return None
     return (
-        f"{dtype}, which lacks points of its grid ({fmt.name} at scales of {low:g} to {high:g}): take torch.float32 or "
+        f"{dtype}, which lacks points of its grid ({fmt.name} at scales of {low:g} to {high:g}): "
+        f"take torch.float32 or "
         "torch.bfloat16"
     )
 
@@ -111,10 +130,12 @@ _LOST: Final = {
 
 
 def check_kept(layer: Any) -> None:
-    """Raise RuntimeError if other code has put a parameter without the layer's storage in the place of the weight.
+    """Raise RuntimeError if other code has put a parameter without the layer's storage
+    in the place of the weight.
 
-    A plain tensor in its place belongs to a functional call, and pruning and parametrisations compute theirs from a
-    parameter that still has the storage.  Parameters in codes are on a manifold, too.
+    A plain tensor in its place belongs to a functional call, and pruning and
+    parametrisations compute theirs from a parameter that still has the storage.
+    Parameters in codes are on a manifold, too.
     """
     weight = layer._parameters.get("weight")
     if isinstance(weight, geoopt.ManifoldParameter):
@@ -127,15 +148,21 @@ def check_kept(layer: Any) -> None:
         kept = not isinstance(weight, nn.Parameter)
     if not kept:
         raise RuntimeError(
-            f"the weight of a layer with storage={layer.storage!r} {_LOST[layer.storage]}; sharding (FSDP, tensor "
-            "parallelism) takes it away: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
+            f"the weight of a layer with storage={layer.storage!r} {_LOST[layer.storage]}; "
+            f"sharding (FSDP, tensor "
+            "parallelism) takes it away: use DistributedDataParallel, or storage='fp8' or 'master' "
+            "with fully_shard"
         )
 
 
 def warn_off_grid(layer: Any) -> None:
-    """Warn if values to be saved are off the grid: an operator wrote in place, not through ``data``."""
+    """Warn if values to be saved are off the grid: an operator wrote in place, not
+    through ``data``.
+    """
     weight, manifold = layer._parameters.get("weight"), layer.manifold
-    if weight is None or not isinstance(manifold, FP8Manifold):  # computed from another parameter, or on no grid
+    if weight is None or not isinstance(
+        manifold, FP8Manifold
+    ):  # computed from another parameter, or on no grid
         return
     if not (has_values(weight) and has_values(manifold.scale)):
         return
@@ -143,21 +170,27 @@ def warn_off_grid(layer: Any) -> None:
     off = int((manifold.projx(values) != values).sum())
     if off:
         warnings.warn(
-            f"{off} of {values.numel()} weights are off the grid of storage='grid', because something wrote in place: "
-            "loading rounds them; assign to weight.data, which rounds, or step with this library's optimizers",
+            f"{off} of {values.numel()} weights are off the grid of storage='grid', because "
+            f"something wrote in place: "
+            "loading rounds them; assign to weight.data, which rounds, or step with this library's "
+            "optimizers",
             stacklevel=3,
         )
 
 
 def keep_on_manifold(layer: Any) -> None:
-    """Give a weight that torch has replaced its manifold back; the object stays the same."""
+    """Give a weight that torch has replaced its manifold back; the object stays the
+    same.
+    """
     if layer.manifold is not None and not isinstance(layer.weight, geoopt.ManifoldParameter):
         layer.weight.__class__ = GridParameter
         layer.weight.manifold = layer.manifold
 
 
 def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | None:
-    """Put a saved weight on the grid, at the scale saved with it or a fresh one, or return why it can't be."""
+    """Put a saved weight on the grid, at the scale saved with it or a fresh one, or
+    return why it can't be.
+    """
     weight, manifold = layer.weight, layer.manifold
     key, scale_key = f"{prefix}weight", f"{prefix}manifold.scale"
     saved, scale = state.get(key), state.get(scale_key)
@@ -167,10 +200,16 @@ def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | 
         return f"{scale_key} comes without {key}, whose values are points of the grid at that scale: load both or none"
     if not isinstance(saved, Tensor) or saved.shape != weight.shape:
         return None  # torch says what is wrong with it
-    values = saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
+    values = (
+        saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
+    )
     own, fresh = manifold.scale, scale is None
     if scale is None:  # that of codes in the same format, which are taken exactly, or a fresh one
-        if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
+        if (
+            isinstance(saved, FP8Tensor)
+            and saved.format == manifold.format
+            and saved.scale.shape == own.shape
+        ):
             scale = saved.scale
         else:
             scale = _fresh_scale(layer, values)
@@ -180,7 +219,11 @@ def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | 
         return f"{key} can't be loaded into {refusal}"
     if fresh:
         state[scale_key] = scale = scale.to(own.dtype)
-        known = manifold if not manifold.counter.is_meta else FP8Manifold(manifold.format, scale, seed=layer._seed)
+        known = (
+            manifold
+            if not manifold.counter.is_meta
+            else FP8Manifold(manifold.format, scale, seed=layer._seed)
+        )
         for name in _BUFFERS:
             state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
     if not (values.is_meta or scale.is_meta) and scale.shape == own.shape:

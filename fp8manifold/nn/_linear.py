@@ -47,38 +47,53 @@ _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERAN
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with weights of one byte; quantisation-aware training is ``storage="master"``.
+    """A linear layer with weights of one byte; quantisation-aware training is
+    ``storage="master"``.
 
     .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
               g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
 
-    With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte per weight; with ``grid`` a
-    ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same values in floats; with ``master`` a float
-    parameter, fake-quantised in the forward pass.  A gradient that contains Inf or NaN becomes NaN as a whole, so that
-    saturation does not hide it; Inf and NaN in the input are treated as in :func:`fake_quantize`.  -0 is preserved if
-    the layout has it, and an empty batch has an empty output.
+    With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte per weight;
+    with ``grid`` a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same
+    values in floats; with ``master`` a float parameter, fake-quantised in the forward
+    pass. A gradient that contains Inf or NaN becomes NaN as a whole, so that saturation
+    does not hide it; Inf and NaN in the input are treated as in :func:`fake_quantize`.
+    -0 is preserved if the layout has it, and an empty batch has an empty output.
 
     Args:
-        linear: the layer to replace; its bias parameter is reused, and with storage ``master`` its weight too.
+        linear: the layer to replace; its bias parameter is reused, and with storage
+            ``master`` its weight too.
         spec: formats and options.
         storage: ``fp8``, ``grid`` or ``master``.
         headroom, rounding, draws: of stored weights, as in :func:`quantize_model`.
-        seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
-        keep_remainder: with ``fp8``, store the rounding's remainder, with which residuals begin; fine-tuning needs it.
-        defer_weight_gradient: leave the weight's gradient in float for :meth:`quantize_weight_gradient`.
-        global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
-        codes: with ``fp8``, the weight in codes of the specification's format and granularity, used without a copy, and
-            given ``seed``; of ``linear.weight`` only the shape is used then.
+        seed: of stored weights and of stochastic rounding in the two passes; every
+            layer needs another.
+        keep_remainder: with ``fp8``, store the rounding's remainder, with which
+            residuals begin; fine-tuning needs it.
+        defer_weight_gradient: leave the weight's gradient in float for
+            :meth:`quantize_weight_gradient`.
+        global_with: a layer whose gradients under ``scale="global"`` share their
+            magnitude with this one's.
+        codes: with ``fp8``, the weight in codes of the specification's format and
+            granularity, used without a copy, and given ``seed``; of ``linear.weight``
+            only the shape is used then.
 
-    The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
-    have the scales, as ``value``; they are None for stored weights and operands that are not quantised.  An empty
-    forward pre-hook prevents the fused operators of ``nn.TransformerEncoderLayer``.  Under activation checkpointing a
-    repeated pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
+    The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler``
+        and ``weight_gradient_scaler``
+    have the scales, as ``value``; they are None for stored weights and operands that
+        are not quantised. An empty
+    forward pre-hook prevents the fused operators of ``nn.TransformerEncoderLayer``.
+        Under activation checkpointing a
+    repeated pass gives the same bits; a layer that draws random bits or delays its
+        scales refuses it.
 
     Raises:
-        TypeError: ``linear`` is no ``nn.Linear``; a weight of a dtype that the storage or its format does not have.
-        ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
-        RuntimeError: ``products`` the device lacks; ``grid`` in a FakeTensorMode; in a call, a repetition or no codes.
+        TypeError: ``linear`` is no ``nn.Linear``; a weight of a dtype that the storage
+            or its format does not have.
+        ValueError: an unknown storage, weights that are not finite, or an option that
+            the storage does not have.
+        RuntimeError: ``products`` the device lacks; ``grid`` in a FakeTensorMode; in a
+            call, a repetition or no codes.
 
     Example:
         >>> from fp8manifold import LayerSpec
@@ -86,7 +101,8 @@ class QuantizedLinear(nn.Linear):
         >>> layer(torch.zeros(1, 4)).shape, layer.weight_codes().dtype
         (torch.Size([1, 2]), torch.uint8)
 
-    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); Jacob et al. 2018 (quantisation-aware training).
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); Jacob et al. 2018
+    (quantisation-aware training).
     """
 
     _fp8_takes_parts = True
@@ -143,7 +159,8 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         forbid_fused_operators(self)
         self.train(linear.training)
-        # anything else found in the layer later was put there by other code, and is carried along; see _carried
+        # anything else found in the layer later was put there by other code, and is
+        # carried along; see _carried
         self._own_names = frozenset({*vars(self), *self._buffers, *self._modules, "_own_names"})
 
     @property
@@ -152,22 +169,34 @@ class QuantizedLinear(nn.Linear):
         return None if self.spec.weight is None else self.spec.weight.format
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's own name
-        """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
+        """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an
+        ``nn.Linear``.
+        """
         if input.is_nested:
             return over_nested(self.forward, input)
         if self._units is not None and (units := units_on(self._units, self.spec, input.device)):
             return linear_from_codes(input, self.weight, self.bias, units, self.spec)
         parameters = self._parameters  # read directly: attribute access looks here last
         own = parameters.get("weight")
-        bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
+        bare = (
+            self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
+        )
         if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
-            return linear(input, own, parameters["bias"])  # nothing is drawn, remembered or announced
+            return linear(
+                input, own, parameters["bias"]
+            )  # nothing is drawn, remembered or announced
         draw, repeats = self._pass()
         weight: Tensor = self.weight
-        if self.storage != "master" and self.spec.weight is not None and not torch.compiler.is_compiling():
+        if (
+            self.storage != "master"
+            and self.spec.weight is not None
+            and not torch.compiler.is_compiling()
+        ):
             _grid_weight.check_kept(self)
         if (scaler := self.weight_scaler) is not None:
-            weight = self._fake_quantized("weight", weight, (scaler.preview if repeats else scaler)(weight), draw)
+            weight = self._fake_quantized(
+                "weight", weight, (scaler.preview if repeats else scaler)(weight), draw
+            )
         quantized = input
         if (scaler := self.activation_scaler) is not None:
             rows = self._rows(input)
@@ -182,29 +211,39 @@ class QuantizedLinear(nn.Linear):
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The values that the last forward pass multiplied by in place of its input ``x``."""
+        """The values that the last forward pass multiplied by in place of its input
+        ``x``.
+        """
         if units := units_on(self._units, self.spec, self.weight.device):
             return rounded_input(x, units)
         if self.activation_scaler is None:
             return x
         scale = self.activation_scaler.value
-        return self._fake_quantized("activation", self._rows(x), scale, self._last_draw()).view(x.shape)
+        return self._fake_quantized("activation", self._rows(x), scale, self._last_draw()).view(
+            x.shape
+        )
 
     def quantized_weight(self) -> Tensor:
         """The weight that the next forward pass multiplies by; differentiable."""
         if self.weight_scaler is None:
             return self.weight
-        return self._fake_quantized("weight", self.weight, self.weight_scaler.preview(self.weight), self._draw())
+        return self._fake_quantized(
+            "weight", self.weight, self.weight_scaler.preview(self.weight), self._draw()
+        )
 
     @torch.no_grad()
     def quantize_weight_gradient(self) -> None:
-        """Quantise the gradient that the weight holds, of one backward pass, if that was deferred."""
+        """Quantise the gradient that the weight holds, of one backward pass, if that
+        was deferred.
+        """
         rounded, gradient = self._rounded("weight_gradient", self._last_draw()), self.weight.grad
         if self._defers and rounded is not None and gradient is not None:
             self.weight.grad = rounded(gradient.float()).to(gradient.dtype)
 
     def weight_scale(self) -> Tensor:
-        """The scale of the weight, broadcasting against it; 1 for a weight that is not quantised."""
+        """The scale of the weight, broadcasting against it; 1 for a weight that is not
+        quantised.
+        """
         if _spec.is_stored(self.weight):
             return self.weight.expanded_scale()
         if self.manifold is not None:
@@ -219,10 +258,13 @@ class QuantizedLinear(nn.Linear):
         """The codes of the quantised weight, uint8 in its shape.
 
         Raises:
-            ValueError: the weight is not quantised, or holds a NaN that its format has no code for.
+            ValueError: the weight is not quantised, or holds a NaN that its format has
+                no code for.
         """
         if self.weight_format is None:
-            raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
+            raise ValueError(
+                "this layer has weight=None: only a weight with a format has codes; see spec"
+            )
         if _spec.is_stored(self.weight):
             return self.weight.codes.clone()
         _grid_weight.warn_off_grid(self)
@@ -234,17 +276,32 @@ class QuantizedLinear(nn.Linear):
 
     def _described_formats(self) -> str:
         names = {
-            name: self._operands[name].format.name if name in self._operands else _spec.NONE for name in _spec.OPERANDS
+            name: self._operands[name].format.name if name in self._operands else _spec.NONE
+            for name in _spec.OPERANDS
         }
         shown = [
             f"{name}={names[name]}"
             for name in _spec.OPERANDS
             if name in _spec.OPERANDS[:2] or names[name] != _spec.NONE
         ]
-        draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
-        shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
-        multiplied = {"gradient_products": self.spec.gradient_products, "products": self.spec.products}
-        shown += [f"{name}={how}" for name, how in multiplied.items() if how not in ("decoded", "bfloat16")]
+        draws = getattr(
+            self.weight if isinstance(self.weight, FP8Tensor) else self.manifold,
+            "draws",
+            "independent",
+        )
+        shown += [
+            f"storage={self.storage}",
+            *([f"draws={draws}"] if draws != "independent" else []),
+        ]
+        multiplied = {
+            "gradient_products": self.spec.gradient_products,
+            "products": self.spec.products,
+        }
+        shown += [
+            f"{name}={how}"
+            for name, how in multiplied.items()
+            if how not in ("decoded", "bfloat16")
+        ]
         return ", ".join(shown)
 
     def _take_weight(self, weight: Tensor, rounding: Rounding, seed: int, draws: Draws) -> None:
@@ -252,19 +309,28 @@ class QuantizedLinear(nn.Linear):
         if operand is None:
             return
         if weight.dtype not in FLOATS:
-            raise TypeError(f"a weight has dtype {weight.dtype}: float64, float32, float16 or bfloat16 is needed")
+            raise TypeError(
+                f"a weight has dtype {weight.dtype}: float64, float32, float16 or bfloat16 is "
+                f"needed"
+            )
         if has_values(weight) and not bool(weight.isfinite().all()):
-            raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised"
+            )
         if self.storage == "grid":
             self.weight, self.manifold = _grid_weight.grid_weight(
                 weight, operand.format, *self._placing, rounding, seed, draws
             )
         elif self.storage == "fp8":
-            self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
+            self.weight = self._in_codes(
+                weight, operand.format, rounding=rounding, seed=seed, draws=draws
+            )
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """Make a scaler for every operand whose scale is not stored with it."""
-        if shared is None and any(operand.scale == _spec.GLOBAL for operand in self._operands.values()):
+        if shared is None and any(
+            operand.scale == _spec.GLOBAL for operand in self._operands.values()
+        ):
             shared = self.shared_amax = SharedAmax()
         for name in _spec.OPERANDS:
             stored = name == "weight" and self.storage != "master"
@@ -272,9 +338,15 @@ class QuantizedLinear(nn.Linear):
             setattr(self, f"{name}_scaler", None if operand is None else scaler_of(operand, shared))
 
     def _rows(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, x.shape[-1]) if self._operands["activation"].granularity == "channel" else x
+        return (
+            x.reshape(-1, x.shape[-1])
+            if self._operands["activation"].granularity == "channel"
+            else x
+        )
 
-    def _fake_quantized(self, name: _spec.OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
+    def _fake_quantized(
+        self, name: _spec.OperandName, x: Tensor, scale: Tensor, draw: int
+    ) -> Tensor:
         operand = self._operands[name]
         how = operand.ste or "identity", operand.rounding or "nearest", self._key(name, draw)
         return quantize_at(x, scale, operand.format, *how, blocks=operand.granularity == "block")
@@ -283,7 +355,9 @@ class QuantizedLinear(nn.Linear):
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
-        return partial(round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw))
+        return partial(
+            round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw)
+        )
 
     def _key(self, name: _spec.OperandName, draw: int) -> Stream:
         return Stream((self._seed, draw, _STREAMS[name]))
@@ -297,10 +371,14 @@ class QuantizedLinear(nn.Linear):
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> tuple[int, bool]:
-        """The number of a forward pass, and whether activation checkpointing repeats it, to the same bits."""
+        """The number of a forward pass, and whether activation checkpointing repeats
+        it, to the same bits.
+        """
         scalers, repeats = (self.weight_scaler, self.activation_scaler), False
         draws = hasattr(self, "draws")
-        if self.training and (draws or any(scaler is not None and scaler.remembers for scaler in scalers)):
+        if self.training and (
+            draws or any(scaler is not None and scaler.remembers for scaler in scalers)
+        ):
             self._refuse_repetition()
         else:
             repeats = not torch.compiler.is_compiling() and is_backward()
@@ -313,9 +391,11 @@ class QuantizedLinear(nn.Linear):
     def _refuse_repetition(self) -> None:
         if is_backward() and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, with other random bits or "
-                "delayed scales: leave it out of activation checkpointing, or take rounding='nearest' and "
-                "policy='dynamic'; a pass that is no recomputation runs under torch.no_grad()"
+                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, with "
+                f"other random bits or "
+                "delayed scales: leave it out of activation checkpointing, or take "
+                "rounding='nearest' and policy='dynamic'; a pass that is no recomputation runs "
+                "under torch.no_grad()"
             )
 
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
@@ -323,13 +403,16 @@ class QuantizedLinear(nn.Linear):
         return byte_weight(weight, fmt, keep_remainder=self._keep_remainder, **how)
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
-        """Floats in codes like the layer's own weight: in its format, with its rounding, seed and draws."""
+        """Floats in codes like the layer's own weight: in its format, with its
+        rounding, seed and draws.
+        """
         how = {"rounding": weight.rounding, "seed": weight.seed, "draws": weight.draws}
         return self._in_codes(values, weight.format, **how)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weight and bias again as ``nn.Linear`` does, at a fresh scale; counts and measured scales are reset.
+        """Draw weight and bias again as ``nn.Linear`` does, at a fresh scale; counts
+        and measured scales are reset.
 
         It fills memory without values too (``Module.to_empty``).
         """
@@ -357,10 +440,14 @@ class QuantizedLinear(nn.Linear):
         return self._operands["weight"].granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse a dtype that stored weights can't have, before anything has changed, and a graph that holds them."""
+        """Refuse a dtype that stored weights can't have, before anything has changed,
+        and a graph that holds them.
+        """
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
+            raise TypeError(
+                f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16"
+            )
         if self.manifold is not None:
             _grid_weight.check_dtype_holds(self.manifold, dtype)
 
@@ -370,8 +457,10 @@ class QuantizedLinear(nn.Linear):
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
             raise RuntimeError(
-                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}) while a graph or a weak reference "
-                "holds its weight: finish the backward pass, or delete outputs and losses, and then move the layer"
+                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}) while a graph or "
+                f"a weak reference "
+                "holds its weight: finish the backward pass, or delete outputs and losses, and "
+                "then move the layer"
             ) from error
         _grid_weight.keep_on_manifold(self)
         return self
@@ -405,7 +494,9 @@ class QuantizedLinear(nn.Linear):
         except ValueError as error:
             return str(error)
         saved = state_dict.get(prefix + "weight")
-        if isinstance(self.manifold, FP8Manifold):  # on a continuous manifold every value is a point
+        if isinstance(
+            self.manifold, FP8Manifold
+        ):  # on a continuous manifold every value is a point
             return _grid_weight.prepare_grid_state(self, state_dict, prefix)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None
@@ -417,21 +508,31 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedConv1D(QuantizedLinear):
-    """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is ``(in, out)``.
+    """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is
+    ``(in, out)``.
 
-    This layer's weight is ``(out, in)``, a row and a scale per output; float weights in a state dict are ``(in, out)``.
+    This layer's weight is ``(out, in)``, a row and a scale per output; float weights in
+    a state dict are ``(in, out)``.
     """
 
-    def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any) -> None:
+    def __init__(
+        self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any
+    ) -> None:
         own: Any = conv
         bare = options.get("codes") is not None
-        linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)
+        linear = (
+            linear_around(torch.empty(own.nf, own.nx, device="meta"), own)
+            if bare
+            else linear_of(own)
+        )
         super().__init__(linear, spec, storage, **options)
         self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
         self._own_names |= {"_restores", "nf", "nx"}
 
     def restored(self, values: Tensor) -> nn.Module:
-        """A ``Conv1D`` with these values, ``(out, in)``, as its weight, and this layer's bias."""
+        """A ``Conv1D`` with these values, ``(out, in)``, as its weight, and this
+        layer's bias.
+        """
         conv = self._restores.__new__(self._restores)
         nn.Module.__init__(conv)  # its own __init__ would draw random numbers
         conv.nf, conv.nx = self.nf, self.nx  # type: ignore[assignment]

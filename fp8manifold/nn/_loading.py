@@ -1,4 +1,6 @@
-"""Reading a model into one byte per weight: the floats of a weight are freed before the next weight is read."""
+"""Reading a model into one byte per weight: the floats of a weight are freed before the
+next weight is read.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -35,26 +37,33 @@ def load_quantized(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> nn.Module:
-    """Fill a model without values from float weights, each rounded to its codes as soon as it is read.
+    """Fill a model without values from float weights, each rounded to its codes as soon
+    as it is read.
 
-    The result is bit-identical to ``quantize_model(model, formats, "fp8", **options)``; at its peak loading takes the
-    bytes of the result and one float tensor.  ``from_pretrained`` does the same for models of transformers, with
+    The result is bit-identical to ``quantize_model(model, formats, "fp8", **options)``;
+    at its peak loading takes the bytes of the result and one float tensor.
+    ``from_pretrained`` does the same for models of transformers, with
     :func:`fp8manifold.huggingface.quantization_config`.
 
     Args:
-        model: all its parameters on ``torch.device("meta")``; changed in place once everything has been read.
-        source: a safetensors file, several, their folder, or a mapping from name to tensor, with the names of
-            ``model.state_dict()``; for a tied weight one name is enough.
-        formats, options: as in :func:`fp8manifold.quantize_model`, without ``storage``; ``"as stored"`` loads codes,
-            formats and scales of files in a published layout, with ``rounding``, ``draws`` and ``seed`` as options.
+        model: all its parameters on ``torch.device("meta")``; changed in place once
+            everything has been read.
+        source: a safetensors file, several, their folder, or a mapping from name to
+            tensor, with the names of ``model.state_dict()``; for a tied weight one name
+            is enough.
+        formats, options: as in :func:`fp8manifold.quantize_model`, without ``storage``;
+            ``"as stored"`` loads codes, formats and scales of files in a published
+            layout, with ``rounding``, ``draws`` and ``seed`` as options.
         device: where the weights go, one at a time.
 
     Returns:
-        The model; a new layer if ``model`` is itself an ``nn.Linear``.  -0 is preserved if the layout has it.
+        The model; a new layer if ``model`` is itself an ``nn.Linear``. -0 is preserved
+        if the layout has it.
 
     Raises:
-        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, for NaN and Inf too; a parameter that already has
-            values; tensors that are missing, unknown, of another shape, or not floats.  The model is then unchanged.
+        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, for NaN and Inf
+            too; a parameter that already has values; tensors that are missing, unknown,
+            of another shape, or not floats. The model is then unchanged.
         FileNotFoundError, ImportError: no such file; safetensors is missing.
 
     Example:
@@ -68,7 +77,9 @@ def load_quantized(
     if isinstance(formats, str) and formats == AS_STORED:
         return _load_as_stored(model, source, device, **options)
     if "storage" in options:
-        raise TypeError("load_quantized has no option storage: weights are read into 'fp8', one byte each")
+        raise TypeError(
+            "load_quantized has no option storage: weights are read into 'fp8', one byte each"
+        )
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
     # tried without values, so that no file is opened for a model that can't be made
@@ -108,7 +119,9 @@ def _load_as_stored(
     seed: int = 0,
 ) -> nn.Module:
     if isinstance(source, Mapping):
-        raise TypeError(f"formats={AS_STORED!r} needs files, which say what their codes are, not a mapping")
+        raise TypeError(
+            f"formats={AS_STORED!r} needs files, which say what their codes are, not a mapping"
+        )
     check_int("seed", seed, 0, 2**31 - 1)
     _check_without_values(model)
     codes: dict[str, FP8Parameter] = {}
@@ -122,26 +135,36 @@ def _load_as_stored(
                 del value
                 continue
             if there[1:]:
-                raise ValueError(f"{there[0]!r} and {there[1]!r} are one tensor in the model: give codes of only one")
+                raise ValueError(
+                    f"{there[0]!r} and {there[1]!r} are one tensor in the model: give codes of "
+                    f"only one"
+                )
             how: Any = {"device": device, "dtype": own.dtype, "rounding": rounding, "draws": draws}
             how["seed"] = (seed << 32) + len(codes)
-            codes[name] = weight_of(there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how)
+            codes[name] = weight_of(
+                there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how
+            )
             codes[name].requires_grad_(own.requires_grad)
     _put(model, floats, device)
     return put_codes(model, codes).to(device)
 
 
 def _check_without_values(model: nn.Module) -> None:
-    """Refuse parameters that have values already, and buffers without values that no state dict has."""
+    """Refuse parameters that have values already, and buffers without values that no
+    state dict has.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            raise ValueError(f"parameter {name!r} has values already: build the model under torch.device('meta')")
+            raise ValueError(
+                f"parameter {name!r} has values already: build the model under torch.device('meta')"
+            )
     for name, module in model.named_modules():
         for entry in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta:
                 buffer_name = f"{name}.{entry}".lstrip(".")
                 raise ValueError(
-                    f"buffer {buffer_name!r} has no values, and no state dict holds it: give it values before loading"
+                    f"buffer {buffer_name!r} has no values, and no state dict holds it: give it "
+                    f"values before loading"
                 )
 
 
@@ -149,15 +172,25 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
     """Every parameter and buffer that a state dict has, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        kept = {
+            name: x
+            for name, x in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
         for name, value in (module._parameters | kept).items():
             if value is not None:
-                found.setdefault(id(value), ([], value))[0].append(f"{module_name}.{name}".lstrip("."))
+                found.setdefault(id(value), ([], value))[0].append(
+                    f"{module_name}.{name}".lstrip(".")
+                )
     return found
 
 
-def _checked(model: nn.Module, tensors: _tensor_files.Tensors) -> list[tuple[str, list[str], Tensor]]:
-    """The entries of a model's state, each with its first name in the model and those that the source has for it."""
+def _checked(
+    model: nn.Module, tensors: _tensor_files.Tensors
+) -> list[tuple[str, list[str], Tensor]]:
+    """The entries of a model's state, each with its first name in the model and those
+    that the source has for it.
+    """
     there = set(tensors.names())
     found: list[tuple[str, list[str], Tensor]] = []
     known: set[str] = set()
@@ -182,13 +215,18 @@ def _checked(model: nn.Module, tensors: _tensor_files.Tensors) -> list[tuple[str
     return found
 
 
-def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None) -> list[str]:
+def _unfit(
+    name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None
+) -> list[str]:
     if shape is not None and shape != tuple(entry.shape):
         return [f"{name!r} has shape {shape} in the source, and {tuple(entry.shape)} in the model"]
     is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype in FLOATS
     if dtype is not None and is_float != entry.is_floating_point():
         kinds = ("floats", "no floats")
-        return [f"{name!r} holds {kinds[not is_float]} in the source, and {kinds[is_float]} in the model"]
+        return [
+            f"{name!r} holds {kinds[not is_float]} in the source, and {kinds[is_float]} in the "
+            f"model"
+        ]
     return []
 
 
@@ -205,12 +243,16 @@ def _read(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -
         raise ValueError(problem)
     for other in names[1:]:
         if not torch.equal(tensors.read(other), value):
-            raise ValueError(f"{names[0]!r} and {other!r} differ in the source, and are one tensor in the model")
+            raise ValueError(
+                f"{names[0]!r} and {other!r} differ in the source, and are one tensor in the model"
+            )
     return value
 
 
 def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Give the model its floats, each under all its names, and move the buffers that have values already."""
+    """Give the model its floats, each under all its names, and move the buffers that
+    have values already.
+    """
     made: dict[int, Tensor] = {}
     for names, entry in _groups(model).values():
         if names[0] in floats:
@@ -228,15 +270,24 @@ def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | 
 
 
 def put_codes(
-    model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor] = MappingProxyType({})
+    model: nn.Module,
+    made: Mapping[str, FP8Parameter],
+    inputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> nn.Module:
-    """Put codes into a model: linear layers become quantised ones, with frozen scales of inputs by the same names."""
+    """Put codes into a model: linear layers become quantised ones, with frozen scales
+    of inputs by the same names.
+    """
     names = parameter_names(model)
     layers: dict[str, nn.Module] = {}
     for name, codes in made.items():
         owner, _, entry = name.rpartition(".")
         module, every = model.get_submodule(owner), names[id(model.get_parameter(name))]
-        if type(module) is not nn.Linear or obstacle(module) is not None or entry != "weight" or every != [name]:
+        if (
+            type(module) is not nn.Linear
+            or obstacle(module) is not None
+            or entry != "weight"
+            or every != [name]
+        ):
             put_parameter(model, every, codes)
             continue
         scale = inputs.get(name)
@@ -251,10 +302,17 @@ def put_codes(
 
 
 class Reader:
-    """Codes for a model of transformers that has no values yet; tied weights and other dtypes wait until the end."""
+    """Codes for a model of transformers that has no values yet; tied weights and other
+    dtypes wait until the end.
+    """
 
     def __init__(
-        self, model: Any, formats: Any, storage: str, options: Mapping[str, Any], files: Iterable[str] | None
+        self,
+        model: Any,
+        formats: Any,
+        storage: str,
+        options: Mapping[str, Any],
+        files: Iterable[str] | None,
     ) -> None:
         self._how = formats, storage, dict(options)
         self._plan = self._planned(model)
@@ -276,11 +334,15 @@ class Reader:
         return name in self._wanted
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        """The codes of a tensor that was read; one that does not fit is left to transformers to refuse."""
+        """The codes of a tensor that was read; one that does not fit is left to
+        transformers to refuse.
+        """
         entry = self._wanted.get(name)
         with suppress(TypeError, ValueError):
             if entry is not None and value.shape == (own := model.get_parameter(name)).shape:
-                self._codes[name] = encoded(self._plan, entry, value, requires_grad=own.requires_grad)
+                self._codes[name] = encoded(
+                    self._plan, entry, value, requires_grad=own.requires_grad
+                )
                 self._files.was_read(value.nbytes)
                 return self._codes[name]
         self._wanted.pop(name, None)
@@ -289,16 +351,27 @@ class Reader:
     def finish(self, model: nn.Module) -> None:
         """Put the quantised layers in, around the codes that the model has already."""
         planned = self._planned(model)
-        codes = {name: weight for name, weight in self._codes.items() if model.get_parameter(name) is weight}
+        codes = {
+            name: weight
+            for name, weight in self._codes.items()
+            if model.get_parameter(name) is weight
+        }
         known = {name for entry in planned.layers for name in entry.parameters}
-        if lost := sorted(name for name in codes.keys() - known if self._wanted[name].spec is not None):
+        if lost := sorted(
+            name for name in codes.keys() - known if self._wanted[name].spec is not None
+        ):
             layer = self._wanted[lost[0]].name
-            raise ValueError(f"the weight of {layer!r} was tied while loading: the model does not declare it as tied")
+            raise ValueError(
+                f"the weight of {layer!r} was tied while loading: the model does not declare it as "
+                f"tied"
+            )
         carry_out(model, planned, codes)
 
 
 class Encode:
-    """The operation that transformers runs on a tensor that becomes codes; put before its own class."""
+    """The operation that transformers runs on a tensor that becomes codes; put before
+    its own class.
+    """
 
     reader: Reader
 

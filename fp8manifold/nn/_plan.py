@@ -1,4 +1,5 @@
-"""The plan of a surgery: a decision on every weight before anything changes, for a model without values too.
+"""The plan of a surgery: a decision on every weight before anything changes, for a
+model without values too.
 
 Patterns are matched here only: surgery, loading and the report read the decisions.
 """
@@ -45,8 +46,12 @@ class Entry:
     name: str  #: The module's name; for a parameter that becomes codes where it is, its first name.
     module: nn.Module  #: The holder of the weight.
     parameters: tuple[str, ...] = ()
-    """All names that the weight has in the model; none if the module has no weight as a parameter."""
-    spec: _spec.LayerSpec | None = None  #: The specification of the quantised layer that takes the module's place.
+    """All names that the weight has in the model; none if the module has no weight as a
+    parameter.
+    """
+    spec: _spec.LayerSpec | None = (
+        None  #: The specification of the quantised layer that takes the module's place.
+    )
     format: FloatFormat | None = None  #: The format of the codes that the weight becomes.
     granularity: StoredGranularity | None = None  #: The granularity of their scale.
     seed: int = 0
@@ -56,7 +61,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """An entry for every layer to replace, parameter to encode and module left, each in the model's order."""
+    """An entry for every layer to replace, parameter to encode and module left, each in
+    the model's order.
+    """
 
     entries: tuple[Entry, ...]
     storage: Any
@@ -76,7 +83,11 @@ class Plan:
     def encoded(self) -> dict[str, Entry]:
         """Parameters of which only codes are needed, by their first names."""
         copied = {entry.parameters for entry in self.entries if entry.is_copied}
-        made = [entry for entry in self.entries if entry.format is not None and entry.parameters not in copied]
+        made = [
+            entry
+            for entry in self.entries
+            if entry.format is not None and entry.parameters not in copied
+        ]
         return {entry.parameters[0]: entry for entry in made}
 
 
@@ -113,17 +124,24 @@ def plan(
     placed: list[Entry] = []
     if parameters is not None or not (embeddings is None or _spec.is_none(embeddings)):
         if storage != "fp8":
-            raise ValueError(f"parameters and embeddings become codes with storage='fp8', not with storage={storage!r}")
+            raise ValueError(
+                f"parameters and embeddings become codes with storage='fp8', not with "
+                f"storage={storage!r}"
+            )
         taken = {linears[name].names for name in specs if not linears[name].is_shared}
         placed = _placed(model, names, taken, parameters, embeddings, read, granularity)
     specs = _settled(specs, linears, storage, keep_remainder, tied, placed)
     entries = []
     for name, spec in specs.items():
         weight, linear = spec.operands.get("weight") if storage == "fp8" else None, linears[name]
-        codes: Any = {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
+        codes: Any = (
+            {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
+        )
         module = model.get_submodule(name)
         entries.append(Entry(name, module, linear.names, spec, is_copied=linear.is_shared, **codes))
-    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries + placed)]
+    entries = [
+        replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries + placed)
+    ]
     options = {
         "headroom": headroom,
         "rounding": rounding,
@@ -145,19 +163,24 @@ def check_formats(
     tied: Tied = "refuse",
     products: _spec.Products = "decoded",
 ) -> dict[str, _spec.LayerSpec]:
-    """Read formats as :func:`quantize_model` does, and refuse those that it would refuse; no model is needed.
+    """Read formats as :func:`quantize_model` does, and refuse those that it would
+    refuse; no model is needed.
 
     Args:
-        formats, storage, granularity, keep_remainder, tied, products: as in :func:`quantize_model`.
-        layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
-        shared: for layers that share their weight with another module, all names of the weight; None: there are none.
+        formats, storage, granularity, keep_remainder, tied, products: as in
+            :func:`quantize_model`.
+        layers: ``(in_features, out_features)`` of every linear layer by its dotted
+            name, in the model's order.
+        shared: for layers that share their weight with another module, all names of the
+            weight; None: there are none.
 
     Returns:
         The specification of every layer that is quantised, by its name.
 
     Raises:
-        TypeError, ValueError: a pattern that matches no layer; a format or option that is unknown or does not fit; a
-            layer whose weight is shared under ``tied="refuse"``.
+        TypeError, ValueError: a pattern that matches no layer; a format or option that
+            is unknown or does not fit; a layer whose weight is shared under
+            ``tied="refuse"``.
 
     Example:
         >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
@@ -179,7 +202,9 @@ def check_formats(
 
 
 class _Linear(NamedTuple):
-    """The facts that decide on a linear layer: all names of its weight, and what prevents its quantisation."""
+    """The facts that decide on a linear layer: all names of its weight, and what
+    prevents its quantisation.
+    """
 
     names: tuple[str, ...]
     obstacle: Obstacle | None = None
@@ -202,53 +227,81 @@ def _linears(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str
     return found
 
 
-def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, _spec.LayerSpec]) -> dict[str, _spec.LayerSpec]:
-    left = {name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None}
+def _chosen_specs(
+    linears: Mapping[str, _Linear], specs: Mapping[str, _spec.LayerSpec]
+) -> dict[str, _spec.LayerSpec]:
+    left = {
+        name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None
+    }
 
     def check(pattern: str, matched: list[str]) -> None:
         if not linears:
-            raise ValueError("the model has no linear layer: give formats=None and name weights with parameters=")
+            raise ValueError(
+                "the model has no linear layer: give formats=None and name weights with parameters="
+            )
         if not matched:
             which = f"matches none of the {len(linears) - len(left)} linear layers"
             raise ValueError(f"pattern {pattern!r} {which}{nearest(pattern, linears)}")
         if left.keys() >= {*matched} and not specs[pattern].quantizes_nothing:
             why = f"{matched[0]!r}: {left[matched[0]].reason}"
-            raise ValueError(f"pattern {pattern!r} matches only layers that can't be quantised, such as {why}")
+            raise ValueError(
+                f"pattern {pattern!r} matches only layers that can't be quantised, such as {why}"
+            )
 
     chosen = by_pattern(specs, {name: [name] for name in linears}, check)
-    chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
+    chosen = {
+        name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing
+    }
     chosen = _without_adapters(chosen, linears)
     for name, pattern in chosen.items():
         if linears[name].is_quantized:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
         if name in left and left[name].is_done_to_it and literal(pattern):
             raise ValueError(
-                f"layer {name!r}, which {pattern!r} names, can't be quantised: {left[name].reason}; or leave the layer "
-                f"as it is with {{{name!r}: 'none'}}"
+                f"layer {name!r}, which {pattern!r} names, can't be quantised: "
+                f"{left[name].reason}; or leave the layer as it is with {{{name!r}: 'none'}}"
             )
     return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
 
 
 def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) -> dict[str, str]:
     adapters = {name: linears[name].adapter for name in chosen}
-    left = [name for name, part in adapters.items() if part is not None and not names_part(chosen[name], part)]
+    left = [
+        name
+        for name, part in adapters.items()
+        if part is not None and not names_part(chosen[name], part)
+    ]
     if left:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         warnings.warn(
-            f"PEFT's adapters, small and trained, were not quantised: {', '.join(left[:_SHOWN])}{more}; a pattern that "
-            f"names them, such as {adapters[left[0]]!r}, quantises them",
+            f"PEFT's adapters, small and trained, were not quantised: "
+            f"{', '.join(left[:_SHOWN])}{more}; a pattern that names them, such as "
+            f"{adapters[left[0]]!r}, quantises them",
             UserWarning,
             stacklevel=5,
         )
     return {name: pattern for name, pattern in chosen.items() if name not in left}
 
 
-def _check_in_one_place(model: nn.Module, layers: Iterable[str], linears: Mapping[str, _Linear]) -> None:
-    """Refuse a layer that is in two places: replacing it in one would untie it silently."""
+def _check_in_one_place(
+    model: nn.Module, layers: Iterable[str], linears: Mapping[str, _Linear]
+) -> None:
+    """Refuse a layer that is in two places: replacing it in one would untie it
+    silently.
+    """
     for name in (name for name in layers if linears[name].is_shared):
         names, layer = linears[name].names, model.get_submodule(name)
-        if sum(model.get_submodule(owner) is layer for owner in {each.rpartition(".")[0] for each in names}) > 1:
-            raise ValueError(f"layer {name!r} is shared ({', '.join(names)}): copy it, or give {{{name!r}: 'none'}}")
+        if (
+            sum(
+                model.get_submodule(owner) is layer
+                for owner in {each.rpartition(".")[0] for each in names}
+            )
+            > 1
+        ):
+            raise ValueError(
+                f"layer {name!r} is shared ({', '.join(names)}): copy it, or give "
+                f"{{{name!r}: 'none'}}"
+            )
 
 
 def _settled(
@@ -259,14 +312,17 @@ def _settled(
     tied: str,
     placed: Sequence[Entry],
 ) -> dict[str, _spec.LayerSpec]:
-    """The layers to replace, shared weights decided on, which may be encoded in place (``placed``)."""
+    """The layers to replace, shared weights decided on, which may be encoded in place
+    (``placed``).
+    """
     shared = [name for name in specs if linears[name].is_shared]
     for name in shared:
         names = linears[name].names
         if tied == "refuse" and not any(_serves(entry, names, specs[name]) for entry in placed):
             raise ValueError(
-                f"the weight of {name!r} is shared ({', '.join(names)}): give tied='untie' for a copy of the weight, "
-                f"or leave the layer as it is with tied='leave' or {{{name!r}: 'none'}}"
+                f"the weight of {name!r} is shared ({', '.join(names)}): give tied='untie' for a "
+                f"copy of the weight, or leave the layer as it is with tied='leave' or "
+                f"{{{name!r}: 'none'}}"
             )
     kept = {name: spec for name, spec in specs.items() if tied == "untie" or name not in shared}
     for spec in kept.values():
@@ -275,9 +331,16 @@ def _settled(
 
 
 def _serves(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
-    """True if a parameter becomes exactly the codes that a layer of this specification needs for its weight."""
+    """True if a parameter becomes exactly the codes that a layer of this specification
+    needs for its weight.
+    """
     weight = spec.operands.get("weight")
-    if weight is None or len(spec.operands) > 1 or spec.products != "decoded" or entry.name not in names:
+    if (
+        weight is None
+        or len(spec.operands) > 1
+        or spec.products != "decoded"
+        or entry.name not in names
+    ):
         return False
     return (weight.format, weight.granularity) == (entry.format, entry.granularity)
 
@@ -295,23 +358,32 @@ def _placed(
         its[0]: (its, parameter, module)
         for parameter in model.parameters()
         if parameter.dim() > 1 and (its := names[id(parameter)]) not in taken
-        if not isinstance(module := model.get_submodule(its[0].rpartition(".")[0]), ParametrizationList)
+        if not isinstance(
+            module := model.get_submodule(its[0].rpartition(".")[0]), ParametrizationList
+        )
     }
     by_first = {first: its for first, (its, _, _) in found.items()}
-    chosen = _chosen_parameters(by_first, parameters, formats) | _chosen_embeddings(model, by_first, embeddings)
+    chosen = _chosen_parameters(by_first, parameters, formats) | _chosen_embeddings(
+        model, by_first, embeddings
+    )
     entries = []
     for first, (its, parameter, module) in found.items():
         if (fmt := chosen.get(first)) is None:
             continue
         if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
-            raise ValueError(f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model first")
+            raise ValueError(
+                f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model "
+                f"first"
+            )
         shares = _shares(first, module, parameter, granularity)
         entries.append(Entry(first, module, its, format=fmt, granularity=shares))
     return entries
 
 
 def _chosen_parameters(
-    names: Mapping[str, tuple[str, ...]], parameters: Parameters | None, formats: Mapping[str, _spec.LayerSpec]
+    names: Mapping[str, tuple[str, ...]],
+    parameters: Parameters | None,
+    formats: Mapping[str, _spec.LayerSpec],
 ) -> dict[str, FloatFormat | None]:
     if parameters is None:
         return {}
@@ -322,8 +394,8 @@ def _chosen_parameters(
             raise ValueError("parameters is empty: leave it out, or give a pattern")
         if spec is None or spec.weight is None:
             raise ValueError(
-                f"parameters={patterns!r} takes the weight's format of the pattern '*', which formats does not have: "
-                f"give parameters={{{patterns[0]!r}: 'E4M3'}}"
+                f"parameters={patterns!r} takes the weight's format of the pattern '*', which "
+                f"formats does not have: give parameters={{{patterns[0]!r}: 'E4M3'}}"
             )
         parameters = dict.fromkeys(patterns, spec.weight.format)
     return _formats_chosen("parameters", parameters, names)
@@ -334,25 +406,40 @@ def _chosen_embeddings(
 ) -> dict[str, FloatFormat | None]:
     if embeddings is None or _spec.is_none(embeddings):
         return {}
-    tables = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    own = {first: found for first, its in names.items() if (found := [each for each in its if each in tables])}
+    tables = {
+        f"{name}.weight".lstrip(".")
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding)
+    }
+    own = {
+        first: found
+        for first, its in names.items()
+        if (found := [each for each in its if each in tables])
+    }
     if not own:
-        raise ValueError(f"embeddings={embeddings!r}, and the model has no nn.Embedding: name weights with parameters=")
-    return _formats_chosen("embeddings", embeddings if isinstance(embeddings, Mapping) else {"*": embeddings}, own)
+        raise ValueError(
+            f"embeddings={embeddings!r}, and the model has no nn.Embedding: name weights with "
+            f"parameters="
+        )
+    return _formats_chosen(
+        "embeddings", embeddings if isinstance(embeddings, Mapping) else {"*": embeddings}, own
+    )
 
 
 def _formats_chosen(
     what: str, given: Mapping[str, FormatLike | None], names: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatFormat | None]:
-    """The format of each parameter that a pattern of an option called ``what`` matches; None leaves it."""
+    """The format of each parameter that a pattern of an option called ``what`` matches;
+    None leaves it.
+    """
     if odd := [pattern for pattern in given if not isinstance(pattern, str)]:
         raise TypeError(f"{what} has {odd[0]!r}: a pattern must be a string")
 
     def check(pattern: str, matched: list[str]) -> None:
         if not matched:
             raise ValueError(
-                f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two or more dimensions "
-                f"that no pattern of formats has taken{nearest(pattern, names)}"
+                f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two "
+                f"or more dimensions that no pattern of formats has taken{nearest(pattern, names)}"
             )
 
     chosen = by_pattern(given, names, check)
@@ -361,16 +448,23 @@ def _formats_chosen(
 
 
 def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
-    """The granularity: a filter of a convolution shares a scale, otherwise a row of the last dimension."""
+    """The granularity: a filter of a convolution shares a scale, otherwise a row of the
+    last dimension.
+    """
     kernel = isinstance(module, CONVOLUTIONS)
     if granularity == "square" and kernel:
-        raise ValueError(f"parameter {name!r} is a convolution's; granularity='square' needs a matrix: take 'channel'")
+        raise ValueError(
+            f"parameter {name!r} is a convolution's; granularity='square' needs a matrix: take "
+            f"'channel'"
+        )
     if granularity != "channel":
         return granularity  # type: ignore[return-value]
     return "channel" if kernel or parameter.dim() == 2 else "row"
 
 
-def _left(model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[Entry]) -> Iterator[Entry]:
+def _left(
+    model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[Entry]
+) -> Iterator[Entry]:
     replaced = {entry.name for entry in entries if entry.spec is not None}
     done = {name for entry in entries if not entry.is_copied for name in entry.parameters}
     for name, module in model.named_modules():
@@ -378,7 +472,9 @@ def _left(model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Seque
             continue
         held = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         own = tuple(each for p in held for each in names[id(p)])
-        computed = not held and is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
+        computed = (
+            not held and is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
+        )
         if (held or computed) and name not in replaced and not (held and done.issuperset(own)):
             yield Entry(name, module, own, left=_why_left(name, module, names))
 

@@ -1,4 +1,6 @@
-"""Products of a quantised layer: by decoded codes, with quantised gradients, of nested input, or by codes."""
+"""Products of a quantised layer: by decoded codes, with quantised gradients, of nested
+input, or by codes.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,32 +12,51 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8
-from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows, transpose_bytes
+from fp8manifold._encoded.products import (
+    codes_to_int8,
+    int8_rows,
+    round_columns,
+    round_rows,
+    transpose_bytes,
+)
 from fp8manifold._encoded.scaled import check_current
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import decoded, has_memory, rounded_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
-from fp8manifold.nn._spec import ALIGNMENT, GLOBAL, OPERANDS, LayerSpec, OperandSpec, Units, why_decoded
+from fp8manifold.nn._spec import (
+    ALIGNMENT,
+    GLOBAL,
+    OPERANDS,
+    LayerSpec,
+    OperandSpec,
+    Units,
+    why_decoded,
+)
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Stream
 from fp8manifold.tensor import FP8Tensor
 
-Rounded = Callable[[Tensor], Tensor] | None  #: From a gradient to its quantised values; None leaves it as it is.
+Rounded = (
+    Callable[[Tensor], Tensor] | None
+)  #: From a gradient to its quantised values; None leaves it as it is.
 
 
 def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
     """The codes of a float weight, with options of :class:`FP8Parameter`."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(
-            f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers, and storage='master' "
+            f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers, "
+            f"and storage='master' "
             "others too"
         )
     return FP8Parameter(weight.detach(), fmt, requires_grad=weight.requires_grad, **how)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b`` as by ``torch.nn.functional.linear``; of a weight in codes autograd saves the codes."""
+    """``x W^T + b`` as by ``torch.nn.functional.linear``; of a weight in codes autograd
+    saves the codes.
+    """
     if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
         return F.linear(x, weight, bias)
     result: Tensor = _CodesLinear.apply(_CAST[dtype](x), weight, bias)
@@ -43,7 +64,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype of a product with codes, under autocast that of their device; None leaves the product to torch."""
+    """The dtype of a product with codes, under autocast that of their device; None
+    leaves the product to torch.
+    """
     if not _is_simple(x, weight):
         return None
     device = "cuda" if x.is_cuda else "cpu"
@@ -62,14 +85,21 @@ def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
 
 
 _FEW: Final = 2**21
-"""Up to so many weights torch's operators (7 bytes moved per weight) are faster than Triton's launch from Python."""
+"""Up to so many weights torch's operators (7 bytes moved per weight) are faster than
+Triton's launch from Python.
+"""
 
 
 def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
     """The values for a product, whose result does not depend on the bits of a NaN."""
     codes, scale, fmt = weight.codes, weight.kept_scale, weight.format
     if weight.block_size is None:
-        if dtype is torch.bfloat16 and is_on_card(codes) and codes.numel() <= _FEW and (own := FLOAT8.get(fmt)):
+        if (
+            dtype is torch.bfloat16
+            and is_on_card(codes)
+            and codes.numel() <= _FEW
+            and (own := FLOAT8.get(fmt))
+        ):
             # multiplied in float32, which a scale of no dimensions would not do
             return codes.view(own).bfloat16().mul_(scale if scale.dim() else scale.view(1))
         if (values := decoded(codes, fmt, dtype, scale)) is not None:
@@ -87,7 +117,9 @@ _CAST: Final = {
     torch.float16: Tensor.half,
     torch.float64: Tensor.double,
 }
-"""Casts without ``Tensor.to``, which takes longer to parse its arguments than to cast for a small product."""
+"""Casts without ``Tensor.to``, which takes longer to parse its arguments than to cast
+for a small product.
+"""
 
 
 class _CodesLinear(torch.autograd.Function):
@@ -124,7 +156,8 @@ class _CodesLinear(torch.autograd.Function):
 def linear_with_rounded_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
 ) -> Tensor:
-    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of its gradient G.
+    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of its
+    gradient G.
 
     .. math:: dx = G' W, \\qquad dW = \\mathrm{of\\_weight}(G'^T x), \\qquad db = \\sum G
 
@@ -137,12 +170,19 @@ def linear_with_rounded_gradients(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        of_activation: Rounded,
+        of_weight: Rounded,
     ) -> Tensor:
         if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
             y = F.linear(x, weight, bias)
         else:
-            y = F.linear(x.to(dtype), _values(weight, dtype), None if bias is None else bias.to(dtype))
+            y = F.linear(
+                x.to(dtype), _values(weight, dtype), None if bias is None else bias.to(dtype)
+            )
         # in the dtype of the product under autocast, which saves memory
         ctx.save_for_backward(x.to(y.dtype), weight)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
@@ -161,7 +201,9 @@ class _Linear(torch.autograd.Function):
             rows = ctx.of_activation(rows)
         for_x = for_weight = None
         if needs_x:
-            simple = isinstance(weight, FP8Tensor) and rows.dtype in DTYPES and _is_simple(rows, weight)
+            simple = (
+                isinstance(weight, FP8Tensor) and rows.dtype in DTYPES and _is_simple(rows, weight)
+            )
             values = _values(weight, rows.dtype) if simple else weight.to(rows.dtype)
             for_x = (rows @ values).view(x.shape).to(x_dtype)
         if needs_weight:
@@ -171,11 +213,17 @@ class _Linear(torch.autograd.Function):
         return for_x, for_weight, for_bias, None, None
 
 
-def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Stream) -> Tensor:
-    """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation hides it."""
+def round_gradient(
+    gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Stream
+) -> Tensor:
+    """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation
+    hides it.
+    """
     blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
     zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
-    return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
+    return rounded_at(
+        gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks
+    )
 
 
 def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
@@ -185,15 +233,20 @@ def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
         return GlobalScale(operand.format, shared)
     if operand.scale is not None:
         return FixedScale(operand.scale)
-    how: Any = operand.granularity, operand.policy  # filled in, and no squares, which stored weights alone have
+    how: Any = (
+        operand.granularity,
+        operand.policy,
+    )  # filled in, and no squares, which stored weights alone have
     return Scale(operand.format, *how, history=operand.history or HISTORY)
 
 
 def forbid_fused_operators(layer: Any) -> None:
-    """Give the layer a hook that does nothing: torch's fused operators pass by a module that has one.
+    """Give the layer a hook that does nothing: torch's fused operators pass by a module
+    that has one.
 
-    ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused operator in evaluation.  Weights
-    in codes that are only decoded need no hook, which costs a small layer a tenth of its time.
+    ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused
+    operator in evaluation. Weights in codes that are only decoded need no hook, which
+    costs a small layer a tenth of its time.
     """
     scaled = any(getattr(layer, f"{name}_scaler") is not None for name in OPERANDS)
     if layer.storage != "fp8" or layer._units is not None or scaled:
@@ -201,15 +254,21 @@ def forbid_fused_operators(layer: Any) -> None:
 
 
 def is_called(layer: nn.Module, args: Any) -> None:
-    """A forward pre-hook; a function of the module, so that copies and pickles of the layer keep it."""
+    """A forward pre-hook; a function of the module, so that copies and pickles of the
+    layer keep it.
+    """
 
 
 def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``forward`` of the rows of a nested tensor, which has no padding among them, in the same nesting."""
+    """``forward`` of the rows of a nested tensor, which has no padding among them, in
+    the same nesting.
+    """
     if x.layout == torch.jagged:
         jagged: Any = x
         rows = forward(jagged.values())
-        return torch.nested.nested_tensor_from_jagged(rows, offsets=jagged.offsets(), lengths=jagged.lengths())
+        return torch.nested.nested_tensor_from_jagged(
+            rows, offsets=jagged.offsets(), lengths=jagged.lengths()
+        )
     parts = x.unbind()
     rows = forward(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
     split = rows.split([part.numel() // part.shape[-1] for part in parts])
@@ -224,7 +283,9 @@ _LEAST_ROWS: Final = 17  #: Fewest rows of the first matrix of a product of INT8
 
 
 def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Units | None:
-    """The units for codes of a layer on a device, with ``auto`` only fast ones; None decodes.  Missing ones raise."""
+    """The units for codes of a layer on a device, with ``auto`` only fast ones; None
+    decodes. Missing ones raise.
+    """
     if units is None or (spec.products == "auto" and device.type != "cuda"):
         return None
     why = why_no_units(units, device)
@@ -234,11 +295,15 @@ def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Unit
 
 
 def why_no_units(units: Units, device: torch.device) -> str:
-    """The reason why a device can't multiply such codes, or ""; a CPU does it slowly, to the same numbers."""
+    """The reason why a device can't multiply such codes, or ""; a CPU does it slowly,
+    to the same numbers.
+    """
     if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"{device.type if torch.version.hip is None else 'ROCm'} has no {units.upper()} units"
+        return (
+            f"{device.type if torch.version.hip is None else 'ROCm'} has no {units.upper()} units"
+        )
     found, least = torch.cuda.get_device_capability(device), _LEAST[units]
     needed, own = (".".join(map(str, each)) for each in (least, found))
     if found >= least:
@@ -246,47 +311,81 @@ def why_no_units(units: Units, device: torch.device) -> str:
     return f"{units.upper()} units begin at compute capability {needed}, and {device} has {own}"
 
 
-# as torch.compiler.assume_constant_result does, which would load the compiler: a graph is for one device
+# as torch.compiler.assume_constant_result does, which would load the compiler: a graph
+# is for one device
 why_no_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
-    """The choice of ``auto`` for a layer on a device, and why, in words; "" where ``products`` is not ``auto``."""
+def chosen_products(
+    spec: LayerSpec, in_features: int, out_features: int, device: torch.device
+) -> str:
+    """The choice of ``auto`` for a layer on a device, and why, in words; "" where
+    ``products`` is not ``auto``.
+    """
     if spec.products != "auto":
         return ""
     why = why_decoded(spec, in_features, out_features)
     if not why and spec.units is not None:
-        slow = f"{device.type} has no fast {spec.units.upper()} units" if device.type in ("cpu", "meta") else ""
+        slow = (
+            f"{device.type} has no fast {spec.units.upper()} units"
+            if device.type in ("cpu", "meta")
+            else ""
+        )
         why = slow or why_no_units(spec.units, device)
     return f": decoded, as {why}" if why else f": {spec.units}"
 
 
 def rounded_input(x: Tensor, units: Units) -> Tensor:
-    """The values that a product of codes takes in place of its input ``x``, exact in bfloat16."""
+    """The values that a product of codes takes in place of its input ``x``, exact in
+    bfloat16.
+    """
     codes, scale = _rounded(x.detach().reshape(-1, x.shape[-1]), None, units)
-    return ((codes.view(_E4M3) if units == "fp8" else codes).float() * scale).to(x.dtype).view(x.shape)
+    return (
+        ((codes.view(_E4M3) if units == "fp8" else codes).float() * scale).to(x.dtype).view(x.shape)
+    )
 
 
-def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Units, spec: LayerSpec) -> Tensor:
-    """``x W^T + b`` of a weight in codes, in the dtype (or autocast dtype) of an ``nn.Linear``.
+def linear_from_codes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, units: Units, spec: LayerSpec
+) -> Tensor:
+    """``x W^T + b`` of a weight in codes, in the dtype (or autocast dtype) of an
+    ``nn.Linear``.
 
     .. math:: y = p \\, (X C^T) \\, w^T + b, \\qquad dx = q \\, (G C), \\qquad dW = g^T x
 
-    with the weight's codes C and scales w, X and p the codes and scales of the rows of x rounded to E4M3 or INT8, G and
-    q those of ``g w``.  With ``gradient_products="fp8"`` dW is ``r (H X)``, H and r those of the columns of ``g p``.
+    with the weight's codes C and scales w, X and p the codes and scales of the rows of
+    x rounded to E4M3 or INT8, G and q those of ``g w``. With
+    ``gradient_products="fp8"`` dW is ``r (H X)``, H and r those of the columns of
+    ``g p``.
     """
     if not isinstance(weight, FP8Tensor):
-        raise RuntimeError(f"products={spec.products!r} multiplies codes, and the weight is a {type(weight).__name__}")
-    if not torch.compiler.is_compiling() and spec.weight is not None and weight.format != spec.weight.format:
-        raise RuntimeError(f"the layer was made for codes of {spec.weight.format.name}, not of {weight.format.name}")
+        raise RuntimeError(
+            f"products={spec.products!r} multiplies codes, and the weight is a "
+            f"{type(weight).__name__}"
+        )
+    if (
+        not torch.compiler.is_compiling()
+        and spec.weight is not None
+        and weight.format != spec.weight.format
+    ):
+        raise RuntimeError(
+            f"the layer was made for codes of {spec.weight.format.name}, not of "
+            f"{weight.format.name}"
+        )
     device, dtype = x.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != dtype:
-        raise RuntimeError(f"the input has dtype {x.dtype}, and the weight {dtype}: they must be the same")
-    if x.shape[-1] != weight.shape[1]:  # before the function: torch 2.11 does not trace a size that it fixes within
-        raise RuntimeError(f"the input has {x.shape[-1]} features, and the layer takes {weight.shape[1]}")
+        raise RuntimeError(
+            f"the input has dtype {x.dtype}, and the weight {dtype}: they must be the same"
+        )
+    if (
+        x.shape[-1] != weight.shape[1]
+    ):  # before the function: torch 2.11 does not trace a size that it fixes within
+        raise RuntimeError(
+            f"the input has {x.shape[-1]} features, and the layer takes {weight.shape[1]}"
+        )
     check_current(weight)
     result: Tensor = _FromCodes.apply(x, weight, bias, units, spec.gradient_products == "fp8")
     return result
@@ -294,11 +393,14 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
 
 class _FromCodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool
+    ) -> Any:
         rows = _rows(x)
         if rounds and rows.shape[0] % ALIGNMENT:
             raise ValueError(
-                f"gradient_products='fp8' sums over the rows of the input, {rows.shape[0]}, which {ALIGNMENT} does not "
+                f"gradient_products='fp8' sums over the rows of the input, {rows.shape[0]}, which "
+                f"{ALIGNMENT} does not "
                 "divide: pad with rows of zeros, or take gradient_products='bfloat16'"
             )
         operand, p = _rounded(rows, None, units)
@@ -372,12 +474,18 @@ def _transposed(weight: FP8Tensor, units: Units, after: Tensor) -> Tensor:
 
 
 def _dtype_of(weight: FP8Tensor) -> torch.dtype:
-    """The dtype of E4M3 or E5M2; looked up in a table it would add many guards to a compiled layer."""
+    """The dtype of E4M3 or E5M2; looked up in a table it would add many guards to a
+    compiled layer.
+    """
     return _E4M3 if weight.format.mantissa_bits == 3 else torch.float8_e5m2
 
 
-def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """``a b^T`` of (M, K) and (N, K), times scales (M, 1) of rows and (1, N) or one of columns, rounded once."""
+def _product(
+    a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """``a b^T`` of (M, K) and (N, K), times scales (M, 1) of rows and (1, N) or one of
+    columns, rounded once.
+    """
     if a.dtype is torch.int8:
         return (_integer_sums(a, b) * rows * columns).to(dtype)
     a = a.view(_E4M3)
@@ -387,17 +495,23 @@ def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.d
     if not a.shape[0] or not a.shape[1]:
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
     if dtype is torch.bfloat16 and not torch.compiler.is_compiling():
-        # expanded to a scale per column: releases of torch lack a product with scales of rows on one side only
+        # expanded to a scale per column: releases of torch lack a product with scales
+        # of rows on one side only
         columns = columns.expand(1, b.shape[0]).contiguous()
-        return torch._scaled_mm(a, b.t(), scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
-    # powers of two after the rounding to bfloat16 give the same bits, and a compiler fuses them with what follows
+        return torch._scaled_mm(
+            a, b.t(), scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=fast
+        )
+    # powers of two after the rounding to bfloat16 give the same bits, and a compiler
+    # fuses them with what follows
     one, wide = rows.new_ones(()), dtype if dtype is torch.bfloat16 else torch.float32
     sums = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast)
     return (sums * rows * columns).to(dtype)
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
-    """Check on every device what a GPU requires: a CPU takes any layout and size, and two of E5M2."""
+    """Check on every device what a GPU requires: a CPU takes any layout and size, and
+    two of E5M2.
+    """
     assert a.dtype is _E4M3, "no unit multiplies two matrices of E5M2"
     assert a.is_contiguous(), "the first matrix is by rows"
     assert b.is_contiguous(), "the second one, transposed, is by columns"

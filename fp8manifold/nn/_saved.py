@@ -9,7 +9,12 @@ from torch import nn
 from fp8manifold._base.checks import check_int, check_keys
 from fp8manifold._encoded.scaled import DRAWS
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._carried import in_place_parameters, parameter_names, put_parameter, replace_layers
+from fp8manifold.nn._carried import (
+    in_place_parameters,
+    parameter_names,
+    put_parameter,
+    replace_layers,
+)
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._selection import is_conv1d, obstacle
 from fp8manifold.nn._spec import OPERANDS, LayerSpec, OperandSpec
@@ -18,41 +23,65 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
 _DEFAULTS: Final = {"products": "decoded", "gradient_products": "bfloat16"}
-"""Defaults of options that older versions do not know, which are written only if they differ."""
-_OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder", "defer_weight_gradient")
+"""Defaults of options that older versions do not know, which are written only if they
+differ.
+"""
+_OPTIONS: Final = (
+    "storage",
+    "rounding",
+    "draws",
+    "headroom",
+    "keep_remainder",
+    "defer_weight_gradient",
+)
 
 
 def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The quantised layers of a model: those made alike together, each with its seed by its name."""
+    """The quantised layers of a model: those made alike together, each with its seed by
+    its name.
+    """
     groups: list[dict[str, Any]] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedLinear):
             continue
         if layer.manifold is not None and not isinstance(layer.manifold, FP8Manifold):
-            raise ValueError(f"layer {name!r} is on a {type(layer.manifold).__name__}: only an FP8Manifold is saved")
+            raise ValueError(
+                f"layer {name!r} is on a {type(layer.manifold).__name__}: only an FP8Manifold is "
+                f"saved"
+            )
         _add(groups, {"spec": spec_as_json(layer.spec), **_options_of(layer)}, name, layer._seed)
     return groups
 
 
 def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters of a model that are in codes where they are: those made alike together, with their seeds."""
+    """The parameters of a model that are in codes where they are: those made alike
+    together, with their seeds.
+    """
     groups: list[dict[str, Any]] = []
     for name, own in in_place_parameters(model).items():
-        made: dict[str, Any] = {"format": own.format.name, "granularity": own.granularity, "rounding": own.rounding}
+        made: dict[str, Any] = {
+            "format": own.format.name,
+            "granularity": own.granularity,
+            "rounding": own.rounding,
+        }
         made |= {"draws": own.draws} if own.draws != DRAWS[0] else {}
         _add(groups, made, name, own.seed)
     return groups
 
 
 def _add(groups: list[dict[str, Any]], made: dict[str, Any], name: str, seed: int) -> None:
-    alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
+    alike = next(
+        (group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None
+    )
     if alike is None:
         groups.append(alike := {**made, "seeds": {}})
     alike["seeds"][name] = seed
 
 
 def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put parameters as :func:`parameters_recipe_of` described them into a model; their values are loaded later."""
+    """Put parameters as :func:`parameters_recipe_of` described them into a model; their
+    values are loaded later.
+    """
     known = {names[0]: names for names in parameter_names(model).values()}
     for group in recipe:
         check_keys("parameters", group, ("format", "granularity", "rounding", "draws", "seeds"))
@@ -62,12 +91,16 @@ def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> Non
             if name not in known:
                 raise ValueError(f"the model has no parameter {name!r}, which was saved in codes")
             old = model.get_parameter(name)
-            made = FP8Parameter(old.detach(), group["format"], seed=seed, requires_grad=old.requires_grad, **how)
+            made = FP8Parameter(
+                old.detach(), group["format"], seed=seed, requires_grad=old.requires_grad, **how
+            )
             put_parameter(model, known[name], made)
 
 
 def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put layers as :func:`recipe_of` described them into a model; their values are loaded later."""
+    """Put layers as :func:`recipe_of` described them into a model; their values are
+    loaded later.
+    """
     made: dict[str, Mapping[str, Any]] = {}
     for group in recipe:
         check_keys("layers", group, ("spec", "seeds", *_OPTIONS))
@@ -75,8 +108,15 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
     modules = dict(model.named_modules())
     for name in made:
         module = modules.get(name)
-        if module is None or not (type(module) is nn.Linear or is_conv1d(module)) or obstacle(module) is not None:
-            raise ValueError(f"the model has no float layer {name!r} that the saved quantised layer could replace")
+        if (
+            module is None
+            or not (type(module) is nn.Linear or is_conv1d(module))
+            or obstacle(module) is not None
+        ):
+            raise ValueError(
+                f"the model has no float layer {name!r} that the saved quantised layer could "
+                f"replace"
+            )
     wanted: list[Any] = []
     for name in (name for name in modules if name in made):
         group, seed = made[name], made[name]["seeds"][name]
@@ -91,7 +131,9 @@ def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
     own = layer.weight if isinstance(layer.weight, FP8Tensor) else layer.manifold
     if own is not None:
         options["rounding"] = own.rounding
-        options |= {"draws": own.draws} if own.draws != DRAWS[0] else {}  # which older versions do not know
+        options |= (
+            {"draws": own.draws} if own.draws != DRAWS[0] else {}
+        )  # which older versions do not know
     given = zip(_OPTIONS[3:], (layer._headroom, layer._keep_remainder, layer._defers), strict=True)
     return options | {key: value for key, value in given if value}
 
@@ -99,8 +141,16 @@ def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
 def spec_as_json(spec: LayerSpec) -> dict[str, Any]:
     """The arguments of a specification, in the types of JSON."""
     weight, activation, *both = (_operand_as_json(getattr(spec, name)) for name in OPERANDS)
-    gradient = {kind: each for kind, each in zip(("activation", "weight"), both, strict=True) if each is not None}
-    given: dict[str, Any] = {"weight": weight, "activation": activation, "gradient": gradient or None}
+    gradient = {
+        kind: each
+        for kind, each in zip(("activation", "weight"), both, strict=True)
+        if each is not None
+    }
+    given: dict[str, Any] = {
+        "weight": weight,
+        "activation": activation,
+        "gradient": gradient or None,
+    }
     for name in (field.name for field in fields(spec) if field.name not in OPERANDS):
         value = getattr(spec, name)
         given[name] = None if _DEFAULTS.get(name) == value else value
@@ -110,5 +160,7 @@ def spec_as_json(spec: LayerSpec) -> dict[str, Any]:
 def _operand_as_json(operand: OperandSpec | None) -> dict[str, Any] | None:
     if operand is None:
         return None
-    values = {field.name: getattr(operand, field.name) for field in fields(operand)} | {"format": operand.format.name}
+    values = {field.name: getattr(operand, field.name) for field in fields(operand)} | {
+        "format": operand.format.name
+    }
     return {key: value for key, value in values.items() if value is not None}

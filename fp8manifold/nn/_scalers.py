@@ -16,7 +16,9 @@ from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 
 class Operand(NamedTuple):
-    """An operand whose magnitudes processes share: the same number and name in each of them."""
+    """An operand whose magnitudes processes share: the same number and name in each of
+    them.
+    """
 
     ranks: Ranks
     number: int
@@ -26,7 +28,9 @@ class Operand(NamedTuple):
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
-        """The largest of each element over the processes; NaN becomes Inf, as it has no order."""
+        """The largest of each element over the processes; NaN becomes Inf, as it has no
+        order.
+        """
         if self.ranks.size == 1:
             return amax
         amax = torch.where(amax.isnan(), torch.inf, amax)
@@ -34,10 +38,16 @@ class Operand(NamedTuple):
             return self.ranks.largest(amax)
         first = amax if amax.numel() == 1 else amax.new_zeros(())
         said = self._agreed(first.double().reshape(1), member, amax.numel())
-        return said.to(amax.dtype).reshape(amax.shape) if amax.numel() == 1 else self.ranks.largest(amax)
+        return (
+            said.to(amax.dtype).reshape(amax.shape)
+            if amax.numel() == 1
+            else self.ranks.largest(amax)
+        )
 
     def announce(self, device: torch.device, member: int = 0) -> None:
-        """Agree with other processes that a pass has come to this operand, whose magnitude the backward pass shares."""
+        """Agree with other processes that a pass has come to this operand, whose
+        magnitude the backward pass shares.
+        """
         if self.ranks.size > 1 and not torch.compiler.is_compiling():
             self._agreed(torch.zeros(1, dtype=torch.float64, device=device), member, -1)
 
@@ -46,7 +56,8 @@ class Operand(NamedTuple):
         said = self.ranks.largest(torch.cat([own, -own, value]))
         if not torch.equal(said[:3], -said[3:6]):
             raise RuntimeError(
-                f"another process does not run {self.name} now, or has another shape of magnitudes there: processes "
+                f"another process does not run {self.name} now, or has another shape of magnitudes "
+                f"there: processes "
                 "that run different layers can't share scales; take policy='dynamic'"
             )
         return said[6:]
@@ -56,7 +67,9 @@ UNSHARED = Operand(ALONE, 0, "")  #: The operand of a single process.
 
 
 class _End:
-    """A forward hook that announces the end of a model's pass in training, as operands are announced."""
+    """A forward hook that announces the end of a model's pass in training, as operands
+    are announced.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.operand = Operand(ranks, -1, "the end of the forward pass")
@@ -73,7 +86,9 @@ HISTORY: Final = 16  #: The default number of past tensors that a delayed scale 
 
 
 class Scaler(nn.Module):
-    """The source of a tensor's scale; the last one is in the buffer ``value``, for logging."""
+    """The source of a tensor's scale; the last one is in the buffer ``value``, for
+    logging.
+    """
 
     value: Tensor
     remembers = False  #: True if the scales of later tensors depend on a tensor.
@@ -84,7 +99,9 @@ class Scaler(nn.Module):
         raise NotImplementedError
 
     def announce(self, device: torch.device) -> None:
-        """Announce in a forward pass that processes will share a magnitude in the backward pass."""
+        """Announce in a forward pass that processes will share a magnitude in the
+        backward pass.
+        """
         if self.remembers:
             self.shared.announce(device)
 
@@ -95,8 +112,12 @@ class Scaler(nn.Module):
         """Return to the state before the first tensor."""
         self.value = torch.ones((), device=self.value.device)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        """Take what was saved; of a state of floats, or of codes, nothing: the next tensor is the first one."""
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
+        """Take what was saved; of a state of floats, or of codes, nothing: the next
+        tensor is the first one.
+        """
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
         else:
@@ -104,32 +125,41 @@ class Scaler(nn.Module):
 
 
 _LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
-"""By frozen scale on a GPU: how far its last tensors have exceeded it, once that is known."""
+"""By frozen scale on a GPU: how far its last tensors have exceeded it, once that is
+known.
+"""
 
 
 class Scale(Scaler):
-    """The amax scale of one tensor through training: fresh, frozen, or from the magnitudes of the past.
+    """The amax scale of one tensor through training: fresh, frozen, or from the
+    magnitudes of the past.
 
     Args:
         fmt: a format or its name.
         granularity, axis, pow2: as in :func:`amax_scale`.
-        policy: ``dynamic`` measures every tensor; ``static`` uses the scale of the first tensor, and warns with
+        policy: ``dynamic`` measures every tensor; ``static`` uses the scale of the
+            first tensor, and warns with
             :class:`SaturationWarning` when a later one exceeds it; ``delayed`` uses the largest magnitude of the last
             ``history`` tensors before this one, and values beyond it saturate.
-        history: the number of tensors for ``delayed``; NaN and Inf count as 0, tensors in evaluation mode don't count.
+        history: the number of tensors for ``delayed``; NaN and Inf count as 0, tensors
+            in evaluation mode don't count.
 
-    The last scale is in the buffer ``value``, for logging.  A delayed scale without past magnitudes is measured.  The
-    measured scale of a tensor that is empty, all zeros (+0 or -0), or contains NaN or Inf is 1.
+    The last scale is in the buffer ``value``, for logging. A delayed scale without past
+        magnitudes is measured. The
+    measured scale of a tensor that is empty, all zeros (+0 or -0), or contains NaN or
+        Inf is 1.
 
     Raises:
-        TypeError, ValueError: an unknown granularity or policy, or a history that is no positive integer.
+        TypeError, ValueError: an unknown granularity or policy, or a history that is no
+            positive integer.
 
     Example:
         >>> scale = Scale("E4M3", policy="delayed")
         >>> [scale(torch.tensor([x])).item() for x in (448.0, 896.0, 448.0)]
         [1.0, 1.0, 2.0]
 
-    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning) for the history of magnitudes.
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning) for the history of
+    magnitudes.
     """
 
     frozen: Tensor
@@ -169,7 +199,9 @@ class Scale(Scaler):
             self.value = self._delayed(amax)
             if self.training:
                 past = self.history
-                if past.dim() == 1 and amax.dim():  # made without knowing the shape of the magnitudes
+                if (
+                    past.dim() == 1 and amax.dim()
+                ):  # made without knowing the shape of the magnitudes
                     past = past.view(-1, *(1 for _ in amax.shape)).expand(-1, *amax.shape)
                 finite = torch.where(amax.isfinite(), amax, 0.0)
                 self.history = torch.cat([past[1:], finite.unsqueeze(0)])
@@ -196,7 +228,9 @@ class Scale(Scaler):
             ValueError: the policy is not ``static``.
         """
         if self.policy != "static":
-            raise ValueError(f"policy={self.policy!r} measures its scale: freeze takes policy='static'")
+            raise ValueError(
+                f"policy={self.policy!r} measures its scale: freeze takes policy='static'"
+            )
         self.value = scale.to(self.value)
         self.frozen.fill_(True)
 
@@ -233,18 +267,25 @@ class Scale(Scaler):
         if not has_values(amax):
             return
         if not is_read_at_once(amax):
-            worst = _LATER.setdefault(self, LaterMaximum()).add(torch.where(amax > limit, amax / limit, 0.0).max())
+            worst = _LATER.setdefault(self, LaterMaximum()).add(
+                torch.where(amax > limit, amax / limit, 0.0).max()
+            )
         elif bool((amax > limit).any()):
             worst = (amax / limit).max().item()
         if worst:
             warnings.warn(
-                f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
+                f"a frozen {self.format.name} scale saturates: the largest magnitude is "
+                f"{worst:.3g} times its range",
                 scaling.SaturationWarning,
                 stacklevel=3,
             )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        """Take the saved shapes: a scale that has seen no tensor yet does not know its own."""
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
+        """Take the saved shapes: a scale that has seen no tensor yet does not know its
+        own.
+        """
         for name in ("value", "history"):
             saved, own = state_dict.get(prefix + name), getattr(self, name, None)
             if saved is not None and own is not None:
@@ -272,7 +313,8 @@ class FixedScale(Scaler):
 class SharedAmax(nn.Module):
     """The largest magnitude of many tensors over one pass, for the next pass.
 
-    A pass is over when a tensor comes again.  ``value`` is that of the last whole pass, ``running`` of the present one.
+    A pass is over when a tensor comes again. ``value`` is that of the last whole pass,
+    ``running`` of the present one.
     """
 
     value: Tensor
@@ -317,16 +359,20 @@ class SharedAmax(nn.Module):
 
 
 class GlobalScale(Scaler):
-    """A scale from one magnitude for all gradients of a model, as under loss scaling: small gradients underflow.
+    """A scale from one magnitude for all gradients of a model, as under loss scaling:
+    small gradients underflow.
 
-    The magnitude is that of the previous pass; tensors contribute to it in training mode.
+    The magnitude is that of the previous pass; tensors contribute to it in training
+    mode.
     """
 
     def __init__(self, fmt: FormatLike, shared: SharedAmax) -> None:
         super().__init__()
         self.format = as_format(fmt)
         self.register_buffer("value", torch.ones(()))
-        self._shared = (shared,)  # in a tuple: the module belongs to one layer, not to every one that refers to it
+        self._shared = (
+            shared,
+        )  # in a tuple: the module belongs to one layer, not to every one that refers to it
         self._member = shared.join()
 
     @torch.no_grad()
@@ -366,7 +412,9 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
 
 
 def announce_gradients(layer: Any, x: Tensor) -> None:
-    """Let processes see in the forward pass that they run the same layers, and will measure gradients together."""
+    """Let processes see in the forward pass that they run the same layers, and will
+    measure gradients together.
+    """
     sent = (layer.weight_scaler, layer.activation_scaler)
     if not any(scaler is not None and scaler.remembers for scaler in sent):
         for scaler in (layer.activation_gradient_scaler, layer.weight_gradient_scaler):

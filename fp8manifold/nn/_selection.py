@@ -1,4 +1,6 @@
-"""Linear layers that can be quantised, why others can't be, and patterns over their dotted names."""
+"""Linear layers that can be quantised, why others can't be, and patterns over their
+dotted names.
+"""
 
 import difflib
 import fnmatch
@@ -13,7 +15,14 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 NEVER_CALLED: Final = "nn.MultiheadAttention reads its weight and never calls it"
-CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS: Final = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 _WILD: Final = frozenset("*?[")
 
 
@@ -24,8 +33,13 @@ class Obstacle:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """True for the linear layer of transformers' GPT-2, with a transposed weight; nothing is imported for it."""
-    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
+    """True for the linear layer of transformers' GPT-2, with a transposed weight;
+    nothing is imported for it.
+    """
+    return any(
+        c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils"
+        for c in type(module).__mro__
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -76,27 +90,40 @@ def _what_computes(module: nn.Module, name: str) -> str:
 
 
 def adapters_of(model: nn.Module) -> dict[str, str]:
-    """The modules inside PEFT's adapters by name, with the name of the adapters' part, such as ``lora_A``."""
+    """The modules inside PEFT's adapters by name, with the name of the adapters' part,
+    such as ``lora_A``.
+    """
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         kinds = type(module).__mro__
-        if not any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds):
+        if not any(
+            kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.")
+            for kind in kinds
+        ):
             continue
         for part in getattr(module, "adapter_layer_names", ()):
             if isinstance(held := getattr(module, part, None), nn.Module):
                 prefix = f"{name}.{part}".lstrip(".")
-                found |= {f"{prefix}.{inner}".rstrip("."): part for inner, _ in held.named_modules()}
+                found |= {
+                    f"{prefix}.{inner}".rstrip("."): part for inner, _ in held.named_modules()
+                }
     return found
 
 
 def linear_of(layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with a copy of the weight of a linear layer or ``Conv1D``, and with its bias itself."""
+    """An ``nn.Linear`` with a copy of the weight of a linear layer or ``Conv1D``, and
+    with its bias itself.
+    """
     weight = layer.weight.detach()
-    return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
+    return linear_around(
+        weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer
+    )
 
 
 def linear_around(values: Tensor, layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything else of a layer."""
+    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything
+    else of a layer.
+    """
     linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
     linear.bias = layer.bias
@@ -104,9 +131,12 @@ def linear_around(values: Tensor, layer: Any) -> nn.Linear:
 
 
 def by_pattern(
-    patterns: Iterable[str], names: Mapping[str, Sequence[str]], check: Callable[[str, list[str]], None]
+    patterns: Iterable[str],
+    names: Mapping[str, Sequence[str]],
+    check: Callable[[str, list[str]], None],
 ) -> dict[str, str]:
-    """The pattern that each thing takes: the most literal that matches one of its names, of two alike the later one.
+    """The pattern that each thing takes: the most literal that matches one of its
+    names, of two alike the later one.
 
     ``check`` is called with every pattern and the things it matches.
     """

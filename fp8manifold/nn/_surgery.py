@@ -1,4 +1,6 @@
-"""The surgery that puts quantised layers into a model whose code stays as it is, the way back, and a report of it."""
+"""The surgery that puts quantised layers into a model whose code stays as it is, the
+way back, and a report of it.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold.nn import _carried
-from fp8manifold.nn._carried import check_layers, in_place_parameters, parameter_names, put_parameter, replace_layers
+from fp8manifold.nn._carried import (
+    check_layers,
+    in_place_parameters,
+    parameter_names,
+    put_parameter,
+    replace_layers,
+)
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight, chosen_products
@@ -40,46 +48,65 @@ def quantize_model(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> nn.Module:
-    """Put a model's linear weights into one byte each; quantisation-aware training is ``storage="master"``.
+    """Put a model's linear weights into one byte each; quantisation-aware training is
+    ``storage="master"``.
 
-    Its linear layers become :class:`QuantizedLinear`; the model's own code does not change.
+    Its linear layers become :class:`QuantizedLinear`; the model's own code does not
+    change.
 
-    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches ``blocks.0.mlp.fc``, ``*`` matches
-    everything. The one with the most literal characters wins, or the later one of two that have equally many.
-    ``nn.Linear`` itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and gradients;
-    embeddings, norms and attention products are not, unless ``parameters`` or ``embeddings`` says so, nor are PEFT's
-    adapters, unless a pattern names their part (``lora_*``).  A layer whose weight is computed or whose ``forward`` was
-    replaced is skipped by ``*`` and refused if a pattern names it.  :func:`quantization_report` says what was replaced,
-    what was not, and why.
+    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches
+    ``blocks.0.mlp.fc``, ``*`` matches everything. The one with the most literal
+    characters wins, or the later one of two that have equally many. ``nn.Linear``
+    itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and
+    gradients; embeddings, norms and attention products are not, unless ``parameters``
+    or ``embeddings`` says so, nor are PEFT's adapters, unless a pattern names their
+    part (``lora_*``). A layer whose weight is computed or whose ``forward`` was
+    replaced is skipped by ``*`` and refused if a pattern names it.
+    :func:`quantization_report` says what was replaced, what was not, and why.
 
     Args:
         model: changed in place.
-        formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
-            dict of :class:`LayerSpec`'s arguments, or ``"none"`` (not quantised); None leaves all layers.
-        storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in float32) or ``master``
-            (quantisation-aware training: float weights, rounded in the forward pass).
-        granularity: of the weight scales, if only a format is given, as in :class:`OperandSpec`.
-        headroom, keep_remainder: of stored weights, as in :class:`FP8Tensor` and :class:`QuantizedLinear`.
-        rounding: of stored weights, for writers without such an option, such as geoopt's and torch's optimizers.
-        seed: of stored weights and of stochastic rounding; each layer's seed is derived from it.
-        defer_weight_gradients: leave the weights' gradients in float for :func:`quantize_weight_gradients`.
-        tied: for a layer that shares its weight with another module: ``refuse``, ``untie`` it (a copy) or ``leave`` it.
-        draws: of stored weights: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`); an optimizer's own
-            option takes precedence, and other operators that write always have independent ones.
-        products: how the matmul runs, if only a format is given, as in :class:`LayerSpec`.
-        parameters: with ``fp8``, other parameters of two or more dimensions, by patterns over their names such as
-            ``"*.experts.*"``, or a mapping from pattern to format.  Each becomes an :class:`FP8Parameter` of its
-            module, a scale per row of the last dimension or filter of a convolution unless ``granularity`` differs.
-        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format; only the
-            rows that are looked up are decoded, and a head that shares the weight shares its codes.
+        formats: one format or :class:`LayerSpec` for every linear layer, or a mapping
+            from pattern to format, spec, dict of :class:`LayerSpec`'s arguments, or
+            ``"none"`` (not quantised); None leaves all layers.
+        storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in
+            float32) or ``master`` (quantisation-aware training: float weights, rounded
+            in the forward pass).
+        granularity: of the weight scales, if only a format is given, as in
+            :class:`OperandSpec`.
+        headroom, keep_remainder: of stored weights, as in :class:`FP8Tensor` and
+            :class:`QuantizedLinear`.
+        rounding: of stored weights, for writers without such an option, such as
+            geoopt's and torch's optimizers.
+        seed: of stored weights and of stochastic rounding; each layer's seed is derived
+            from it.
+        defer_weight_gradients: leave the weights' gradients in float for
+            :func:`quantize_weight_gradients`.
+        tied: for a layer that shares its weight with another module: ``refuse``,
+            ``untie`` it (a copy) or ``leave`` it.
+        draws: of stored weights: ``independent``, or ``dither``
+            (:func:`fp8manifold.random_bits`); an optimizer's own option takes
+            precedence, and other operators that write always have independent ones.
+        products: how the matmul runs, if only a format is given, as in
+            :class:`LayerSpec`.
+        parameters: with ``fp8``, other parameters of two or more dimensions, by
+            patterns over their names such as ``"*.experts.*"``, or a mapping from
+            pattern to format. Each becomes an :class:`FP8Parameter` of its module, a
+            scale per row of the last dimension or filter of a convolution unless
+            ``granularity`` differs.
+        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from
+            pattern to format; only the rows that are looked up are decoded, and a head
+            that shares the weight shares its codes.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
 
     Raises:
-        TypeError, ValueError: a pattern that matches no linear layer that can be replaced; an unknown format or option;
-            a layer that is quantised already, in two places or shared under ``tied="refuse"``; weights not finite.
-        RuntimeError: ``products`` that the device lacks; ``grid`` under a ``FakeTensorMode``.
+        TypeError, ValueError: a pattern that matches no linear layer that can be
+            replaced; an unknown format or option; a layer that is quantised already, in
+            two places or shared under ``tied="refuse"``; weights not finite.
+        RuntimeError: ``products`` that the device lacks; ``grid`` under a
+            ``FakeTensorMode``.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -90,8 +117,12 @@ def quantize_model(
     return carry_out(model, plan(**locals()))
 
 
-def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> nn.Module:
-    """Do what was planned; ``codes`` made already are by the first names of their parameters."""
+def carry_out(
+    model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+) -> nn.Module:
+    """Do what was planned; ``codes`` made already are by the first names of their
+    parameters.
+    """
     layers, parameters = layers_of(planned, codes), parameters_of(model, planned, codes)
     check_layers(model, layers)
     for entry, parameter in zip(planned.in_place, parameters, strict=True):
@@ -99,21 +130,36 @@ def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter]
     return replace_layers(model, layers)
 
 
-def layers_of(planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> dict[str, nn.Module]:
-    """The new layers by name; for those with codes made already, the float weight is not read."""
+def layers_of(
+    planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+) -> dict[str, nn.Module]:
+    """The new layers by name; for those with codes made already, the float weight is
+    not read.
+    """
 
     def wanted() -> Iterator[Wanted]:  # one copy of a weight after the other
         for entry in planned.layers:
             own = None if entry.is_copied else codes.get(entry.parameters[0])
-            old = linear_of(entry.module) if entry.is_copied and not is_conv1d(entry.module) else entry.module
-            options = {**planned.options, "storage": planned.storage, "seed": entry.seed, "codes": own}
+            old = (
+                linear_of(entry.module)
+                if entry.is_copied and not is_conv1d(entry.module)
+                else entry.module
+            )
+            options = {
+                **planned.options,
+                "storage": planned.storage,
+                "seed": entry.seed,
+                "codes": own,
+            }
             yield entry.name, old, entry.spec, options
 
     return made_layers(wanted())
 
 
 def made_layers(wanted: Iterable[Wanted]) -> dict[str, nn.Module]:
-    """Quantised layers by name, of names, old layers, specifications and options; gradients may share a magnitude."""
+    """Quantised layers by name, of names, old layers, specifications and options;
+    gradients may share a magnitude.
+    """
     made: dict[str, nn.Module] = {}
     first_global: QuantizedLinear | None = None
     for name, old, spec, options in wanted:
@@ -146,10 +192,16 @@ def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool)
     assert entry.granularity is not None
     transposed = entry.spec is not None and is_conv1d(entry.module)
     floats = weight.detach().t().contiguous() if transposed else weight.detach()
-    how = {name: planned.options[name] for name in ("rounding", "draws", "headroom", "keep_remainder")}
+    how = {
+        name: planned.options[name] for name in ("rounding", "draws", "headroom", "keep_remainder")
+    }
     try:
         return byte_weight(
-            floats.requires_grad_(requires_grad), entry.format, seed=entry.seed, granularity=entry.granularity, **how
+            floats.requires_grad_(requires_grad),
+            entry.format,
+            seed=entry.seed,
+            granularity=entry.granularity,
+            **how,
         )
     except (TypeError, ValueError) as error:
         what = "parameter" if entry.spec is None else "the weight of"
@@ -157,10 +209,11 @@ def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool)
 
 
 def quantize_weight_gradients(model: nn.Module) -> None:
-    """Quantise the weight gradients of one backward pass, in a model of ``defer_weight_gradients=True``.
+    """Quantise the weight gradients of one backward pass, in a model of
+    ``defer_weight_gradients=True``.
 
-    Call it after the backward pass and clipping, once for each micro-batch.  Gradients do not change their dtype; one
-    that contains Inf or NaN becomes NaN as a whole.
+    Call it after the backward pass and clipping, once for each micro-batch. Gradients
+    do not change their dtype; one that contains Inf or NaN becomes NaN as a whole.
 
     Args:
         model: of :func:`quantize_model`.
@@ -186,9 +239,11 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
-    """Put ordinary layers back (``nn.Linear``, ``Conv1D``), with the weights' quantised values as float parameters.
+    """Put ordinary layers back (``nn.Linear``, ``Conv1D``), with the weights' quantised
+    values as float parameters.
 
-    Other parameters in codes become floats too.  Hooks and attributes are transferred as in :func:`quantize_model`.
+    Other parameters in codes become floats too. Hooks and attributes are transferred as
+    in :func:`quantize_model`.
 
     Args:
         model: changed in place.
@@ -198,7 +253,8 @@ def dequantize_model(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: the ``forward`` of a layer was replaced, or the layer compiled by itself.
+        ValueError: the ``forward`` of a layer was replaced, or the layer compiled by
+            itself.
 
     Example:
         >>> model = quantize_model(nn.Sequential(nn.Linear(2, 2)), "E4M3")
@@ -216,8 +272,16 @@ def dequantize_model(model: nn.Module) -> nn.Module:
             if (found := obstacle(layer)) is not None and found.is_done_to_it:
                 raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
             weight = layer.quantized_weight().detach()
-            own = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
-            made[layer] = layer.restored(own) if isinstance(layer, QuantizedConv1D) else linear_around(own, layer)
+            own = (
+                weight.dequantize()
+                if isinstance(weight, FP8Tensor)
+                else weight.clone().as_subclass(Tensor)
+            )
+            made[layer] = (
+                layer.restored(own)
+                if isinstance(layer, QuantizedConv1D)
+                else linear_around(own, layer)
+            )
         layers[name] = made[layer]
     names = parameter_names(model)
     for parameter in in_place_parameters(model).values():
@@ -242,7 +306,9 @@ class ReportedLayer:
 class QuantizationReport:
     """The quantised and the other layers of a model; its string is a table."""
 
-    layers: tuple[ReportedLayer, ...]  #: Every layer with a weight of two dimensions or more, in the model's order.
+    layers: tuple[
+        ReportedLayer, ...
+    ]  #: Every layer with a weight of two dimensions or more, in the model's order.
     parameters: int  #: Count of numbers in the model's parameters, shared ones once.
     quantized_parameters: int  #: Count of those that have a format.
 
@@ -271,7 +337,8 @@ class QuantizationReport:
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
-    """A report on the layers of a model that are quantised, in which formats, and why others are not.
+    """A report on the layers of a model that are quantised, in which formats, and why
+    others are not.
 
     Args:
         model: any model, quantised or not.
@@ -290,19 +357,29 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
     """
     layers = [_reported(model, entry) for entry in plan(model, None).entries]
-    quantized = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None)
+    quantized = (
+        m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None
+    )
     weights = {id(m.weight): m.weight.numel() for m in quantized}
     weights |= {id(p): p.numel() for p in in_place_parameters(model).values()}
-    return QuantizationReport(tuple(layers), sum(p.numel() for p in model.parameters()), sum(weights.values()))
+    return QuantizationReport(
+        tuple(layers), sum(p.numel() for p in model.parameters()), sum(weights.values())
+    )
 
 
 def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
     name, module, left = entry.name, entry.module, entry.left
-    held = [f"{key}={p.format.name}" for key, p in module._parameters.items() if isinstance(p, FP8Parameter)]
+    held = [
+        f"{key}={p.format.name}"
+        for key, p in module._parameters.items()
+        if isinstance(p, FP8Parameter)
+    ]
     detail = f"{', '.join(held)}, storage=fp8" if held else ""
     if isinstance(module, QuantizedLinear):
         read = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
-        chosen = chosen_products(module.spec, module.in_features, module.out_features, module.weight.device)
+        chosen = chosen_products(
+            module.spec, module.in_features, module.out_features, module.weight.device
+        )
         left, detail = NEVER_CALLED, "" if read else module._described_formats() + chosen
     count = sum(p.numel() for p in module.parameters(recurse=False))
     return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)

@@ -1,6 +1,8 @@
-"""Sources that weights are read from, in memory or in files, whose memory is given back once they are read.
+"""Sources that weights are read from, in memory or in files, whose memory is given back
+once they are read.
 
-A page of a mapped file counts as memory of the process from its first reading until it is given back.
+A page of a mapped file counts as memory of the process from its first reading until it
+is given back.
 """
 
 import ctypes
@@ -24,7 +26,9 @@ _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
 _EVERY: Final = 2**24
 _PARTS: Final = 64
-"""Memory is given back whenever so many bytes, or such a part of the files, were read: it takes milliseconds."""
+"""Memory is given back whenever so many bytes, or such a part of the files, were read:
+it takes milliseconds.
+"""
 _INDEX: Final = "model.safetensors.index.json"
 #: bytes; those of the largest models have ten million
 _LARGEST_INDEX: Final = 2**26
@@ -41,25 +45,35 @@ class MappedFiles:
         self._every = max(_EVERY, sum(os.path.getsize(path) for path in self._paths) // _PARTS)
 
     def was_read(self, size: int) -> None:
-        """Count bytes that nobody needs any more, and give memory back once there are enough of them."""
+        """Count bytes that nobody needs any more, and give memory back once there are
+        enough of them.
+        """
         self._read += size
         if self._read >= self._every:
             self.give_back()
 
     def give_back(self) -> None:
-        """Give back the pages of mappings made since, except those of one that was written to: the file lacks them."""
+        """Give back the pages of mappings made since, except those of one that was
+        written to: the file lacks them.
+        """
         self._read = 0
         if sys.platform != "linux":
             return
         library = ctypes.CDLL(None)
         for address, length, written in self._mapped():
             if address not in self._before and not written:
-                library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
-        if hasattr(library, "malloc_trim"):  # glibc, which keeps what was freed between tensors that live on
+                library.madvise(
+                    ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED)
+                )
+        if hasattr(
+            library, "malloc_trim"
+        ):  # glibc, which keeps what was freed between tensors that live on
             library.malloc_trim(ctypes.c_size_t(0))
 
     def _mapped(self) -> Iterator[tuple[int, int, bool]]:
-        """Address and length of every mapping of one of the files, and whether it was written to; Linux alone says."""
+        """Address and length of every mapping of one of the files, and whether it was
+        written to; Linux alone says.
+        """
         if sys.platform != "linux" or not self._paths:
             return
         try:
@@ -122,7 +136,9 @@ class FileTensors:
 
     def _open(self, path: Path) -> None:
         if not path.is_file():
-            raise FileNotFoundError(f"{str(path)!r} does not exist: give safetensors files, or the folder they are in")
+            raise FileNotFoundError(
+                f"{str(path)!r} does not exist: give safetensors files, or the folder they are in"
+            )
         try:
             file = self._opened.enter_context(_safe_open(path))
             names = list(file.keys())
@@ -132,7 +148,10 @@ class FileTensors:
             raise ValueError(f"{str(path)!r} is no whole safetensors file: {error}") from None
         for name in names:
             if name in self._where:
-                raise ValueError(f"{name!r} is in {str(self._where[name][0])!r} and in {str(path)!r}: give one of them")
+                raise ValueError(
+                    f"{name!r} is in {str(self._where[name][0])!r} and in {str(path)!r}: give one "
+                    f"of them"
+                )
             self._where[name] = path, file
 
     def names(self) -> list[str]:
@@ -166,16 +185,26 @@ class FileTensors:
 
 
 class StoredTensors(FileTensors):
-    """Tensors of files in which weights may be in codes: such a one has its model's name, and counts as float32."""
+    """Tensors of files in which weights may be in codes: such a one has its model's
+    name, and counts as float32.
+    """
 
     def __init__(self, source: Source) -> None:
         paths = files_of(source)
         super().__init__(paths)
         headers = {name: self.header(name) for name in super().names()}
-        said = [path.parent / name for path in paths[:1] for name in ("config.json", "hf_quant_config.json")]
-        config, of_server = (json.loads(path.read_text("utf-8")) if path.is_file() else None for path in said)
+        said = [
+            path.parent / name
+            for path in paths[:1]
+            for name in ("config.json", "hf_quant_config.json")
+        ]
+        config, of_server = (
+            json.loads(path.read_text("utf-8")) if path.is_file() else None for path in said
+        )
         self.stored = stored_weights(headers, quantization_of(config or {}, of_server))
-        self._hidden = {name for each in self.stored.values() for name in (each.codes, each.scale, *each.extras)}
+        self._hidden = {
+            name for each in self.stored.values() for name in (each.codes, each.scale, *each.extras)
+        }
 
     def names(self) -> list[str]:
         return [*self.stored, *(name for name in super().names() if name not in self._hidden)]
@@ -197,7 +226,10 @@ def files_of(source: Source) -> list[Path]:
     if not isinstance(source, str | Path):
         paths = [Path(each) for each in source]
         if not paths:
-            raise ValueError("source names no file: give safetensors files, the folder they are in, or a state dict")
+            raise ValueError(
+                "source names no file: give safetensors files, the folder they are in, or a state "
+                "dict"
+            )
         return paths
     path = Path(source)
     if not path.is_dir():
@@ -206,7 +238,9 @@ def files_of(source: Source) -> list[Path]:
         return _indexed(path / _INDEX)
     if found := sorted(path.glob("*.safetensors")):
         return found
-    raise FileNotFoundError(f"{str(path)!r} has no *.safetensors: give the folder that has them, or the files")
+    raise FileNotFoundError(
+        f"{str(path)!r} has no *.safetensors: give the folder that has them, or the files"
+    )
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -216,20 +250,24 @@ def _indexed(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error!r:.200}"
-        raise ValueError(f"{str(index)!r} can't be read as an index of safetensors files: {why}") from None
+        raise ValueError(
+            f"{str(index)!r} can't be read as an index of safetensors files: {why}"
+        ) from None
     if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
     return [index.parent / name for name in names]
 
 
 def check_floats(model: nn.Module, source: Source) -> None:
-    """Refuse files with codes where a model has float weights: transformers by itself reads codes as numbers.
+    """Refuse files with codes where a model has float weights: transformers by itself
+    reads codes as numbers.
 
     ``from_pretrained`` with :func:`quantization_config` does this itself.
 
     Args:
         model: with or without values.
-        source: a file, several, or the folder they are in, as in :func:`fp8manifold.load_quantized`.
+        source: a file, several, or the folder they are in, as in
+            :func:`fp8manifold.load_quantized`.
 
     Raises:
         ValueError: names the tensor, its file, its dtype and its scales.
@@ -245,18 +283,30 @@ def check_floats(model: nn.Module, source: Source) -> None:
     """
     start = f"{getattr(model, 'base_model_prefix', '')}."
     are_floats: dict[str, bool] = {}
-    for name, value in model.state_dict().items():  # a file may be that of the base, or of a model that has it as one
-        are_floats |= dict.fromkeys((name.removeprefix(start), start + name, name), value.is_floating_point())
+    for (
+        name,
+        value,
+    ) in (
+        model.state_dict().items()
+    ):  # a file may be that of the base, or of a model that has it as one
+        are_floats |= dict.fromkeys(
+            (name.removeprefix(start), start + name, name), value.is_floating_point()
+        )
     for path in files_of(source):
         dtypes: Mapping[str, torch.dtype | str]
         if path.suffix == ".safetensors":
             with _safe_open(path) as file:
                 dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
         else:
-            read = import_module("transformers.modeling_utils").load_state_dict(str(path), map_location="meta")
-            dtypes = {name: value.dtype for name, value in read.items() if isinstance(value, Tensor)}
-        # what the model lacks, or has under a name that transformers gives it as it reads, may hold integers (masks,
-        # positions), unless it is called a weight or has scales
+            read = import_module("transformers.modeling_utils").load_state_dict(
+                str(path), map_location="meta"
+            )
+            dtypes = {
+                name: value.dtype for name, value in read.items() if isinstance(value, Tensor)
+            }
+        # what the model lacks, or has under a name that transformers gives it as it
+        # reads, may hold integers (masks, positions), unless it is called a weight or
+        # has scales
         for name, dtype in dtypes.items():
             if are_floats.get(name, may_be_weight(name, dtype, dtypes)):
                 refuse_codes(name, dtype, dtypes, path.name)

@@ -10,7 +10,12 @@ from fp8manifold.optim._triton_step import CompileUnavailableWarning
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness import Madam, StiffnessAdamW, StiffnessLion, StiffnessSGD
-from fp8manifold.optim.stiffness_muon import MuonReport, ReportedParameter, StiffnessMuon, muon_report
+from fp8manifold.optim.stiffness_muon import (
+    MuonReport,
+    ReportedParameter,
+    StiffnessMuon,
+    muon_report,
+)
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
 __all__ = [

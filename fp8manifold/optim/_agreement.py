@@ -1,4 +1,6 @@
-"""The same verdict in every process that takes a step, and checks that start, options and gradients are the same."""
+"""The same verdict in every process that takes a step, and checks that start, options
+and gradients are the same.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,9 @@ from fp8manifold.tensor import FP8Tensor
 
 
 def _know_others(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Tell the optimizer of a part under ZeRO its processes: it may have no parameter to find them by."""
+    """Tell the optimizer of a part under ZeRO its processes: it may have no parameter
+    to find them by.
+    """
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return
@@ -37,10 +41,12 @@ def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
 
 
 def check_same_start(optimizer: Optimizer) -> None:
-    """Compare one word for each parameter over the processes; raise RuntimeError in all where one differs.
+    """Compare one word for each parameter over the processes; raise RuntimeError in all
+    where one differs.
 
-    The word of a replica has all its bits, its state's among them; that of a share only what must not differ: format,
-    seed, counter, whether there is a remainder, and the scale if there is one for all rows.
+    The word of a replica has all its bits, its state's among them; that of a share only
+    what must not differ: format, seed, counter, whether there is a remainder, and the
+    scale if there is one for all rows.
     """
     for ranks in ranks_together(optimizer)[0]:
         states: Mapping[Tensor, Any] = {}
@@ -62,8 +68,10 @@ def check_same_start(optimizer: Optimizer) -> None:
         if bool(different.any()):
             name = names[int(different.nonzero()[0])]
             raise RuntimeError(
-                f"{name} is not the same in every process ({int(different.sum())} of {len(names)} are not): call "
-                "fp8manifold.distributed.sync(model) before the model is wrapped, and load the same state everywhere"
+                f"{name} is not the same in every process ({int(different.sum())} of {len(names)} "
+                f"are not): call "
+                "fp8manifold.distributed.sync(model) before the model is wrapped, and load the "
+                "same state everywhere"
             )
 
 
@@ -85,7 +93,9 @@ def _word_of_start(parameter: Tensor, state: dict[str, Any]) -> int:
 
 
 Fact = tuple[tuple[Any, ...], Any]
-"""A fact that has to be the same in all processes: its kind, group and place, and its value here."""
+"""A fact that has to be the same in all processes: its kind, group and place, and its
+value here.
+"""
 
 
 def are_several() -> bool:
@@ -94,10 +104,12 @@ def are_several() -> bool:
 
 
 def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
-    """All-reduce a check, so that every process takes the step, leaves it out, or raises.
+    """All-reduce a check, so that every process takes the step, leaves it out, or
+    raises.
 
-    The same all-reduce has a word of the options, of which parameters have a gradient, and of how far states are.
-    Parameters and loaded states are compared before the first step after one process has begun or loaded a state.
+    The same all-reduce has a word of the options, of which parameters have a gradient,
+    and of how far states are. Parameters and loaded states are compared before the
+    first step after one process has begun or loaded a state.
     """
     if not are_several():
         return may_step()
@@ -112,12 +124,18 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     severity = 0 if error is None else 1 if isinstance(error, FloatingPointError) else 2
     verdict = [int(not may), severity, int(not optimizer._has_started)]
     everyone = [p for group in optimizer.param_groups for p in group["params"]]
-    held = {id(p): own.group for p, own in zip(everyone, ranks_of_each(everyone), strict=True) if own is not None}
+    held = {
+        id(p): own.group
+        for p, own in zip(everyone, ranks_of_each(everyone), strict=True)
+        if own is not None
+    }
     facts = [_facts(optimizer, ranks, held) for ranks in together]
     different = []
     for ranks, ours in zip(together, facts, strict=True):
         word = _word(ours) >> 2  # its negative and its own sign have room
-        *verdict, most, least = ranks.largest(torch.tensor([*verdict, word, -word], device=device)).tolist()
+        *verdict, most, least = ranks.largest(
+            torch.tensor([*verdict, word, -word], device=device)
+        ).tolist()
         if most != -least:
             different.append((ranks, ours))
     for ranks, ours in different:
@@ -126,7 +144,9 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     if error is not None:
         raise error
     if severity == 1:
-        raise FloatingPointError("a gradient is not finite, or its square is not, in another process")
+        raise FloatingPointError(
+            "a gradient is not finite, or its square is not, in another process"
+        )
     if severity:
         raise RuntimeError("another process refuses this step, and says why")
     if compares:
@@ -136,11 +156,19 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
 
 
 def _facts(optimizer: Optimizer, ranks: Ranks, held: dict[int, Any]) -> list[Fact]:
-    """Facts that must not differ over some processes, by the process group of each parameter's identity."""
-    in_parts = getattr(optimizer, "elsewhere", None) is not None  # under ZeRO options are all that is shared
+    """Facts that must not differ over some processes, by the process group of each
+    parameter's identity.
+    """
+    in_parts = (
+        getattr(optimizer, "elsewhere", None) is not None
+    )  # under ZeRO options are all that is shared
     facts: list[Fact] = [(("the optimizer",), type(optimizer).__name__)]
     for i, group in enumerate(optimizer.param_groups):
-        facts += [((name, i), _plain(value)) for name, value in group.items() if name not in ("params", "param_names")]
+        facts += [
+            ((name, i), _plain(value))
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        ]
         for k, parameter in enumerate(() if in_parts else group["params"]):
             if held.get(id(parameter)) == ranks.group:
                 facts.append((("whether there is a gradient", i, k), parameter.grad is not None))
@@ -160,7 +188,9 @@ def _word(fact: object) -> int:
     return int.from_bytes(blake2b(repr(fact).encode(), digest_size=8).digest(), "little")
 
 
-def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], device: torch.device) -> str:
+def _difference(
+    optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], device: torch.device
+) -> str:
     """The line that names what differs; every process of ``ranks`` calls this."""
     count = torch.tensor([len(facts)], device=device)
     if not bool((ranks.gathered(count) == count).all()):

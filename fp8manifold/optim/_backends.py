@@ -1,4 +1,6 @@
-"""Backends of a step, with the same bits: native code, a GPU's kernels, PyTorch; the first that can takes it."""
+"""Backends of a step, with the same bits: native code, a GPU's kernels, PyTorch; the
+first that can takes it.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,9 @@ from fp8manifold.tensor import FP8Tensor
 
 @eager_only  # no compiler sees into native code
 def run_all(slots: Sequence[Slot]) -> None:
-    """Take steps in place, each by the first backend that can; those in native code, or on a GPU, in one call."""
+    """Take steps in place, each by the first backend that can; those in native code, or
+    on a GPU, in one call.
+    """
     places: dict[torch.device, list[Slot]] = {}
     for slot in slots:
         if slot.weight.numel():
@@ -36,16 +40,26 @@ def run_all(slots: Sequence[Slot]) -> None:
         for slot in rest:
             run_eager(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
-        note_changes([slot.kept_scale for slot in together if slot.kept_scale is not None and any(slot.doubled)])
+        note_changes(
+            [
+                slot.kept_scale
+                for slot in together
+                if slot.kept_scale is not None and any(slot.doubled)
+            ]
+        )
 
 
 @contextmanager
 def gathered(slots: Sequence[Slot]) -> Iterator[None]:
-    """Gather all rows of each slot that is stepped whole, in one order everywhere, and put them back after the step."""
+    """Gather all rows of each slot that is stepped whole, in one order everywhere, and
+    put them back after the step.
+    """
     homes = {slot: slot.tensors for slot in slots if slot.whole}
     for slot, home in homes.items():
         assert slot.share is not None
-        slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
+        slot.tensors = {
+            n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()
+        }
     yield
     for slot, home in homes.items():
         assert slot.share is not None
@@ -58,7 +72,9 @@ def gathered(slots: Sequence[Slot]) -> Iterator[None]:
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
-    """Split slots into those that a backend takes, and the others: a step that fits scales is PyTorch's."""
+    """Split slots into those that a backend takes, and the others: a step that fits
+    scales is PyTorch's.
+    """
     taken: list[Slot] = []
     others: list[Slot] = []
     for slot in slots:
@@ -67,7 +83,9 @@ def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[S
 
 
 def _upload(slots: Sequence[Slot], device: torch.device) -> None:
-    """Put the numbers of slots on their GPU, by one copy from pinned memory that nobody waits for."""
+    """Put the numbers of slots on their GPU, by one copy from pinned memory that nobody
+    waits for.
+    """
     kinds: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
         kinds.setdefault(slot.dtype, []).append(slot)
@@ -84,7 +102,9 @@ def uploaded(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd of changes by native code and kernels, and drop remainders of a first rounding."""
+    """Tell autograd of changes by native code and kernels, and drop remainders of a
+    first rounding.
+    """
     torch.autograd.graph.increment_version(tensors)
     for held in map(local_of, tensors):
         if isinstance(held, FP8Tensor) and held.remainder is not None:

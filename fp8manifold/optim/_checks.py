@@ -38,7 +38,8 @@ class _Anneal:
 
 
 def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
-    """A linear schedule from ``start`` at step 0 to ``end`` at step ``steps`` and after.
+    """A linear schedule from ``start`` at step 0 to ``end`` at step ``steps`` and
+    after.
 
     .. math:: k(t) = start + (end - start) \\min(t / steps, 1)
 
@@ -47,7 +48,8 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
         steps: how many steps it takes from one to the other.
 
     Returns:
-        A function of the number of steps taken, for ``stiffness``, ``scale`` or ``exponent`` of an optimizer.
+        A function of the number of steps taken, for ``stiffness``, ``scale`` or
+        ``exponent`` of an optimizer.
 
     Raises:
         TypeError: a value of another type.
@@ -75,9 +77,15 @@ _UNSUPPORTED: Final = ("foreach", "fused", "capturable", "differentiable")
 
 
 def options_in(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options among a constructor's ``locals()``; raises for a keyword that is none, as :func:`reject_flags`."""
+    """The options among a constructor's ``locals()``; raises for a keyword that is
+    none, as :func:`reject_flags`.
+    """
     reject_flags(type(arguments["self"]).__name__, arguments["flags"])
-    return {name: value for name, value in arguments.items() if name not in ("self", "params", "flags", "__class__")}
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("self", "params", "flags", "__class__")
+    }
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -94,7 +102,9 @@ def _check_betas(betas: Any) -> None:
 
 
 def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
-    """Raise ValueError for a flag of torch's that would be ignored, TypeError for any other keyword."""
+    """Raise ValueError for a flag of torch's that would be ignored, TypeError for any
+    other keyword.
+    """
     for name, value in flags.items():
         if name not in _UNSUPPORTED:
             nearest = difflib.get_close_matches(name, _UNSUPPORTED, n=1)
@@ -105,15 +115,21 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
 
 
 CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
-"""Entries of a group that change all the time: the group is checked again when another one has changed."""
+"""Entries of a group that change all the time: the group is checked again when another
+one has changed.
+"""
 
 
 def refuse_recording(optimizer: Any) -> None:
-    """Raise RuntimeError where a CUDA graph would record a step: its counts and random bits would never change."""
+    """Raise RuntimeError where a CUDA graph would record a step: its counts and random
+    bits would never change.
+    """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose numbers and random bits would be "
-            "the same in every replay: fp8manifold.optim.graphed records the whole training step and renews them"
+            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose numbers and "
+            f"random bits would be "
+            "the same in every replay: fp8manifold.optim.graphed records the whole training step "
+            "and renews them"
         )
 
 
@@ -121,7 +137,9 @@ def check_lr(group: dict[str, Any]) -> None:
     """Check the learning rate, which a schedule may have set since the group was made."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
+        raise ValueError(
+            f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed"
+        )
     if type(lr) is not float or not 0 <= lr < math.inf:
         check_finite("lr", known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
@@ -133,7 +151,9 @@ def lr_of(group: dict[str, Any]) -> float:
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
-    """Raise unless the options that optimizers share are valid; ``damping`` is the name of the lower bound."""
+    """Raise unless the options that optimizers share are valid; ``damping`` is the name
+    of the lower bound.
+    """
     check_lr(group)
     for name in ("eps", "adam_eps", "weight_decay", "float_lr", "previous_norm"):
         if name in group and not (group[name] is None and name in _OPTIONAL):
@@ -155,7 +175,9 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
 
 
 def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:
-    """Raise ValueError, with the reason, unless an optimizer of this direction can take the group's options."""
+    """Raise ValueError, with the reason, unless an optimizer of this direction can take
+    the group's options.
+    """
     writeback, moments = group["writeback"], group["moments"]
     if writeback is not None:
         check_choice("writeback", writeback, WRITEBACKS)
@@ -166,62 +188,86 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
         return
     if (reason := DIRECTIONS[direction].takes_no_error) is not None:
         others = ", ".join(rule.name for rule in WRITEBACKS.values() if not rule.injects)
-        raise ValueError(f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}")
+        raise ValueError(
+            f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}"
+        )
     if moments == "8bit":
         raise ValueError(
-            f"writeback={writeback!r} does not go with moments='8bit': rounding errors exceed the momentum's blocks; "
+            f"writeback={writeback!r} does not go with moments='8bit': rounding errors exceed the "
+            f"momentum's blocks; "
             "use moments='float32' or 'bfloat16', or a residual"
         )
 
 
 def check_first_moment(group: dict[str, Any]) -> None:
-    """Raise ValueError where Adam's first moment is to take errors and ``betas[0]`` is 0."""
+    """Raise ValueError where Adam's first moment is to take errors and ``betas[0]`` is
+    0.
+    """
     if rule_of(group).injects and not group["betas"][0]:
-        raise ValueError(f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to hold the error")
+        raise ValueError(
+            f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to hold "
+            f"the error"
+        )
 
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError unless each is a real float tensor with values, appears once, and if sharded is so by rows."""
+    """Raise ValueError unless each is a real float tensor with values, appears once,
+    and if sharded is so by rows.
+    """
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)
         manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
-        # a flat piece of a weight on a grid, or the flat parameter that FSDP's first version makes
-        flat = [getattr(part.module, "manifold", None) for part in getattr(parameter, "_param_infos", ())]
+        # a flat piece of a weight on a grid, or the flat parameter that FSDP's first
+        # version makes
+        flat = [
+            getattr(part.module, "manifold", None)
+            for part in getattr(parameter, "_param_infos", ())
+        ]
         fits = manifold is None or broadcasts_to(manifold.scale.shape, parameter.shape)
         if not fits or any(isinstance(each, StiffnessManifold) for each in flat):
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, without the "
-                "scales of its pieces: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
+                f"a parameter of shape {tuple(parameter.shape)} is sharded by "
+                f"FullyShardedDataParallel, without the "
+                "scales of its pieces: use DistributedDataParallel, or storage='fp8' or 'master' "
+                "with fully_shard"
             )
         if parameter.dtype not in _DTYPES:
             raise ValueError(
-                f"a parameter has dtype {parameter.dtype}: only real floats (float16, bfloat16, float32, float64) and "
+                f"a parameter has dtype {parameter.dtype}: only real floats (float16, bfloat16, "
+                f"float32, float64) and "
                 "one-byte FP8Parameters can be stepped"
             )
         if parameter.is_meta:
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is on the meta device: it has no values")
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is on the meta device: it has no "
+                f"values"
+            )
         if manifold is not None and manifold.scale.device != parameter.device:
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its manifold on "
-                f"{manifold.scale.device}: move both to one device"
+                f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its "
+                f"manifold on {manifold.scale.device}: move both to one device"
             )
         if id(parameter) in seen:
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} appears twice in a group: each may be stepped once"
+                f"a parameter of shape {tuple(parameter.shape)} appears twice in a group: each may "
+                f"be stepped once"
             )
         seen.add(id(parameter))
 
 
 def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError for a parameter that several processes hold, in an optimizer that needs all of it."""
+    """Raise ValueError for a parameter that several processes hold, in an optimizer
+    that needs all of it.
+    """
     for parameter in parameters:
         if share_of(parameter) is not None:
             raise ValueError(
-                f"{name} can't step a parameter of shape {tuple(parameter.shape)} that is sharded: it needs the whole; "
+                f"{name} can't step a parameter of shape {tuple(parameter.shape)} that is sharded: "
+                f"it needs the whole; "
                 "use StiffnessAdamW or another of fp8manifold.optim, or DistributedDataParallel"
             )
 
@@ -231,27 +277,44 @@ _MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
 
 
 def unshare(groups: Sequence[dict[str, Any]]) -> None:
-    """Copy tensors that groups share: schedulers that write in place, a group at a time, would write them twice."""
-    held = Counter(value.data_ptr() for group in groups for value in group.values() if isinstance(value, Tensor))
+    """Copy tensors that groups share: schedulers that write in place, a group at a
+    time, would write them twice.
+    """
+    held = Counter(
+        value.data_ptr()
+        for group in groups
+        for value in group.values()
+        if isinstance(value, Tensor)
+    )
     for group in groups:
-        shared = [name for name, value in group.items() if isinstance(value, Tensor) and held[value.data_ptr()] > 1]
+        shared = [
+            name
+            for name, value in group.items()
+            if isinstance(value, Tensor) and held[value.data_ptr()] > 1
+        ]
         group.update({name: group[name].clone() for name in shared})
 
 
 def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None:
-    """Warn where options of a loaded state take the place of those that an optimizer was made with; name both."""
+    """Warn where options of a loaded state take the place of those that an optimizer
+    was made with; name both.
+    """
     found: dict[str, None] = {}
     for given, loaded in zip(before, optimizer.param_groups, strict=True):
         for name in sorted(optimizer.defaults.keys() - _MOVING):
             values = given.get(name), loaded.get(name)
             ours, theirs = (list(value) if isinstance(value, tuple) else value for value in values)
             if ours != theirs:
-                other = " (optim.adopted_state(state, optimizer) keeps these)" if name == "moments" else ""
+                other = (
+                    " (optim.adopted_state(state, optimizer) keeps these)"
+                    if name == "moments"
+                    else ""
+                )
                 found[f"{name}={theirs!r} in place of {ours!r}{other}"] = None
     if found:
         warnings.warn(
-            f"{type(optimizer).__name__} goes on with options of the loaded state, not with those that it was made "
-            f"with: {', '.join(found)}",
+            f"{type(optimizer).__name__} goes on with options of the loaded state, not with those "
+            f"that it was made with: {', '.join(found)}",
             UserWarning,
             stacklevel=3,
         )

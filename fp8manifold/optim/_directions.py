@@ -38,7 +38,9 @@ def named(row: Tensor) -> Numbers:
 
 
 def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
-    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is above 0, so that 0 / eps is 0."""
+    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is above 0,
+    so that 0 / eps is 0.
+    """
     row = [0.0] * len(NUMBERS)
     for name, number in numbers.items():
         row[POSITIONS[name]] = number
@@ -47,7 +49,9 @@ def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
 
 
 class Descent(NamedTuple):
-    """A direction, the moments after the step by name, and what divides the first moment to give the direction."""
+    """A direction, the moments after the step by name, and what divides the first
+    moment to give the direction.
+    """
 
     direction: Tensor
     moments: dict[str, Tensor]
@@ -56,7 +60,8 @@ class Descent(NamedTuple):
 
 
 def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """Adam's direction, short of the bias corrections, which are part of the rate and of eps.
+    """Adam's direction, short of the bias corrections, which are part of the rate and
+    of eps.
 
     .. math:: m = \\beta_1 m + (1 - \\beta_1) g, \\quad v = \\beta_2 v + (1 - \\beta_2) g^2, \\quad
               d = \\frac{m}{\\sqrt{v} + \\epsilon \\sqrt{1 - \\beta_2^t}}, \\quad
@@ -78,7 +83,9 @@ def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Desc
     return Descent(first / denominator, after, denominator, root)
 
 
-def sgd(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
+def sgd(
+    gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False
+) -> Descent:
     """The gradient, or its momentum.
 
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
@@ -92,8 +99,11 @@ def sgd(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, neste
     return Descent(direction, {"momentum_buffer": buffer})
 
 
-def muon(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
-    """The matrix that Muon takes the orthogonal factor of: the gradient, or its momentum.
+def muon(
+    gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False
+) -> Descent:
+    """The matrix that Muon takes the orthogonal factor of: the gradient, or its
+    momentum.
 
     .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
 
@@ -107,7 +117,8 @@ def muon(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nest
 
 
 def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """The sign of an interpolation between the moment and the gradient; 0 where the interpolation is 0.
+    """The sign of an interpolation between the moment and the gradient; 0 where the
+    interpolation is 0.
 
     .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad m = \\beta_2 m + (1 - \\beta_2) g
 
@@ -115,7 +126,9 @@ def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Desc
     """
     moment = moments["exp_avg"]
     mixed = moment * numbers["beta1"] + gradient * numbers["gain1"]
-    return Descent(mixed.sign(), {"exp_avg": moment * numbers["beta2"] + gradient * numbers["gain2"]})
+    return Descent(
+        mixed.sign(), {"exp_avg": moment * numbers["beta2"] + gradient * numbers["gain2"]}
+    )
 
 
 def madam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
@@ -123,7 +136,8 @@ def madam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Des
 
     .. math:: v = \\beta v + (1 - \\beta) g^2, \\qquad d = \\mathrm{clamp}(g / \\sqrt{v / (1 - \\beta^t)}, -c, c)
 
-    Source: Bernstein et al. 2020 (Learning compositional functions via multiplicative weight updates).
+    Source: Bernstein et al. 2020 (Learning compositional functions via multiplicative
+    weight updates).
     """
     second = moments["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
     root = sqrt_exact(second)
@@ -134,11 +148,15 @@ def madam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Des
 
 
 class Direction(NamedTuple):
-    """A direction: its pure function, the names of its moments in the state, and what it refuses."""
+    """A direction: its pure function, the names of its moments in the state, and what
+    it refuses.
+    """
 
     descend: Callable[..., Descent]
     moments: tuple[str, ...]
-    takes_no_error: str | None = None  # the reason why no rounding error can go into its first moment
+    takes_no_error: str | None = (
+        None  # the reason why no rounding error can go into its first moment
+    )
     fitted: bool = False  # in 8 bits its moment is on a grid fitted to each block's largest value
 
 
@@ -146,7 +164,9 @@ DIRECTIONS: Final = {
     "adam": Direction(adam, ("exp_avg", "exp_avg_sq")),
     "sgd": Direction(sgd, ("momentum_buffer",)),
     "lion": Direction(lion, ("exp_avg",), "its step is a sign, to which no error can be added"),
-    "madam": Direction(madam, ("exp_avg_sq",), "it has no first moment to put a rounding error into"),
+    "madam": Direction(
+        madam, ("exp_avg_sq",), "it has no first moment to put a rounding error into"
+    ),
     "muon": Direction(muon, ("momentum_buffer",), fitted=True),
 }
 MOMENT_NAMES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")

@@ -1,4 +1,6 @@
-"""Finite gradients: a step is taken where the squares of all are finite; parameters that leave one out are named."""
+"""Finite gradients: a step is taken where the squares of all are finite; parameters
+that leave one out are named.
+"""
 
 import math
 import warnings
@@ -17,11 +19,13 @@ _DOT = 2**30  #: Elements of a product: those of a GPU are counted in 31 bits.
 
 
 def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Check gradients by one sum of squares per tensor, and exactly only where the sum of those is not finite.
+    """Check gradients by one sum of squares per tensor, and exactly only where the sum
+    of those is not finite.
 
     Raises:
         ValueError: a sparse or complex gradient.
-        FloatingPointError: a gradient is not finite and its group has ``on_nonfinite="raise"``.
+        FloatingPointError: a gradient is not finite and its group has
+            ``on_nonfinite="raise"``.
     """
     for slot in slots:
         gradient, shape = slot.parameter.grad, tuple(slot.parameter.shape)
@@ -29,8 +33,8 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
         if gradient.is_sparse or gradient.is_complex():
             kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
             raise ValueError(
-                f"{type(optimizer).__name__} takes dense real gradients only: the gradient of a parameter of shape "
-                f"{shape} is {kind}"
+                f"{type(optimizer).__name__} takes dense real gradients only: the gradient of a "
+                f"parameter of shape {shape} is {kind}"
             )
     if _squares_sum_up(slots):
         return True
@@ -39,9 +43,14 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
 
 
 def _squares_sum_up(slots: Sequence[Slot]) -> bool:
-    """True where the squares of all gradients have a finite sum: then all of them are finite."""
+    """True where the squares of all gradients have a finite sum: then all of them are
+    finite.
+    """
     gradients = [local_of(slot.parameter.grad) for slot in slots]
-    if all(type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous() for g in gradients):
+    if all(
+        type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()
+        for g in gradients
+    ):
         total = sum_of_squares([g.data_ptr() for g in gradients], [g.numel() for g in gradients])
         if total is not None:
             return math.isfinite(total)
@@ -53,7 +62,9 @@ def _squares_sum_up(slots: Sequence[Slot]) -> bool:
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
     parts = gradient.reshape(-1).split(_DOT)
-    wide = (part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts)
+    wide = (
+        part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts
+    )
     squares = [torch.dot(part, part).to(torch.float32) for part in wide]
     return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
@@ -75,17 +86,24 @@ def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
         return True
     if slot.group["on_nonfinite"] == "raise":
         raise FloatingPointError(
-            f"a gradient of shape {tuple(slot.parameter.shape)} is not finite, or its square is not: "
+            f"a gradient of shape {tuple(slot.parameter.shape)} is not finite, or its square is "
+            f"not: "
             "on_nonfinite='skip' skips such steps"
         )
     return False
 
 
 def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
-    """Warn, and name the parameters whose gradients caused it: ``culprits``, or if None by the present gradients."""
+    """Warn, and name the parameters whose gradients caused it: ``culprits``, or if None
+    by the present gradients.
+    """
     if culprits is None:
         factor = optimizer._gradient_factor
-        slots = [s for s in optimizer._slots() if not _squares_hold(local_of(s.parameter.grad), factor(s))]
+        slots = [
+            s
+            for s in optimizer._slots()
+            if not _squares_hold(local_of(s.parameter.grad), factor(s))
+        ]
         culprits = [slot.parameter for slot in slots]
     found = _names_of(optimizer, culprits)
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
@@ -95,8 +113,9 @@ def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
         else "no gradient in this process is the cause"
     )
     warnings.warn(
-        f"{type(optimizer).__name__} has skipped {optimizer.skipped_in_row} steps in a row, so nothing is trained: "
-        f"{reason}. Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first such "
+        f"{type(optimizer).__name__} has skipped {optimizer.skipped_in_row} steps in a row, so "
+        f"nothing is trained: {reason}. Look for NaN in the loss or lower the learning rate; "
+        f"on_nonfinite='raise' stops at the first such "
         "step",
         RuntimeWarning,
         stacklevel=2,

@@ -1,4 +1,6 @@
-"""Whole training steps as CUDA graphs: one before the optimizer's step, one of its kernels, and one after it."""
+"""Whole training steps as CUDA graphs: one before the optimizer's step, one of its
+kernels, and one after it.
+"""
 
 import gc
 import warnings
@@ -56,7 +58,9 @@ class _Graphs:
 
 
 class _StepGraph:
-    """A graph of the kernels of an optimizer's steady step, which read tables that stay where they are."""
+    """A graph of the kernels of an optimizer's steady step, which read tables that stay
+    where they are.
+    """
 
     def __init__(self) -> None:
         self._signature: Any = None
@@ -76,10 +80,18 @@ class _StepGraph:
 
 
 class _Passes:
-    """The graphs of a training step before and after the optimizer's, and the memory of their inputs."""
+    """The graphs of a training step before and after the optimizer's, and the memory of
+    their inputs.
+    """
 
-    def __init__(self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer, inputs: tuple[Any, ...]) -> None:
-        self._graphs, self._cuts, before = _Graphs(), list[list[Tensor | None]](), _options(optimizer)
+    def __init__(
+        self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer, inputs: tuple[Any, ...]
+    ) -> None:
+        self._graphs, self._cuts, before = (
+            _Graphs(),
+            list[list[Tensor | None]](),
+            _options(optimizer),
+        )
         self.inputs: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
         self._parameters = _parameters(optimizer)
         optimizer._recorder = self._cut
@@ -89,11 +101,14 @@ class _Passes:
         finally:
             optimizer._recorder = None
         if len(self._cuts) != 1:
-            raise ValueError(f"train_step calls the optimizer's step() {len(self._cuts)} times: it has to call it once")
+            raise ValueError(
+                f"train_step calls the optimizer's step() {len(self._cuts)} times: it has to call "
+                f"it once"
+            )
         if before != _options(optimizer):
             raise ValueError(
-                "train_step changes options of the optimizer, which a graph would not do again: call the scheduler's "
-                "step() after the graphed step"
+                "train_step changes options of the optimizer, which a graph would not do again: "
+                "call the scheduler's step() after the graphed step"
             )
         #: as the recording has left them
         self.gradients = [p.grad for p in self._parameters]
@@ -104,7 +119,9 @@ class _Passes:
         self._cuts.append([p.grad for p in self._parameters])
 
     def replay(self, inputs: tuple[Any, ...], step: Callable[[], Any]) -> Any:
-        """Replay both graphs with other inputs, the optimizer's step between them; return a copy of the results."""
+        """Replay both graphs with other inputs, the optimizer's step between them;
+        return a copy of the results.
+        """
         for ours, given in zip(tree_flatten(self.inputs)[0], tree_flatten(inputs)[0], strict=True):
             if isinstance(ours, Tensor):
                 ours.copy_(given)
@@ -121,7 +138,9 @@ class _Passes:
 
 
 class GraphedStep:
-    """A training step that runs from CUDA graphs where it can, and counts its replays and recordings."""
+    """A training step that runs from CUDA graphs where it can, and counts its replays
+    and recordings.
+    """
 
     replayed = recorded = 0
 
@@ -154,14 +173,22 @@ class GraphedStep:
         self._calls += 1
         outputs = self._train_step(*inputs)
         if self._passes is not None:
-            for parameter, ours in zip(_parameters(self._optimizer), self._passes.gradients, strict=True):
-                if ours is not None and parameter.grad is not None and _kind(ours) == _kind(parameter.grad):
+            for parameter, ours in zip(
+                _parameters(self._optimizer), self._passes.gradients, strict=True
+            ):
+                if (
+                    ours is not None
+                    and parameter.grad is not None
+                    and _kind(ours) == _kind(parameter.grad)
+                ):
                     parameter.grad = ours.copy_(parameter.grad)
         self._left = [p.grad for p in _parameters(self._optimizer)]
         return outputs
 
     def _may_replay(self, inputs: tuple[Any, ...]) -> bool:
-        """True if a replay does the same as the call; records passes where there are none, or memory has moved."""
+        """True if a replay does the same as the call; records passes where there are
+        none, or memory has moved.
+        """
         optimizer, found = self._optimizer, [p.grad for p in _parameters(self._optimizer)]
         if self._calls < _WARMUP or len(found) != len(self._left):
             return False
@@ -169,34 +196,43 @@ class GraphedStep:
             return False
         if self._passes is None or self._places != _places(optimizer):
             self._passes = None
-            self._passes, self._places = _Passes(self._train_step, optimizer, inputs), _places(optimizer)
+            self._passes, self._places = (
+                _Passes(self._train_step, optimizer, inputs),
+                _places(optimizer),
+            )
             self._left = self._passes.gradients
             self.recorded += 1
         return _alike(self._passes.inputs, inputs)
 
 
 def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Record a whole training step in CUDA graphs, and replay them with the bits of the same calls without graphs.
+    """Record a whole training step in CUDA graphs, and replay them with the bits of the
+    same calls without graphs.
 
-    One graph has all before the optimizer's step, one its kernels, one all after it; the host writes what changes from
-    step to step (learning rate, bias corrections, keys of random bits) while the first runs, so any scheduler works.
-    Without graphs run the first calls, those with inputs of another shape, and one after gradients were replaced; if
-    weights have moved, the graphs are recorded again.
+    One graph has all before the optimizer's step, one its kernels, one all after it;
+    the host writes what changes from step to step (learning rate, bias corrections,
+    keys of random bits) while the first runs, so any scheduler works. Without graphs
+    run the first calls, those with inputs of another shape, and one after gradients
+    were replaced; if weights have moved, the graphs are recorded again.
 
     Args:
-        train_step: a function of tensors and constants that clears gradients, runs both passes, and calls
-            ``optimizer.step()`` once, without a closure.  A replay runs its kernels, not its Python: schedulers,
-            counters and printing belong outside, and memory that it reads must not move.
+        train_step: a function of tensors and constants that clears gradients, runs both
+            passes, and calls ``optimizer.step()`` once, without a closure. A replay
+            runs its kernels, not its Python: schedulers, counters and printing belong
+            outside, and memory that it reads must not move.
         optimizer: of this library, all of whose parameters are on one CUDA device.
 
     Returns:
-        A function called like ``train_step`` that returns copies of its results and counts ``replayed``, ``recorded``.
+        A function called like ``train_step`` that returns copies of its results and
+        counts ``replayed``, ``recorded``.
 
     Raises:
         TypeError: another optimizer.
-        ValueError: the optimizer steps in the backward pass, or its parameters are not on one GPU; when recording,
-            ``train_step`` does not call ``step()`` once, or changes options.
-        RuntimeError: when recording, ``train_step`` synchronises, or a layer draws random bits.
+        ValueError: the optimizer steps in the backward pass, or its parameters are not
+            on one GPU; when recording, ``train_step`` does not call ``step()`` once, or
+            changes options.
+        RuntimeError: when recording, ``train_step`` synchronises, or a layer draws
+            random bits.
 
     Example:
         >>> import fp8manifold as fm
@@ -209,17 +245,25 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
 
         >>> loss = fm.optim.graphed(train_step, optimizer)(x, y)  # doctest: +SKIP
 
-    Source: PyTorch's CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+    Source: PyTorch's CUDA graphs,
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
     """
     if not isinstance(optimizer, ManifoldOptimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}: graphed takes those of fp8manifold.optim")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}: graphed takes those of fp8manifold.optim"
+        )
     name = type(optimizer).__name__
     if optimizer._in_backward is not None:
-        raise ValueError(f"this {name} steps in the backward pass: graphed takes steps between two passes")
+        raise ValueError(
+            f"this {name} steps in the backward pass: graphed takes steps between two passes"
+        )
     devices = {p.device for p in _parameters(optimizer)}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         places = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the parameters of this {name} are on {places}: a CUDA graph takes those of one CUDA device")
+        raise ValueError(
+            f"the parameters of this {name} are on {places}: a CUDA graph takes those of one CUDA "
+            f"device"
+        )
     return GraphedStep(train_step, optimizer)
 
 
@@ -231,13 +275,20 @@ def _places(optimizer: ManifoldOptimizer) -> list[int]:
     """Addresses of everything that the passes read of the parameters."""
     places: list[int] = []
     for parameter in _parameters(optimizer):
-        held = (parameter.codes, parameter.kept_scale) if isinstance(parameter, FP8Tensor) else (parameter,)
+        held = (
+            (parameter.codes, parameter.kept_scale)
+            if isinstance(parameter, FP8Tensor)
+            else (parameter,)
+        )
         places += [each.data_ptr() for each in held]
     return places
 
 
 def _options(optimizer: ManifoldOptimizer) -> list[dict[str, Any]]:
-    groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    groups = [
+        {name: value for name, value in g.items() if name != "params"}
+        for g in optimizer.param_groups
+    ]
     return [tree_map_only(Tensor, Tensor.tolist, group) for group in groups]
 
 
@@ -246,9 +297,13 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 
 
 def _alike(ours: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
-    """True for inputs of the same kinds, and of the same values where they are no tensors."""
+    """True for inputs of the same kinds, and of the same values where they are no
+    tensors.
+    """
     (mine, form), (theirs, other) = tree_flatten(ours), tree_flatten(given)
     return form == other and all(
-        _kind(x) == _kind(y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) and x == y
+        _kind(x) == _kind(y)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else type(x) is type(y) and x == y
         for x, y in zip(mine, theirs, strict=True)
     )

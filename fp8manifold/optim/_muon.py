@@ -1,4 +1,6 @@
-"""Muon's steps of whole matrices: momentum, orthogonal factor, weights; by one process or by several."""
+"""Muon's steps of whole matrices: momentum, orthogonal factor, weights; by one process
+or by several.
+"""
 
 import math
 from collections.abc import Iterator, Sequence, Set
@@ -16,23 +18,31 @@ from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
+"""Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan
+et al. 2024).
+"""
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
-"""Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells them; None is ``original``."""
+"""Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells
+them; None is ``original``.
+"""
 SHAPES: Final = ("auto", "flatten", "batch")
-"""Readings of a parameter of more than two dimensions: refused, one matrix, or one matrix per entry."""
+"""Readings of a parameter of more than two dimensions: refused, one matrix, or one
+matrix per entry.
+"""
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
 _TOGETHER: Final = 2**20  # weights
 
 
 def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.StepView]:
-    """Take steps of the same matrices in every process, in place and in two halves, and show those that are observed.
+    """Take steps of the same matrices in every process, in place and in two halves, and
+    show those that are observed.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
               d = F \\, \\mathrm{factor}(F u), \\quad F = (S / S_{ref})^k
 
-    where ``u = m`` without Nesterov, and the second half is that of any other direction ``d``.
+    where ``u = m`` without Nesterov, and the second half is that of any other direction
+    ``d``.
     """
     views = []
     sharded = [slot for slot in slots if slot.share is not None]
@@ -44,7 +54,9 @@ def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.St
 
 
 def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Some slots at a time: small ones together, as calls cost more than their work, large ones alone for memory."""
+    """Some slots at a time: small ones together, as calls cost more than their work,
+    large ones alone for memory.
+    """
     some: list[Slot] = []
     weights = 0
     for slot in slots:
@@ -61,15 +73,23 @@ def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 
 def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
-    """Advance each momentum, and return it, as a float copy where an error is added later, with ``F u``."""
-    as_torch = {slot for slot in slots if slot.storage == "plain" and slot.spec.moments == "float32"}
-    halves = {slot: first_half(slot) for slot in slots if slot.weight.numel() and slot not in as_torch}
+    """Advance each momentum, and return it, as a float copy where an error is added
+    later, with ``F u``.
+    """
+    as_torch = {
+        slot for slot in slots if slot.storage == "plain" and slot.spec.moments == "float32"
+    }
+    halves = {
+        slot: first_half(slot) for slot in slots if slot.weight.numel() and slot not in as_torch
+    }
     run_all(list(halves.values()))
     return [_averaged(slot, halves.get(slot)) for slot in slots]
 
 
 def first_half(slot: Slot) -> Slot:
-    """The step of a slot as far as its direction; a momentum that takes an error later is floats beside the state."""
+    """The step of a slot as far as its direction; a momentum that takes an error later
+    is floats beside the state.
+    """
     tensors = {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
     if slot.spec.injects and slot.spec.has_moments:
         tensors[_BUFFER] = tensors[_BUFFER].to(slot.dtype, copy=True)
@@ -87,25 +107,34 @@ def _averaged(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
     else:
         momentum = mixed = slot.weight.new_zeros((0, *slot.parameter.shape[1:]), dtype=slot.dtype)
     if slot.spec.stiffness != "none" and slot.weight.numel():
-        mixed = torch.cat([part * _stiffness(slot, arrays) for arrays, part, _ in _parts(slot, mixed)])
+        mixed = torch.cat(
+            [part * _stiffness(slot, arrays) for arrays, part, _ in _parts(slot, mixed)]
+        )
     return momentum, mixed
 
 
 def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
-    """Advance the momentum with torch's roundings: products in bfloat16 magnify a difference in the last bit."""
+    """Advance the momentum with torch's roundings: products in bfloat16 magnify a
+    difference in the last bit.
+    """
     numbers, gradient = named(slot.row), slot.arrays["gradient"].to(slot.dtype)
     gradient = -gradient if slot.spec.maximize else gradient
     if not slot.spec.has_moments:
         return gradient, gradient
     momentum = slot.arrays[_BUFFER]
     momentum.lerp_(gradient, numbers["gain1"])
-    return momentum, torch.lerp(gradient, momentum, numbers["beta1"]) if slot.spec.nesterov else momentum
+    return momentum, torch.lerp(
+        gradient, momentum, numbers["beta1"]
+    ) if slot.spec.nesterov else momentum
 
 
-# Between the halves: the orthogonal factor, and what it divides a small change of the momentum by
+# Between the halves: the orthogonal factor, and what it divides a small change of the
+# momentum by
 
 
-def _factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
+def _factors(
+    slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, float]]:
     found = []
     for slot, (_, mixed) in zip(slots, averaged, strict=True):
         factor = _orthogonal(slot, mixed)
@@ -113,8 +142,12 @@ def _factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -
     return found
 
 
-def _sharded_factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
-    """Send each matrix to its owner in the dtype of products, and receive the own rows of its factor."""
+def _sharded_factors(
+    slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, float]]:
+    """Send each matrix to its owner in the dtype of products, and receive the own rows
+    of its factor.
+    """
     owners, parts, wholes = _owners(slots), [], []
     for slot, (_, mixed), owner in zip(slots, averaged, owners, strict=True):
         assert slot.share is not None
@@ -147,11 +180,15 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
 
 
 def _orthogonal(slot: Slot, mixed: Tensor) -> Tensor:
-    """The orthogonal factor of each matrix of a whole parameter, in the shape that it is given in."""
+    """The orthogonal factor of each matrix of a whole parameter, in the shape that it
+    is given in.
+    """
     group = slot.group
     matrices = as_matrices(mixed.view(slot.parameter.shape), group["matrix_shape"])
     coefficients = tuple(group["ns_coefficients"])
-    factor = orthogonal_factor(matrices, coefficients, group["ns_steps"], group["eps"], _product_dtype(slot))
+    factor = orthogonal_factor(
+        matrices, coefficients, group["ns_steps"], group["eps"], _product_dtype(slot)
+    )
     return factor.reshape(mixed.shape)
 
 
@@ -169,53 +206,86 @@ def _ratio(mixed: Tensor, factor: Tensor) -> float:
 
 def second_half(slot: Slot, direction: Tensor) -> Slot:
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
-    # contiguous twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
-    direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous().view(slot.view.dims)
+    # contiguous twice: a conversion to the dtype it has already leaves the factor of a
+    # tall matrix transposed
+    direction = (
+        direction.to(slot.dtype, memory_format=torch.contiguous_format)
+        .contiguous()
+        .view(slot.view.dims)
+    )
     return slot.replaced(spec=slot.spec.second_half, tensors=tensors | {"gradient": direction})
 
 
 def _write(
-    slots: Sequence[Slot], momenta: Sequence[Tensor], factors: Sequence[tuple[Tensor, float]], observed: Set[Slot]
+    slots: Sequence[Slot],
+    momenta: Sequence[Tensor],
+    factors: Sequence[tuple[Tensor, float]],
+    observed: Set[Slot],
 ) -> list[_step.StepView]:
-    """Write weights along their factors; those of injected errors and observed ones eagerly, one by one."""
-    halves = {slot: second_half(slot, f) for slot, (f, _) in zip(slots, factors, strict=True) if slot.weight.numel()}
+    """Write weights along their factors; those of injected errors and observed ones
+    eagerly, one by one.
+    """
+    halves = {
+        slot: second_half(slot, f)
+        for slot, (f, _) in zip(slots, factors, strict=True)
+        if slot.weight.numel()
+    }
     fit_scales([halves.get(slot, slot) for slot in slots])
     run_all([half for slot, half in halves.items() if not (slot.spec.injects or slot in observed)])
     views: list[_step.StepView] = []
     for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
         if slot in observed:
-            views.append(_step.viewed(halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)))
+            views.append(
+                _step.viewed(
+                    halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)
+                )
+            )
         elif slot.spec.injects and slot in halves:
             _write_alone(slot, halves[slot], momentum, ratio)
     return views
 
 
 def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.Stepped]:
-    """Write weights eagerly, and give the momentum the rounding error, as if the step were linear in it."""
+    """Write weights eagerly, and give the momentum the rounding error, as if the step
+    were linear in it.
+    """
     outcomes = _step.run_eager(half, observed=True)
     if not slot.spec.injects:
         return outcomes
     if slot.next_scale:
         slot.arrays["next_scale"] = half.arrays["next_scale"]
-    inject, target = ratio * named(slot.row)["inject"], torch.cat([outcome.target for outcome in outcomes])
-    for (arrays, part, start), (_, asked, _) in zip(_parts(slot, momentum), _parts(slot, target), strict=True):
+    inject, target = (
+        ratio * named(slot.row)["inject"],
+        torch.cat([outcome.target for outcome in outcomes]),
+    )
+    for (arrays, part, start), (_, asked, _) in zip(
+        _parts(slot, momentum), _parts(slot, target), strict=True
+    ):
         shift, arrays = _step.rescaled(arrays)
         asked = asked if shift is None else asked * shift
-        error = (asked - _step.load_weights(slot.spec, arrays, slot.dtype).x) / (1 / arrays["scale"])
+        error = (asked - _step.load_weights(slot.spec, arrays, slot.dtype).x) / (
+            1 / arrays["scale"]
+        )
         if slot.spec.stiffness != "none":
             error = error / _stiffness(slot, arrays).square()
         noise = _step.block_noise(slot, arrays["gradient"], start).get("moments")
-        stored = _step.store_moments(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
+        stored = _step.store_moments(
+            slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None
+        )
         arrays[_BUFFER].copy_(stored[_BUFFER])
     return outcomes
 
 
 def _stiffness(slot: Slot, arrays: dict[str, Tensor]) -> Tensor:
-    return _step.stiffness_factor(slot.spec, _step.load_weights(slot.spec, arrays, slot.dtype), arrays, named(slot.row))
+    return _step.stiffness_factor(
+        slot.spec, _step.load_weights(slot.spec, arrays, slot.dtype), arrays, named(slot.row)
+    )
 
 
 def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
-    """The slot's arrays some rows at a time, those rows of another array, and the position of their first element."""
+    """The slot's arrays some rows at a time, those rows of another array, and the
+    position of their first element.
+    """
     row = 0
     for arrays, start in _step.blocks_of(slot):
         count = arrays["gradient"].shape[0]
@@ -224,20 +294,28 @@ def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tenso
 
 
 def orthogonal_factor(
-    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
+    matrices: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """``U V^T`` of ``U diag(s) V^T``, nearly: singular values end between about 0.7 and 1.2, those of 0 at 0.
+    """``U V^T`` of ``U diag(s) V^T``, nearly: singular values end between about 0.7 and
+    1.2, those of 0 at 0.
 
     .. math:: X_0 = \\frac{M}{\\max(\\lVert M \\rVert_F, \\epsilon)}, \\qquad
               X_{i+1} = a X_i + \\left( b\\, X_i X_i^T + c\\, (X_i X_i^T)^2 \\right) X_i
 
-    A matrix of zeros stays one, by ``eps``.  Norms are computed in ``dtype`` too, of float16 in float32.
+    A matrix of zeros stays one, by ``eps``. Norms are computed in ``dtype`` too, of
+    float16 in float32.
 
     Source: Bernstein and Newhouse 2024; Jordan et al. 2024 (Muon) for the coefficients.
     """
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(torch.promote_types(dtype, torch.bfloat16))  # in float16 the norm could overflow
+    x = matrices.to(
+        torch.promote_types(dtype, torch.bfloat16)
+    )  # in float16 the norm could overflow
     x = x.mT if tall else x
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)).to(dtype)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
@@ -251,7 +329,8 @@ def orthogonal_factor(
 def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) -> float:
     """The learning rate that a matrix of ``rows`` x ``columns`` is stepped with.
 
-    Source: Liu et al. 2025 (Muon is Scalable for LLM Training); Bernstein 2025 (Deriving Muon).
+    Source: Liu et al. 2025 (Muon is Scalable for LLM Training); Bernstein 2025
+    (Deriving Muon).
     """
     if adjustment == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
@@ -261,15 +340,25 @@ def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) ->
 
 
 def as_matrices(x: Tensor, shape: str) -> Tensor:
-    """A view of a tensor as one matrix or a batch of them: a kernel has a row per filter, experts are a batch."""
+    """A view of a tensor as one matrix or a batch of them: a kernel has a row per
+    filter, experts are a batch.
+    """
     return x if x.dim() == 2 or (x.dim() == 3 and shape == "batch") else x.flatten(1)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """The default dtype of products: bfloat16 where the device has it, float32 elsewhere."""
+    """The default dtype of products: bfloat16 where the device has it, float32
+    elsewhere.
+    """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "cpu":
-        there = torch.backends.mkldnn.is_available()  # builds for ARM Macs lack mkldnn and its operator
-        return torch.bfloat16 if there and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        there = (
+            torch.backends.mkldnn.is_available()
+        )  # builds for ARM Macs lack mkldnn and its operator
+        return (
+            torch.bfloat16
+            if there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            else torch.float32
+        )
     return torch.bfloat16

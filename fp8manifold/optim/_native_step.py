@@ -1,4 +1,6 @@
-"""A step in native code: many parameters in one call, with pointers and sizes checked before each."""
+"""A step in native code: many parameters in one call, with pointers and sizes checked
+before each.
+"""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,8 @@ from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range, round_key_rows, round_keys, signed_word, stream_of
 
-#: what there is native code for, in the order of its enumerations; all else is stepped in PyTorch
+#: what there is native code for, in the order of its enumerations; all else is stepped
+#: in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
 _WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
 _STORAGES: Final = ("codes", "grid", "free", "plain")
@@ -40,7 +43,9 @@ _MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "
 
 
 def is_native(slot: Slot) -> bool:
-    """True for a step of native code: on the CPU, computed in float32, without a logarithm or a user's function."""
+    """True for a step of native code: on the CPU, computed in float32, without a
+    logarithm or a user's function.
+    """
     return slot.weight.device.type == "cpu" and has_code(slot) and library() is not None
 
 
@@ -58,7 +63,9 @@ def has_code(slot: Slot) -> bool:
 
 
 class NativeStep:
-    """The records of some steps, in place, of disjoint memory; they serve the same parameters again."""
+    """The records of some steps, in place, of disjoint memory; they serve the same
+    parameters again.
+    """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         jobs = []
@@ -69,12 +76,18 @@ class NativeStep:
             spec = _specification(slot.spec)
             self._specs.append(spec)
             self._scales.append(scale)
-            places = [spec.ctypes.data, *places_of(slot, slot.tensors["gradient"], scale), found.ctypes.data]
+            places = [
+                spec.ctypes.data,
+                *places_of(slot, slot.tensors["gradient"], scale),
+                found.ctypes.data,
+            ]
             jobs.append((places, rows, length, (kind, slot.view.repeats, *slot.ends)))
         self.records = records_of(jobs)
 
     def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
-        """Take the steps; for each, whether a weight is at the end of its range, and some in a row are all 0."""
+        """Take the steps; for each, whether a weight is at the end of its range, and
+        some in a row are all 0.
+        """
         kernels, records = library(), self.records
         assert kernels is not None
         self._found[:] = 0
@@ -86,7 +99,9 @@ class NativeStep:
 
 
 def records_of(jobs: Sequence[tuple[list[int], int, int, tuple[int, ...]]]) -> NDArray[np.void]:
-    """A record for each job of addresses, rows, length and facts, still without keys and numbers."""
+    """A record for each job of addresses, rows, length and facts, still without keys
+    and numbers.
+    """
     records = np.zeros(len(jobs), dtype=JOB)
     pointers, records["rows"], records["length"], records["facts"] = zip(*jobs, strict=True)
     records["pointers"] = np.array(pointers, dtype=np.uint64)
@@ -94,7 +109,9 @@ def records_of(jobs: Sequence[tuple[list[int], int, int, tuple[int, ...]]]) -> N
 
 
 def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
-    """Round keys and phase of each slot's draws, for weights and for moments; with ``more``, keys of other draws."""
+    """Round keys and phase of each slot's draws, for weights and for moments; with
+    ``more``, keys of other draws.
+    """
     rows = np.zeros((len(slots), 8), dtype=np.int32)
     streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
     words = [(slot.group["seed"], slot.done + 1) for slot in slots]
@@ -107,7 +124,9 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
     for draws, some in kinds.items():
         known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
         keys = [known[words[i]] for i in some]
-        rows[some, :3] = round_key_rows([key.words[:2] for key in keys], streams[some], *keys[0].words[3:])
+        rows[some, :3] = round_key_rows(
+            [key.words[:2] for key in keys], streams[some], *keys[0].words[3:]
+        )
         rows[some, 3] = [key.phase for key in keys]
     if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
         rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], FOR_MOMENTS)
@@ -121,7 +140,9 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
 
 
 def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
+    """The numbers of each slot, in float32; for native code a direction is a step by -1
+    from a weight of 0.
+    """
     rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
     kinds: dict[tuple[str, ...], list[int]] = {}
     for i, slot in enumerate(slots):
@@ -129,7 +150,9 @@ def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
     for names, some in kinds.items():
         places = [POSITIONS[name] for name in names]
         rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
-    rows[[i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], POSITIONS["rate"]] = -1.0
+    rows[
+        [i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], POSITIONS["rate"]
+    ] = -1.0
     eps = POSITIONS["eps"]
     rows[:, eps] = np.maximum(rows[:, eps], torch.finfo(torch.float32).tiny)
     return rows.astype(np.float32)
@@ -155,11 +178,15 @@ def _run_part(part: Sequence[Slot]) -> None:
 
 
 def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Slots in runs whose float32 copies are one slot's, or have at most `_COPIED` elements together."""
+    """Slots in runs whose float32 copies are one slot's, or have at most `_COPIED`
+    elements together.
+    """
     part: list[Slot] = []
     copied = 0
     for slot in slots:
-        narrow = (slot.weight.dtype in _FLOATS[1:]) + (slot.tensors["gradient"].dtype in _FLOATS[1:])
+        narrow = (slot.weight.dtype in _FLOATS[1:]) + (
+            slot.tensors["gradient"].dtype in _FLOATS[1:]
+        )
         size = slot.weight.numel() * narrow
         if part and size and copied + size > _COPIED:
             yield part
@@ -171,13 +198,17 @@ def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 
 def _in_float32(slot: Slot) -> dict[str, Tensor]:
-    """The gradient, and a 16-bit weight, in float32; the weight is rounded after the step."""
+    """The gradient, and a 16-bit weight, in float32; the weight is rounded after the
+    step.
+    """
     wide = {"gradient": slot.tensors["gradient"].to(torch.float32)}
     return wide | ({"weight": slot.weight.float()} if slot.weight.dtype in _FLOATS[1:] else {})
 
 
 def sum_of_squares(places: Any, sizes: Any) -> float | None:
-    """The sum of squares over float32 memory of the CPU, by addresses and numbers of elements; None without C code."""
+    """The sum of squares over float32 memory of the CPU, by addresses and numbers of
+    elements; None without C code.
+    """
     if (kernels := library()) is None:
         return None
     addresses, numbers = np.array(places, dtype=np.uint64), np.array(sizes, dtype=np.int64)
@@ -190,14 +221,19 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
     view, scale = slot.view, slot.scale
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     if scale is None or not view.row_dims:
-        return (rows, length, _ONE, scale) if slot.spec.blockwise else (1, rows * length, _ONE, scale)
+        return (
+            (rows, length, _ONE, scale) if slot.spec.blockwise else (1, rows * length, _ONE, scale)
+        )
     if view.row_dims == view.dims:
         return rows, length, _AN_ELEMENT, row_view(scale, slot.weight.shape, view).contiguous()
     return rows, length, _A_ROW, scale.contiguous()
 
 
-def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False) -> list[int]:
-    """Addresses of all tensors, 0 for absent ones, each of the right dtype, size and layout, or RuntimeError.
+def places_of(
+    slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False
+) -> list[int]:
+    """Addresses of all tensors, 0 for absent ones, each of the right dtype, size and
+    layout, or RuntimeError.
 
     With ``kept`` the scale may be exponents.
     """
@@ -223,12 +259,16 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
-    fits = tensor.dtype is dtype and tensor.numel() == (numel or tensor.numel()) and tensor.device == device
+    fits = (
+        tensor.dtype is dtype
+        and tensor.numel() == (numel or tensor.numel())
+        and tensor.device == device
+    )
     if not (fits and tensor.is_contiguous()):
         place = "the CPU" if device.type == "cpu" else device
         raise RuntimeError(
-            f"a step needs {numel} contiguous elements of {dtype} on {place}: here are {tensor.numel()} of "
-            f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+            f"a step needs {numel} contiguous elements of {dtype} on {place}: here are "
+            f"{tensor.numel()} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
         )
     return tensor.data_ptr()
 

@@ -1,9 +1,12 @@
-"""Scales that a step changes: doubled at the end of the range, fitted to first values, narrowed where far too large.
+"""Scales that a step changes: doubled at the end of the range, fitted to first values,
+narrowed where far too large.
 
-A weight at the end of its range has its row, block or tensor widened after the step, if its own gradient or first
-average is not 0: weights that nothing moves stay to the byte.  The scale of weights that all are 0 is fitted to the
-targets of the step that moves them, which follow from the stored state alone: shards and resumed runs have the same
-bits.  A scale 16 times as large as that of a new parameter of these weights is narrowed, exactly, when S_ref is due.
+A weight at the end of its range has its row, block or tensor widened after the step, if
+its own gradient or first average is not 0: weights that nothing moves stay to the byte.
+The scale of weights that all are 0 is fitted to the targets of the step that moves
+them, which follow from the stored state alone: shards and resumed runs have the same
+bits. A scale 16 times as large as that of a new parameter of these weights is narrowed,
+exactly, when S_ref is due.
 """
 
 import logging
@@ -36,13 +39,17 @@ def _held(slot: Slot) -> FP8Tensor:
 
 
 def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Double and count the scales of one-byte parameters that a step has left a weight at the end of.
+    """Double and count the scales of one-byte parameters that a step has left a weight
+    at the end of.
 
-    A process widens the scales of its own rows; for a scale that several processes share the flag is all-reduced.
+    A process widens the scales of its own rows; for a scale that several processes
+    share the flag is all-reduced.
     """
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     found = {slot: _holds_last(slot) for slot in kept}
-    shared = {slot: [int(found[slot])] for slot in kept if has_one_scale(slot) and slot.share is not None}
+    shared = {
+        slot: [int(found[slot])] for slot in kept if has_one_scale(slot) and slot.share is not None
+    }
     found |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(shared).items()}
     for slot in kept:
         if found[slot]:
@@ -61,19 +68,25 @@ def has_one_scale(slot: Slot) -> bool:
 
 
 def _largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
-    """The largest of each flag of sharded slots over their processes, by one all-reduce for each group of these."""
+    """The largest of each flag of sharded slots over their processes, by one all-reduce
+    for each group of these.
+    """
     together: dict[int, tuple[Ranks, list[Slot]]] = {}
     for slot in flags:
         together.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(slot)
     found: dict[Slot, list[int]] = {}
     for ranks, slots in together.values():
-        here = torch.tensor([flags[slot] for slot in slots], dtype=torch.int32, device=slots[0].device)
+        here = torch.tensor(
+            [flags[slot] for slot in slots], dtype=torch.int32, device=slots[0].device
+        )
         found |= dict(zip(slots, ranks.largest(here).tolist(), strict=True))
     return found
 
 
 def _holds_last(slot: Slot) -> bool:
-    """True where a code of the largest magnitude is left, by the backend's flag where it has one."""
+    """True where a code of the largest magnitude is left, by the backend's flag where
+    it has one.
+    """
     codes, fmt = slot.weight, slot.fmt
     if slot.reached or not codes.numel():
         return any(slot.reached)
@@ -82,7 +95,9 @@ def _holds_last(slot: Slot) -> bool:
 
 
 def _widen(slot: Slot) -> int:
-    """Double each scale under which a moving weight is the format's largest, and return how many were doubled."""
+    """Double each scale under which a moving weight is the format's largest, and return
+    how many were doubled.
+    """
     held = _held(slot)
     old, fmt = held.scale, held.format
     largest = largest_magnitude(torch.where(_moved(slot), held.codes, 0), old, fmt, held.block_size)
@@ -91,7 +106,9 @@ def _widen(slot: Slot) -> int:
     if not (count := int((new != old).sum())):
         return 0
     if _LOG.isEnabledFor(logging.INFO):
-        _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
+        _LOG.info(
+            "%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new)
+        )
     if held.numel():
         _rewrite(slot, scales_in_runs(held, new)[0])
     held.set_scale_(new)
@@ -99,7 +116,9 @@ def _widen(slot: Slot) -> int:
 
 
 def _moved(slot: Slot) -> Tensor:
-    """A mask of weights with a gradient or first average that is not 0; in a steady step those of the parameter."""
+    """A mask of weights with a gradient or first average that is not 0; in a steady
+    step those of the parameter.
+    """
     first, shape = slot.spec.first, _held(slot).codes.shape
     if "gradient" in slot.tensors:
         moving = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
@@ -109,12 +128,21 @@ def _moved(slot: Slot) -> Tensor:
 
 
 def _is_not_zero(x: Tensor) -> Tensor:
-    return ((x & 0x7F) if x.dtype is torch.uint8 else x) != 0  # codes of moments have a zero of either sign
+    return (
+        (x & 0x7F) if x.dtype is torch.uint8 else x
+    ) != 0  # codes of moments have a zero of either sign
 
 
 def _rewrite(slot: Slot, new: Tensor) -> None:
-    """Round the weights of every scale that changes to its new grid; ``new`` is as :func:`scales_in_runs` has it."""
-    fmt, scale, view, bits = slot.fmt, slot.scale, slot.view_in(blocks=False), slot.spec.residual_bits
+    """Round the weights of every scale that changes to its new grid; ``new`` is as
+    :func:`scales_in_runs` has it.
+    """
+    fmt, scale, view, bits = (
+        slot.fmt,
+        slot.scale,
+        slot.view_in(blocks=False),
+        slot.spec.residual_bits,
+    )
     assert fmt is not None
     assert scale is not None
     codes = local_of(slot.parameter).codes
@@ -127,7 +155,9 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
         arrays["residual"] = residual[rows]
     x = load_weights(slot.spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
     offset = 0 if slot.share is None else slot.share.offset
-    places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(weight.shape[1], device=x.device)
+    places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(
+        weight.shape[1], device=x.device
+    )
     draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
     if bits:
         rounded, rest = split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, arrays["weight"])
@@ -138,8 +168,12 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
 
 
 def zero_scales(held: FP8Tensor) -> Tensor | None:
-    """The scales whose weights all are 0, as a mask in their shape; None for none, and while a step has left none."""
-    if not held.codes.numel() or (not held.codes.is_inference() and held.filled == held.codes._version):
+    """The scales whose weights all are 0, as a mask in their shape; None for none, and
+    while a step has left none.
+    """
+    if not held.codes.numel() or (
+        not held.codes.is_inference() and held.filled == held.codes._version
+    ):
         return None
     if isinstance(held.block_size, tuple):
         zero = held.largest() == 0  # a NaN beside zeros stays one
@@ -168,7 +202,9 @@ def _used(held: FP8Tensor, rows: Tensor) -> Tensor:
 
 
 def mark_zero(slots: Sequence[Slot]) -> None:
-    """Mark in each slot the scales that its step fits: their weights all are 0, in every process, and will move."""
+    """Mark in each slot the scales that its step fits: their weights all are 0, in
+    every process, and will move.
+    """
     flags: dict[Slot, list[int]] = {}
     for slot in slots:
         if slot.spec.storage == "codes" and slot.spec.geometry == "linear":
@@ -178,12 +214,17 @@ def mark_zero(slots: Sequence[Slot]) -> None:
             if has_one_scale(slot) and slot.share is not None:
                 flags[slot] = [int(zero is None and slot.weight.numel() > 0), int(moves)]
     for slot, (used, moved) in _largest_anywhere(flags).items():
-        slot.zero = torch.ones((), dtype=torch.bool, device=slot.device) if moved and not used else None
+        slot.zero = (
+            torch.ones((), dtype=torch.bool, device=slot.device) if moved and not used else None
+        )
 
 
 def _moves(slot: Slot, zero: Tensor) -> bool:
     """True where a gradient or a first average of weights that all are 0 is not."""
-    tensors = [slot.tensors["gradient"], *([slot.tensors[slot.spec.first]] if slot.spec.first else [])]
+    tensors = [
+        slot.tensors["gradient"],
+        *([slot.tensors[slot.spec.first]] if slot.spec.first else []),
+    ]
     if zero.dim():
         view = slot.view_in(blocks=False)
         rows = row_view(scales_in_runs(_held(slot), zero)[0], slot.weight.shape, view)
@@ -209,10 +250,18 @@ def _fit(slot: Slot, zero: Tensor) -> None:
         groups = row_view(scales_in_runs(held, index)[0], slot.weight.shape, slot.view)
         row = 0
         for arrays, start in blocks_of(slot):
-            target = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start)).target
+            target = step(
+                slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start)
+            ).target
             asked = target.abs().to(torch.float32)
             some = groups[row : row + len(target)] if groups.dim() else groups
-            asked = asked if some.shape == asked.shape else asked.amax(-1) if some.dim() else asked.amax()
+            asked = (
+                asked
+                if some.shape == asked.shape
+                else asked.amax(-1)
+                if some.dim()
+                else asked.amax()
+            )
             largest.scatter_reduce_(0, some.flatten(), asked.flatten(), "amax")
             row += len(target)
     largest = largest.view(old.shape) * old
@@ -221,17 +270,27 @@ def _fit(slot: Slot, zero: Tensor) -> None:
     new = torch.where(zero, fresh, old)
     slot.next_scale.append(new)
     if slot.weight.numel():
-        slot.arrays["next_scale"] = row_view(scales_in_runs(held, new)[0], slot.weight.shape, slot.view)
+        slot.arrays["next_scale"] = row_view(
+            scales_in_runs(held, new)[0], slot.weight.shape, slot.view
+        )
 
 
 def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Set and count the scales that steps have fitted, and compute S_ref again, as spacings have changed."""
+    """Set and count the scales that steps have fitted, and compute S_ref again, as
+    spacings have changed.
+    """
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     fitted = {slot: sum(_change(slot, new, "begins") for new in slot.next_scale) for slot in kept}
     optimizer.fitted_scales += sum(own_count(slot, count) for slot, count in fitted.items())
     # S_ref follows at once, in every process; of rows where steps read it
-    changed = {s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"}
-    rows = {s: [int(flag)] for s, flag in changed.items() if s.share is not None and not has_one_scale(s)}
+    changed = {
+        s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"
+    }
+    rows = {
+        s: [int(flag)]
+        for s, flag in changed.items()
+        if s.share is not None and not has_one_scale(s)
+    }
     changed |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(rows).items()}
     for slot, flag in changed.items():
         if flag:
@@ -239,13 +298,17 @@ def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
 
 
 def narrow(slot: Slot) -> int:
-    """Narrow the scales of codes that have become far too large, and return how many were; no value moves."""
+    """Narrow the scales of codes that have become far too large, and return how many
+    were; no value moves.
+    """
     if slot.storage != "codes" or not slot.done:  # a first step leaves given scales
         return 0
     held = _held(slot)
     largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())
     new = narrowed_scale(largest, held.scale, held.format)
-    if bool((new == held.scale).all()) or (slot.spec.residual_bits and "residual" not in slot.state):
+    if bool((new == held.scale).all()) or (
+        slot.spec.residual_bits and "residual" not in slot.state
+    ):
         return 0
     if held.numel():
         _rewrite(slot, scales_in_runs(held, new)[0])
@@ -253,11 +316,19 @@ def narrow(slot: Slot) -> int:
 
 
 def _change(slot: Slot, new: Tensor, what: str) -> int:
-    """Set new scales, to which the codes have been rounded already, and return how many changed."""
+    """Set new scales, to which the codes have been rounded already, and return how many
+    changed.
+    """
     held = _held(slot)
     if not (count := int((new != held.scale).sum())):
         return 0
-    _LOG.info("%s of shape %s %s: %s", held.format.name, tuple(held.shape), what, describe_change(held.scale, new))
+    _LOG.info(
+        "%s of shape %s %s: %s",
+        held.format.name,
+        tuple(held.shape),
+        what,
+        describe_change(held.scale, new),
+    )
     held.set_scale_(new)
     slot.kept_scale, _ = scales_in_runs(held)
     for stale in ("scale", "arrays"):
@@ -266,5 +337,7 @@ def _change(slot: Slot, new: Tensor, what: str) -> int:
 
 
 def own_count(slot: Slot, count: int) -> int:
-    """The number of scales that this process counts: a scale that all share is counted by the first."""
+    """The number of scales that this process counts: a scale that all share is counted
+    by the first.
+    """
     return 0 if has_one_scale(slot) and slot.ranks.rank else count

@@ -1,4 +1,6 @@
-"""A slot is one parameter in one step: where its weight lives, the view it is stepped in, the key of its draws."""
+"""A slot is one parameter in one step: where its weight lives, the view it is stepped
+in, the key of its draws.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -29,7 +31,9 @@ from fp8manifold.tensor import FP8Tensor
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """The parameters that an optimizer may be given."""
 FOR_MOMENTS, FOR_RESCALING = 1, 2
-"""A fourth key word, for draws apart from those of weights: of moments, and of weights whose scale doubles."""
+"""A fourth key word, for draws apart from those of weights: of moments, and of weights
+whose scale doubles.
+"""
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
 
@@ -38,7 +42,8 @@ _SHORTEST_BLOCK: Final = 32
 class View:
     """A view of one or two dimensions that every array of a step broadcasts to."""
 
-    #: (rows, length), or the length alone; a row is a block of moments in blocks, or the weights that share a scale
+    #: (rows, length), or the length alone; a row is a block of moments in blocks, or
+    #: the weights that share a scale
     dims: tuple[int, ...]
     row_dims: tuple[int, ...]  # of scales, one per row or per element; () of a single one
     repeats: int = 1  # rows of the view that share one of the scale's entries
@@ -62,10 +67,17 @@ def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> View:
-    """The view that a parameter is stepped in, by its shape, that of its scale, and whether moments are in blocks.
+def view_of(
+    shape: tuple[int, ...],
+    scale_shape: tuple[int, ...] | None,
+    block_size: int | None,
+    blocks: bool,
+) -> View:
+    """The view that a parameter is stepped in, by its shape, that of its scale, and
+    whether moments are in blocks.
 
-    Blocks of ``block_size`` weights share a scale, unless it is None; with 1 each weight has its own.
+    Blocks of ``block_size`` weights share a scale, unless it is None; with 1 each
+    weight has its own.
     """
     numel = math.prod(shape)
     rows, each = shape[0] if len(shape) > 1 else 1, False
@@ -95,27 +107,33 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     return View(dims, row_dims, repeats if row_dims else 1)
 
 
-_FOLLOWING: Final = frozenset(("scale", "arrays", "row"))  #: Attributes of a slot that follow from the others.
+_FOLLOWING: Final = frozenset(
+    ("scale", "arrays", "row")
+)  #: Attributes of a slot that follow from the others.
 
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter in one step, made in every step from its group, its state and the parameter itself."""
+    """One parameter in one step, made in every step from its group, its state and the
+    parameter itself.
+    """
 
     group: dict[str, Any]
     parameter: Tensor
     state: dict[str, Any]
     done: int  # steps taken before this one
     storage: Storage
-    #: ``weight``, and once the step is prepared ``gradient`` and what the state has: moments, bounds, ``residual``;
-    #: contiguous, the rows that this process holds
+    #: ``weight``, and once the step is prepared ``gradient`` and what the state has:
+    #: moments, bounds, ``residual``; contiguous, the rows that this process holds
     tensors: dict[str, Tensor]
     fmt: FloatFormat | None = None  # None for an ordinary parameter
     kept_scale: Tensor | None = None  # for blocks exponents, uint8
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
-    draws: str = "independent"  # or dither: how draws for the weight follow each other from step to step
+    draws: str = (
+        "independent"  # or dither: how draws for the weight follow each other from step to step
+    )
     retraction: str = "exponential"
     in_place: bool = True  # ``weight`` is the parameter's own memory, and no contiguous copy of it
     share: Share | None = None  # the rows that this process holds of a sharded parameter
@@ -124,9 +142,13 @@ class Slot:
     view: View = field(init=False)
     numbers: dict[str, float] = field(init=False)
     power: float = 0.0  # the stiffness exponent of this step
-    ends: tuple[int, int] = (0, 0)  # exponents of values between which a chart of the ulp follows the format
+    ends: tuple[int, int] = (
+        0,
+        0,
+    )  # exponents of values between which a chart of the ulp follows the format
     whole: bool = False  # every process steps all rows of a sharded parameter
-    # reported by a backend: a code of the largest magnitude, how many scales it has doubled, some in a row at 0
+    # reported by a backend: a code of the largest magnitude, how many scales it has
+    # doubled, some in a row at 0
     reached: list[bool] = field(default_factory=list)
     doubled: list[int] = field(default_factory=list)
     emptied: list[bool] = field(default_factory=list)
@@ -152,7 +174,9 @@ class Slot:
 
     @property
     def fields(self) -> tuple[int, ...] | None:
-        """Format and granularity as numbers, which a state is made for; None for an ordinary parameter."""
+        """Format and granularity as numbers, which a state is made for; None for an
+        ordinary parameter.
+        """
         if self.fmt is None:
             return None
         scales = 0 if self.kept_scale is None else self.kept_scale.numel()
@@ -166,21 +190,30 @@ class Slot:
 
     @property
     def scale_is_power_of_two(self) -> bool:
-        """True where dividing by the scale leaves points of the grid; codes are not divided by theirs."""
+        """True where dividing by the scale leaves points of the grid; codes are not
+        divided by theirs.
+        """
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None
-        return bool(known(self.scale, lambda scale: bool((torch.frexp(scale).mantissa == 0.5).all())))
+        return bool(
+            known(self.scale, lambda scale: bool((torch.frexp(scale).mantissa == 0.5).all()))
+        )
 
     def view_in(self, *, blocks: bool) -> View:
-        """The view in which the slot is stepped, in rows of blocks or not; without rows that of one row."""
+        """The view in which the slot is stepped, in rows of blocks or not; without rows
+        that of one row.
+        """
         shape, kept = tuple(self.weight.shape), self.kept_scale
         scale_shape = None if kept is None else tuple(kept.shape)
         if self.whole:
             assert self.share is not None
             shape = tuple(self.share.shape)
         elif self.share is not None and not shape[0]:
-            shape, scale_shape = (1, *shape[1:]), (1, *scale_shape[1:]) if scale_shape else scale_shape
+            shape, scale_shape = (
+                (1, *shape[1:]),
+                (1, *scale_shape[1:]) if scale_shape else scale_shape,
+            )
         return view_of(shape, scale_shape, self.block_size, blocks)
 
     @property
@@ -199,7 +232,9 @@ class Slot:
 
     @property
     def moments_key(self) -> Stream:
-        """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
+        """Key of the moments' draws: independent, for a moment forgets, and earlier
+        draws would enter its odds.
+        """
         return Stream((*self.key, FOR_MOMENTS))
 
     @cached_property
@@ -214,14 +249,21 @@ class Slot:
 
     @cached_property
     def row(self) -> Tensor:
-        """The numbers in the order of :data:`NUMBERS`, where the step is taken and in the dtype it is computed in."""
-        return torch.tensor(row_of(self.numbers, self.dtype), dtype=self.dtype).to(self.device, non_blocking=True)
+        """The numbers in the order of :data:`NUMBERS`, where the step is taken and in
+        the dtype it is computed in.
+        """
+        return torch.tensor(row_of(self.numbers, self.dtype), dtype=self.dtype).to(
+            self.device, non_blocking=True
+        )
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other."""
         dims, blocks = self.view.dims, self.view.block_dims
-        arrays = {name: t.view(blocks if name in BOUND_NAMES else dims) for name, t in self.tensors.items()}
+        arrays = {
+            name: t.view(blocks if name in BOUND_NAMES else dims)
+            for name, t in self.tensors.items()
+        }
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.weight.shape, self.view)
             if self.spec.bounds_chart:
@@ -245,18 +287,28 @@ class Slot:
 
 
 def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot:
-    """A slot without its step: where the parameter's weight lives; makes no manifold and changes nothing."""
+    """A slot without its step: where the parameter's weight lives; makes no manifold
+    and changes nothing.
+    """
     held, share = parameter, share_of(parameter)
     if share is not None:
         held = share.local
     draws, of_step = group.get("draws"), (group, parameter, state, steps_taken(state))
     if isinstance(held, FP8Tensor):
-        how: dict[str, Any] = {"rounding": held.rounding, "draws": draws or held.draws, "share": share}
-        return Slot(*of_step, "codes", {"weight": held.codes}, held.format, *scales_in_runs(held), **how)
+        how: dict[str, Any] = {
+            "rounding": held.rounding,
+            "draws": draws or held.draws,
+            "share": share,
+        }
+        return Slot(
+            *of_step, "codes", {"weight": held.codes}, held.format, *scales_in_runs(held), **how
+        )
     weight, in_place = _memory_of(held)
     manifold, tensors = own_manifold(held), {"weight": weight}
     if manifold is None:
-        return Slot(*of_step, "plain", tensors, draws=draws or "independent", in_place=in_place, share=share)
+        return Slot(
+            *of_step, "plain", tensors, draws=draws or "independent", in_place=in_place, share=share
+        )
     return Slot(
         *of_step,
         "grid" if isinstance(manifold, FP8Manifold) else "free",
@@ -272,20 +324,26 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
 
 
 def in_words(group: dict[str, Any], i: int, k: int) -> str:
-    """A parameter of a group by its name where the groups have names, its position and its shape."""
+    """A parameter of a group by its name where the groups have names, its position and
+    its shape.
+    """
     names = group.get("param_names")
     name = f"{names[k]!r}, " if names else ""
     return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"
 
 
 def steps_taken(state: Mapping[str, Any]) -> int:
-    """The steps that a parameter's state has taken; a count on a GPU is waited for unless the host knows it."""
+    """The steps that a parameter's state has taken; a count on a GPU is waited for
+    unless the host knows it.
+    """
     step = state.get("step", 0)
     return int(known(step, Tensor.item) if isinstance(step, Tensor) else step)
 
 
 def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False) -> list[Slot]:
-    """Count a step of slots: as taken, or as the kernels' verdict ``said``; with ``added`` a graph has counted it."""
+    """Count a step of slots: as taken, or as the kernels' verdict ``said``; with
+    ``added`` a graph has counted it.
+    """
     steps = [slot.state["step"] for slot in slots]
     if said is not None and not added:
         count_on_card(steps, said.x)
@@ -298,11 +356,15 @@ def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False
 
 def count_on_card(steps: list[Tensor], said: Tensor) -> None:
     """Count steps up by one, unless the kernels' first word says that they are refused."""
-    torch._foreach_add_(steps, 1.0 - said[0, 0], alpha=1)  # without alpha torch waits, for the tensor's number
+    torch._foreach_add_(
+        steps, 1.0 - said[0, 0], alpha=1
+    )  # without alpha torch waits, for the tensor's number
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
-    """The scales that a step takes, its own or others in their shape, and the length of the runs that share one."""
+    """The scales that a step takes, its own or others in their shape, and the length of
+    the runs that share one.
+    """
     scale = held.kept_scale if scale is None else scale
     if not isinstance(held.block_size, tuple):
         return scale, held.block_size

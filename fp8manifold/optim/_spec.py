@@ -1,4 +1,6 @@
-"""A spec is the part of a step that is fixed: everything that compiled code is specialised for."""
+"""A spec is the part of a step that is fixed: everything that compiled code is
+specialised for.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -11,17 +13,25 @@ from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
-"""The float32 bound of each block of a moment: the running average of its largest gradient.
+"""The float32 bound of each block of a moment: the running average of its largest
+gradient.
 
-No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass.
+No value of the block exceeds it but by rounding noise, so a scale taken from it leaves
+room and needs no second pass.
 """
 LARGEST: Final = "avg_largest"
-"""The entry in place of a bound for a moment whose grid is fitted: each block's largest magnitude, float32."""
+"""The entry in place of a bound for a moment whose grid is fitted: each block's largest
+magnitude, float32.
+"""
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
-"""The format of both moments in 8 bits; the second is stored as its square root, for 36 binades of ``v``."""
+"""The format of both moments in 8 bits; the second is stored as its square root, for 36
+binades of ``v``.
+"""
 MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
-"""The format of a fitted moment, evenly spaced: an error in an orthogonal factor counts beside the whole matrix."""
+"""The format of a fitted moment, evenly spaced: an error in an orthogonal factor counts
+beside the whole matrix.
+"""
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:
@@ -39,16 +49,20 @@ class Spec:
     """One combination of direction x stiffness x write-back x storage."""
 
     direction: str
-    #: codes (one byte), grid (floats on the grid), free (floats between its ends), plain (floats), or direction: no
-    #: weight, but the direction itself in its place
+    #: codes (one byte), grid (floats on the grid), free (floats between its ends),
+    #: plain (floats), or direction: no weight, but the direction itself in its place
     storage: Storage
     writeback: str = "nearest"  # for floats: stochastic if 16-bit ones are rounded so
     moments: str = "float32"
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
     scale_is_power_of_two: bool = True
-    geometry: Geometry = "linear"  # in value, along the chart's geodesic, along its tangent, or multiplicative
-    stiffness: str = "none"  # how S / S_ref enters a linear step: none, linear, sqrt, square or power
+    geometry: Geometry = (
+        "linear"  # in value, along the chart's geodesic, along its tangent, or multiplicative
+    )
+    stiffness: str = (
+        "none"  # how S / S_ref enters a linear step: none, linear, sqrt, square or power
+    )
     decays: bool = False
     has_moments: bool = True
     nesterov: bool = False
@@ -65,7 +79,9 @@ class Spec:
 
     @cached_property
     def compiles(self) -> bool:
-        """True for a step with the same bits compiled: no function of the user's, no ``exp`` or ``log``."""
+        """True for a step with the same bits compiled: no function of the user's, no
+        ``exp`` or ``log``.
+        """
         return not (callable(self.metric) or self.metric == "log")
 
     @cached_property
@@ -102,7 +118,9 @@ class Spec:
 
     @cached_property
     def fitted(self) -> bool:
-        """True where the grid of its moment in 8 bits is fitted to each block's largest value."""
+        """True where the grid of its moment in 8 bits is fitted to each block's largest
+        value.
+        """
         return LARGEST in self.bounds.values()
 
     @cached_property
@@ -111,24 +129,32 @@ class Spec:
 
     @cached_property
     def keeps(self) -> tuple[str, ...]:
-        """Entries of the state that a step changes in place: moments, their bounds, and a residual."""
+        """Entries of the state that a step changes in place: moments, their bounds, and
+        a residual.
+        """
         return (*self.stores, *self.bounds.values(), *self.rule.state)
 
     @cached_property
     def bounds_chart(self) -> bool:
-        """True where the step goes along the chart of the ULP, whose stiffness has bounds."""
+        """True where the step goes along the chart of the ULP, whose stiffness has
+        bounds.
+        """
         return self.geometry in ("exponential", "tangent") and self.metric == "ulp"
 
     @cached_property
     def first_half(self) -> "Spec":
-        """The step as far as its direction, which is stored; a moment that takes an error later is stored in floats."""
+        """The step as far as its direction, which is stored; a moment that takes an
+        error later is stored in floats.
+        """
         moments = "float32" if self.injects else self.moments
         floats = replace(self, storage="direction", writeback="nearest", fmt=None, moments=moments)
         return replace(floats, stiffness="none", decays=False)
 
     @cached_property
     def second_half(self) -> "Spec":
-        """The step along a direction that is given in place of the gradient: SGD's, without a moment."""
+        """The step along a direction that is given in place of the gradient: SGD's,
+        without a moment.
+        """
         writeback = self.rule.rounding if self.rule.injects else self.writeback
         plain = replace(self, has_moments=False, nesterov=False, maximize=False, moments="float32")
         return replace(plain, direction="sgd", writeback=writeback)

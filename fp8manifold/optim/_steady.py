@@ -1,7 +1,9 @@
-"""Steady steps: planned once, and taken again as long as everything that the plan was made from is unchanged.
+"""Steady steps: planned once, and taken again as long as everything that the plan was
+made from is unchanged.
 
-A step is steady where planning it changes nothing: no first step, nothing due, one process, one device, native code or
-a GPU's kernels.  A GPU decides by itself whether it takes one, and the host reads the verdict later.
+A step is steady where planning it changes nothing: no first step, nothing due, one
+process, one device, native code or a GPU's kernels. A GPU decides by itself whether it
+takes one, and the host reads the verdict later.
 """
 
 import math
@@ -33,7 +35,9 @@ _DUE: Final = ("refresh_every", "stabilize_every", "reset_every")
 
 
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """True where planning a step changes nothing, so that the plan may serve again and a GPU may decide on it."""
+    """True where planning a step changes nothing, so that the plan may serve again and
+    a GPU may decide on it.
+    """
     if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
         return False
     if vars(optimizer).keys() & _methods(optimizer.__class__):
@@ -50,13 +54,19 @@ def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
     if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
         return False
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
+    if (
+        type(gradient) is not Tensor
+        or gradient.layout is not torch.strided
+        or gradient.dtype not in _GRADIENTS
+    ):
         return False
     if not parameter.device == gradient.device == device:
         return False
     if not parameter.numel() or slot.share is not None or not slot.in_place:
         return False
-    if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
+    if isinstance(parameter, FP8Tensor) and (
+        parameter.remainder is not None or zero_scales(parameter) is not None
+    ):
         return False
     due = [group[name] for name in _DUE if group[name]]
     return bool(slot.done) and all(isinstance(every, int) and slot.done % every for every in due)
@@ -73,7 +83,11 @@ def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
 
 def _is_taken_in_place(slot: Slot) -> bool:
     stored = torch.uint8 if slot.storage == "codes" else torch.float32
-    return slot.weight.dtype is stored and slot.tensors["gradient"].dtype is torch.float32 and is_native(slot)
+    return (
+        slot.weight.dtype is stored
+        and slot.tensors["gradient"].dtype is torch.float32
+        and is_native(slot)
+    )
 
 
 _GRADIENT: Final = attrgetter("grad")
@@ -81,7 +95,17 @@ _VERSION: Final = attrgetter("_version")
 _KIND: Final = attrgetter("dtype", "device", "layout", "shape")
 _FACTS: Final = (Tensor.data_ptr, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
 _PARTS: Final = attrgetter(
-    *("codes", "kept_scale", "remainder", "format", "block_size", "rounding", "draws", "seed", "stepped_by")
+    *(
+        "codes",
+        "kept_scale",
+        "remainder",
+        "format",
+        "block_size",
+        "rounding",
+        "draws",
+        "seed",
+        "stepped_by",
+    )
 )
 _FILLED: Final = attrgetter("filled")
 _CODES_VERSION: Final = attrgetter("codes._version")
@@ -90,15 +114,21 @@ _NO_STATE: Final[dict[str, Any]] = {}
 
 @lru_cache(maxsize=64)
 def _methods(kind: Any) -> frozenset[str]:
-    """The names of methods that plan a step, which an attribute of an optimizer may replace."""
-    return frozenset(name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name)))
+    """The names of methods that plan a step, which an attribute of an optimizer may
+    replace.
+    """
+    return frozenset(
+        name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name))
+    )
 
 
 class Table:
-    """The table of a steady step: slots, records and launches, with everything that they were made from.
+    """The table of a steady step: slots, records and launches, with everything that
+    they were made from.
 
-    It is neither saved nor copied.  It serves again after a comparison of all of that: groups, options, states and
-    attributes by identity, tensors by address, version, size and dtype.  Between steps it holds no tensor.
+    It is neither saved nor copied. It serves again after a comparison of all of that:
+    groups, options, states and attributes by identity, tensors by address, version,
+    size and dtype. Between steps it holds no tensor.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
@@ -118,10 +148,11 @@ class Table:
         self._tensors: list[Tensor] = []
 
     def take(self, optimizer: Any, *, alone: bool = False) -> bool | None:
-        """Take the step of all, or of none if a gradient or its square is not finite; None where a GPU decides.
+        """Take the step of all, or of none if a gradient or its square is not finite;
+        None where a GPU decides.
 
-        The host reads the verdict later, but waits if a group raises, or if a whole parameter has one scale: its S_ref
-        changes when the scale doubles.
+        The host reads the verdict later, but waits if a group raises, or if a whole
+        parameter has one scale: its S_ref changes when the scale doubles.
         """
         is_new, self._taken = self._step is None, False
         ends = self._on_card(optimizer) if on_gpu(self._device) else self._here(optimizer)
@@ -147,7 +178,9 @@ class Table:
         """Take a step on the CPU; the slots with a weight at the end of its range."""
         slots = self.slots
         step = self._step if isinstance(self._step, NativeStep) else NativeStep(slots)
-        total = sum_of_squares(step.records["pointers"][:, 2], step.records["rows"] * step.records["length"])
+        total = sum_of_squares(
+            step.records["pointers"][:, 2], step.records["rows"] * step.records["length"]
+        )
         self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
         if not self._taken:
             return None
@@ -165,7 +198,9 @@ class Table:
         return ends
 
     def _on_card(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
-        """Launch a step; the slots whose scales don't double on the GPU, and whether they have reached an end."""
+        """Launch a step; the slots whose scales don't double on the GPU, and whether
+        they have reached an end.
+        """
         slots, graph = self.slots, optimizer._graph if isinstance(self._step, TritonStep) else None
         if isinstance(self._step, TritonStep):
             said = self._step.run(slots) if graph is None else graph(self._step, slots)
@@ -185,7 +220,9 @@ class Table:
         return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
 
     def serves(self, optimizer: Any) -> bool:
-        """True if all is as the step before has left it, and nothing is due; the next step is prepared then."""
+        """True if all is as the step before has left it, and nothing is due; the next
+        step is prepared then.
+        """
         if not self.alive or (found := self._look(optimizer)) is None:
             return False
         parameters, states, gradients, held, seen = found
@@ -197,7 +234,9 @@ class Table:
         if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
             return False
         places = np.array(list(map(Tensor.data_ptr, gradients)), dtype=np.uint64)
-        if isinstance(self._step, TritonStep) and not np.array_equal(places % 16 == 0, self._aligned):
+        if isinstance(self._step, TritonStep) and not np.array_equal(
+            places % 16 == 0, self._aligned
+        ):
             return False
         coded = [parameters[i] for i in self._coded]
         left = zip(coded, map(_FILLED, coded), map(_CODES_VERSION, coded), strict=True)
@@ -221,18 +260,29 @@ class Table:
         return True
 
     def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
-        """Parameters, states, gradients, all that a plan is made from, and the identities to compare; or None."""
+        """Parameters, states, gradients, all that a plan is made from, and the
+        identities to compare; or None.
+        """
         groups = optimizer.param_groups
         each = [[p for p in group["params"] if p.grad is not None] for group in groups]
         parameters = [*chain.from_iterable(each)]
         gradients = list(map(_GRADIENT, parameters))
-        if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor} or are_several():
+        if (
+            len(parameters) != len(self.slots)
+            or {*map(type, gradients)} != {Tensor}
+            or are_several()
+        ):
             return None
         if optimizer.observer is not None or vars(optimizer).keys() & _methods(optimizer.__class__):
             return None
         states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
         coded = [p for p in parameters if isinstance(p, FP8Tensor)]
-        held = [*groups, *map(type, parameters), *parameters, *chain.from_iterable(map(dict.values, states))]
+        held = [
+            *groups,
+            *map(type, parameters),
+            *parameters,
+            *chain.from_iterable(map(dict.values, states)),
+        ]
         held += chain.from_iterable(map(_PARTS, coded))
         names, options = list(map(tuple, states)), [group | CHANGING for group in groups]
         here = (type(optimizer), on_gpu(self._device), *map(len, each))
@@ -245,25 +295,47 @@ class Table:
         if (found := self._look(optimizer)) is None:
             return
         parameters, _, gradients, held, seen = found
-        places = [i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
+        places = [
+            i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)
+        ]
         tensors = [held[i] for i in places]
         assert self._step is not None
-        # all addresses of the plan must be those of tensors that are compared, not of copies or of manifolds
+        # all addresses of the plan must be those of tensors that are compared, not of
+        # copies or of manifolds
         plain = all(slot.storage in ("codes", "plain") for slot in self.slots)
         compared = {0, *(tensor.data_ptr() for tensor in tensors + gradients)}
-        plain = plain and compared.issuperset(self._step.records["pointers"][:, 1:10].flatten().tolist())
+        plain = plain and compared.issuperset(
+            self._step.records["pointers"][:, 1:10].flatten().tolist()
+        )
         if not plain or any(tensor.is_inference() for tensor in tensors):
             return
         known = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
         self._steps = [known[tensor.data_ptr()] for tensor in self._changed]
-        self._places, self._tensors, self._seen, self._facts = places, tensors, seen, _facts_of(tensors)
+        self._places, self._tensors, self._seen, self._facts = (
+            places,
+            tensors,
+            seen,
+            _facts_of(tensors),
+        )
         self._aligned = np.array([gradient.data_ptr() % 16 == 0 for gradient in gradients])
-        self._kept = [x for x in held if not isinstance(x, Tensor)]  # held, so that no other object gets their id
-        every = [(slot.group[name], slot.done) for slot in self.slots for name in _DUE if slot.group[name]]
+        self._kept = [
+            x for x in held if not isinstance(x, Tensor)
+        ]  # held, so that no other object gets their id
+        every = [
+            (slot.group[name], slot.done)
+            for slot in self.slots
+            for name in _DUE
+            if slot.group[name]
+        ]
         self._left = min(period - done % period for period, done in every)
-        # no weak reference to a parameter, or `to` could not swap it: parameters live as keys of the states
+        # no weak reference to a parameter, or `to` could not swap it: parameters live
+        # as keys of the states
         own, alive = set(map(id, parameters)), list[weakref.ref[Any]]()
-        alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor) and id(x) not in own]
+        alive += [
+            weakref.ref(x, lambda _: alive.clear())
+            for x in held
+            if isinstance(x, Tensor) and id(x) not in own
+        ]
         self.alive = alive
         for slot in self.slots:
             vars(slot).pop("scale", None)

@@ -1,4 +1,6 @@
-"""A step in PyTorch: a pure function of moments, direction, move and write-back, taken in blocks and shown."""
+"""A step in PyTorch: a pure function of moments, direction, move and write-back, taken
+in blocks and shown.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +22,9 @@ from fp8manifold.random_bits import RANDOM_BITS, draw_of, word_range
 
 
 class Stepped(NamedTuple):
-    """The new values of stored tensors by name, the weights before, and the target in units of the scale."""
+    """The new values of stored tensors by name, the weights before, and the target in
+    units of the scale.
+    """
 
     stored: dict[str, Tensor]
     before: "Weights"
@@ -30,8 +34,9 @@ class Stepped(NamedTuple):
 def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Stepped:
     """Take a step from ``arrays``, none of which is changed.
 
-    The weight, its gradient, the state and the scale broadcast against each other, in rows of whole blocks of 8-bit
-    moments.  ``row`` has :data:`NUMBERS`, and ``noise`` 32-bit random words for the ``weight`` and the ``moments``.
+    The weight, its gradient, the state and the scale broadcast against each other, in
+    rows of whole blocks of 8-bit moments. ``row`` has :data:`NUMBERS`, and ``noise``
+    32-bit random words for the ``weight`` and the ``moments``.
     """
     numbers, weights = named(row), load_weights(spec, arrays, row.dtype)
     bounds: dict[str, Tensor] = {}
@@ -42,7 +47,9 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
         bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
         arrays = arrays | prepared
     nesterov = {"nesterov": True} if spec.nesterov else {}
-    descent = DIRECTIONS[spec.direction].descend(gradient, load_moments(spec, arrays, row.dtype), numbers, **nesterov)
+    descent = DIRECTIONS[spec.direction].descend(
+        gradient, load_moments(spec, arrays, row.dtype), numbers, **nesterov
+    )
     target, stored, moments = write(spec, weights, descent, arrays, numbers, noise)
     if spec.fitted:
         prepared = fit(moments[spec.stores[0]])
@@ -60,14 +67,20 @@ def write(
     numbers: Numbers,
     noise: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The target along a direction, the tensors to store for it, and the moments with the rounding error."""
+    """The target along a direction, the tensors to store for it, and the moments with
+    the rounding error.
+    """
     if spec.storage == "direction":
-        direction = torch.where(descent.direction == 0, 0.0, descent.direction)  # 0 has no sign, as in native code
+        direction = torch.where(
+            descent.direction == 0, 0.0, descent.direction
+        )  # 0 has no sign, as in native code
         return direction, {"weight": direction}, descent.moments
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
     ratio, under = rescaled(arrays)
-    stored, after = store_weights(spec, under, weights, target if ratio is None else target * ratio, draws)
+    stored, after = store_weights(
+        spec, under, weights, target if ratio is None else target * ratio, draws
+    )
     after = after if ratio is None else after / ratio
     if not spec.injects:
         return target, stored, descent.moments
@@ -75,7 +88,9 @@ def write(
 
 
 def rescaled(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The old scales in units of those that this step fits, a power of two, and the arrays under these; or None."""
+    """The old scales in units of those that this step fits, a power of two, and the
+    arrays under these; or None.
+    """
     if "next_scale" not in arrays:
         return None, arrays
     return arrays["scale"] / arrays["next_scale"], arrays | {"scale": arrays["next_scale"]}
@@ -94,8 +109,8 @@ def _with_error(
 
     .. math:: m \\leftarrow m + \\frac{1}{\\eta} \\left( 1 - \\frac{1}{\\beta_1} \\right) (target - after)
 
-    where ``eta`` is what ``m`` is multiplied by in this step.  ``w - eta beta_1 / (1 - beta_1) m`` is then as if
-    nothing had been rounded.
+    where ``eta`` is what ``m`` is multiplied by in this step.
+    ``w - eta beta_1 / (1 - beta_1) m`` is then as if nothing had been rounded.
 
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
@@ -113,7 +128,9 @@ def _with_error(
 
 
 class Weights(NamedTuple):
-    """Weights in units of the scale, and their spacing in the same units (None for an ordinary parameter)."""
+    """Weights in units of the scale, and their spacing in the same units (None for an
+    ordinary parameter).
+    """
 
     x: Tensor
     ulp: Tensor | None
@@ -128,14 +145,20 @@ def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> W
     bits, codes = spec.residual_bits, weight
     if spec.storage != "codes":
         x = weight.to(dtype) / arrays["scale"]
-        if spec.storage == "grid" and not spec.scale_is_power_of_two:  # the division leaves its points a hair off it
+        if (
+            spec.storage == "grid" and not spec.scale_is_power_of_two
+        ):  # the division leaves its points a hair off it
             x = codec.round_block(x, fmt, "nearest", "saturate", None)
         if spec.storage == "free" or not bits:
             return Weights(x, chart_of(fmt, "ulp").stiffness(x))
         codes = codec.encode_finite(x.to(torch.float32), fmt)
     if bits:
         x, ulp = codec.decode_signed(
-            codec.joined_codes(codes.to(torch.int32), arrays["residual"].to(torch.int32), fmt, bits), fmt, bits
+            codec.joined_codes(
+                codes.to(torch.int32), arrays["residual"].to(torch.int32), fmt, bits
+            ),
+            fmt,
+            bits,
         )
     else:
         x, ulp = codec.decode_with_ulp(codes.to(torch.int32), fmt)
@@ -145,7 +168,9 @@ def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> W
 def store_weights(
     spec: Spec, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors to store by name, and the weights that they mean in units of the scale."""
+    """The tensors to store by name, and the weights that they mean in units of the
+    scale.
+    """
     weight, fmt = arrays["weight"], spec.fmt
     if spec.storage == "plain":
         return {"weight": _as_stored(target, weight.dtype, draws)}, target
@@ -165,7 +190,9 @@ _LOG2_E = math.log2(math.e)
 _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
 
 
-def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
+def move(
+    spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers
+) -> Tensor:
     """The target in units of the scale, before anything is rounded."""
     start = weights.x * numbers["keep"] if spec.decays else weights.x
     if spec.storage == "plain":
@@ -175,11 +202,15 @@ def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tens
             direction = direction * stiffness_factor(spec, weights, arrays, numbers)
         return start - direction * (numbers["rate"] * (1 / arrays["scale"]))
     if spec.geometry == "multiplicative":
-        # below the floor a step can change the sign; the two have the same value and slope where they meet
+        # below the floor a step can change the sign; the two have the same value and
+        # slope where they meet
         step, floor = direction * numbers["rate"], numbers["floor"] * (1 / arrays["scale"])
         scaled = start * exp2_exact(sign_of(start) * step * -_LOG2_E)
         return torch.where(start.abs() >= floor, scaled, start - floor * step)
-    chart, steps = chart_for(spec, arrays), (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
+    chart, steps = (
+        chart_for(spec, arrays),
+        (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST),
+    )
     if spec.geometry == "tangent":
         moved = start + steps * chart.stiffness(start)
     else:
@@ -188,11 +219,17 @@ def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tens
     return moved.clamp(-spec.fmt.max, spec.fmt.max)
 
 
-def covector(spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
-    """The gradient with respect to the coordinates that the direction is taken in; of codes in their unit."""
+def covector(
+    spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers
+) -> Tensor:
+    """The gradient with respect to the coordinates that the direction is taken in; of
+    codes in their unit.
+    """
     if spec.geometry not in ("exponential", "tangent"):
         return gradient
-    return gradient * (chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"]))
+    return gradient * (
+        chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"])
+    )
 
 
 def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
@@ -203,7 +240,9 @@ def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
     return UlpChart(spec.fmt.mantissa_bits, arrays["lowest"], arrays["highest"])
 
 
-def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
+def stiffness_factor(
+    spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers
+) -> Tensor:
     """``(S / S_ref)^k`` of the spec's metric."""
     stiffness = weights.ulp
     if spec.metric != "ulp":
@@ -222,15 +261,25 @@ _CARRY = ~codec.largest_bits(MOMENTUM_FORMAT) & (
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
 
 
-def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
-    """Scales of 8-bit moments by block, and the bounds after the step unless they follow from the moments."""
+def prepare(
+    spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers
+) -> dict[str, Tensor]:
+    """Scales of 8-bit moments by block, and the bounds after the step unless they
+    follow from the moments.
+    """
     if spec.fitted:
         return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     prepared = {}
     for name in spec.stores:
-        root, n = name == "exp_avg_sq", "2" if name == "exp_avg_sq" or spec.direction == "lion" else "1"
-        decay, gain = numbers[f"beta{n}"].to(torch.float32), numbers[f"gain{n}"].to(torch.float32).abs()
+        root, n = (
+            name == "exp_avg_sq",
+            "2" if name == "exp_avg_sq" or spec.direction == "lion" else "1",
+        )
+        decay, gain = (
+            numbers[f"beta{n}"].to(torch.float32),
+            numbers[f"gain{n}"].to(torch.float32).abs(),
+        )
         before = arrays[BOUNDS[name]]
         after = before * decay + gain * (largest * largest if root else largest)
         prefix = "sq" if root else "avg"
@@ -241,7 +290,9 @@ def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Nu
 
 
 def fit(moment: Tensor) -> dict[str, Tensor]:
-    """The largest magnitude in each block of a moment, and 1 over the scale that follows from it."""
+    """The largest magnitude in each block of a moment, and 1 over the scale that
+    follows from it.
+    """
     largest = moment.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     return {LARGEST: largest, "avg_inverse": _reciprocal(_fitted_scale(largest))}
 
@@ -252,20 +303,31 @@ def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> d
     moments = {}
     for name in spec.stores:
         if name == "exp_avg_sq":
-            root = codec.decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
+            root = (
+                codec.decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0]
+                * arrays["sq_scale"]
+            )
             moments[name] = (root * root).to(dtype)
         else:
-            moments[name] = (codec.decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
+            moments[name] = (
+                codec.decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]
+            ).to(dtype)
     return moments
 
 
 def store_moments(
-    spec: Spec, moments: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
+    spec: Spec,
+    moments: dict[str, Tensor],
+    arrays: dict[str, Tensor],
+    noise: Tensor | None,
+    root: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The moments as they are stored; ``noise`` is one 32-bit word per value, each half of which serves one moment.
+    """The moments as they are stored; ``noise`` is one 32-bit word per value, each half
+    of which serves one moment.
 
-    A fitted moment has the draw of the whole word.  The root in 8 bits takes 24 of its bits: with 16 the error of the
-    odds would add up to 0.1% of a second moment of decay 0.999.
+    A fitted moment has the draw of the whole word. The root in 8 bits takes 24 of its
+    bits: with 16 the error of the odds would add up to 0.1% of a second moment of decay
+    0.999.
     """
     if spec.moments == "float32" or not moments:
         return moments
@@ -278,21 +340,27 @@ def store_moments(
             kept[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
-            kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
+            kept[name] = _root_codes(
+                root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF
+            )
         else:
             draws = draw_of(noise) if spec.fitted else (draws << 8) | 0x80  # the middle of the odds
-            kept[name] = codec.encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
+            kept[name] = codec.encode_finite(
+                value * arrays["avg_inverse"], spec.first_format, draws
+            ).to(torch.uint8)
     return kept
 
 
 def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
-    """Codes of a square root, for which the mean of ``1 / sqrt(v)`` is right; a root that is not 0 does not become 0.
+    """Codes of a square root, for which the mean of ``1 / sqrt(v)`` is right; a root
+    that is not 0 does not become 0.
 
     .. math:: P(n + 1) = \\frac{\\delta (4 n + 3 - \\delta)}{4 n + 2}
                        \\approx \\frac{\\sqrt{r} - \\sqrt{n}}{\\sqrt{n + 1} - \\sqrt{n}}, \\qquad \\delta = r - n
 
-    for ``r`` spacings, ``n`` of them whole: the mean of the root's root, ``v^{1/4}``, is preserved.  A rounding that
-    preserves the mean of ``v^p``, with relative variance ``s`` of ``v``, raises that of ``1 / sqrt(v)`` by the share
+    for ``r`` spacings, ``n`` of them whole: the mean of the root's root, ``v^{1/4}``,
+    is preserved. A rounding that preserves the mean of ``v^p``, with relative variance
+    ``s`` of ``v``, raises that of ``1 / sqrt(v)`` by the share
     ``3/8 s - (1 - p) s / 2``: nothing for ``p = 1/4``, up to 3% for ``p = 1``.
     """
     steps, below = codec.encoding_steps(root * inverse, MOMENT_FORMAT)
@@ -313,7 +381,9 @@ def _scale(bound: Tensor, *, root: bool) -> Tensor:
 
 
 def _fitted_scale(largest: Tensor) -> Tensor:
-    """The smallest power of two that takes the largest magnitude within the format: to ``3.94 .. 7.875``."""
+    """The smallest power of two that takes the largest magnitude within the format: to
+    ``3.94 .. 7.875``.
+    """
     field = ((largest.view(torch.int32) + _CARRY) >> _FIELD) - MOMENTUM_FORMAT.emax
     return (field.clamp(min=1) << _FIELD).view(torch.float32)
 
@@ -323,7 +393,9 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
 
 
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
-    """Random bits are added to the lower half, which carry into the upper one with the probability of what is lost."""
+    """Random bits are added to the lower half, which carry into the upper one with the
+    probability of what is lost.
+    """
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
@@ -340,41 +412,56 @@ def run_eager(slot: Slot, *, observed: bool = False) -> list[Stepped]:
 
 
 def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The arrays some rows at a time, and the position of their first element in the slot."""
+    """The arrays some rows at a time, and the position of their first element in the
+    slot.
+    """
     first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
     rows = max(1, block_on(slot.device) // inner)
     if len(slot.view.dims) == 1 and slot.spec.blockwise:
         rows = first  # its one block is not cut up
     for start in range(0, first, rows):
         ends, each = start + rows, slot.arrays.items()
-        yield {name: a[start:ends] if a.dim() and a.shape[0] == first else a for name, a in each}, start * inner
+        yield (
+            {name: a[start:ends] if a.dim() and a.shape[0] == first else a for name, a in each},
+            start * inner,
+        )
 
 
 def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
-    """The random words for a part of a slot, for ``weight`` and ``moments`` if they are drawn."""
+    """The random words for a part of a slot, for ``weight`` and ``moments`` if they are
+    drawn.
+    """
     wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
     keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
     noise = {}
     for name in (name for name, draws in wanted.items() if draws):
         words, phase = keys[name]
-        noise[name] = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase).view(part.shape)
+        noise[name] = word_range(
+            slot.offset + start, part.numel(), words, part.device, phase=phase
+        ).view(part.shape)
     return noise
 
 
 @dataclass(frozen=True)
 class StepView:
-    """One quantised parameter in one step, for an observer; the tensors are detached and not to be changed."""
+    """One quantised parameter in one step, for an observer; the tensors are detached
+    and not to be changed.
+    """
 
     parameter: Tensor  #: The parameter itself, after the step.
     before: Tensor
-    """Its values before the step; like all of these in its shape, in float32 (float64 for float64 parameters)."""
+    """Its values before the step; like all of these in its shape, in float32 (float64
+    for float64 parameters).
+    """
     target: Tensor  #: The value requested, before the write-back rounds it.
     after: Tensor  #: The value after the write-back.
     stiffness: Tensor  #: One step of the metric at ``before``: an ULP if the metric is ``ulp``.
 
 
 def observed_step(slot: Slot) -> StepView:
-    """Take the step eagerly and show the values before it, its targets and the values after it, residuals included."""
+    """Take the step eagerly and show the values before it, its targets and the values
+    after it, residuals included.
+    """
     return viewed(slot, lambda: run_eager(slot, observed=True))
 
 
@@ -387,5 +474,7 @@ def viewed(slot: Slot, take: Callable[[], list[Stepped]]) -> StepView:
     x = torch.cat([outcome.before.x for outcome in outcomes])
     assert slot.spec.fmt is not None
     stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
-    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get("next_scale", scale)
+    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get(
+        "next_scale", scale
+    )
     return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))

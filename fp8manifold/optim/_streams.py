@@ -35,27 +35,34 @@ def new_stream(
 ) -> int:
     """A stream of 63 bits that no other parameter of the state has or had.
 
-    It is made of the parameter's first values, and of the seed of a one-byte tensor or of a grid's manifold: both
-    storages draw the same bits.  Parameters that share both differ by their order in the optimizer (``twin``, as
+    It is made of the parameter's first values, and of the seed of a one-byte tensor or
+    of a grid's manifold: both storages draw the same bits. Parameters that share both
+    differ by their order in the optimizer (``twin``, as
     :func:`twins` counts it) or, without a seed and ``alone`` in an optimizer each, by their first gradients, whose last
-    bits differ between machines.  ``begun`` counts the streams given, also to removed parameters; ``values`` are the
-    first values, if they have changed since.
+    bits differ between machines. ``begun`` counts the streams given, also to removed
+    parameters; ``values`` are the first values, if they have changed since.
     """
     used = [entry["stream"] for entry in state.values() if "stream" in entry]
     seed, words = _seed_of(parameter), _seed_words(parameter)
     if draws or seed is not None:
         first = parameter if values is None else values
         held = local_of(first)
-        floats = held.dequantize() if isinstance(held, FP8Tensor) else held.detach().as_subclass(Tensor)
+        floats = (
+            held.dequantize() if isinstance(held, FP8Tensor) else held.detach().as_subclass(Tensor)
+        )
         words += (_whole_word(first, floats, _VALUES),)
         if alone and not seed and parameter.grad is not None:
             words += (_whole_word(first, local_of(parameter.grad.detach()), _GRADIENT),)
     removed = max(begun - len(used), 0)
-    return next(stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used)
+    return next(
+        stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used
+    )
 
 
 def twins(parameters: Iterable[Tensor]) -> dict[Tensor, int]:
-    """For each parameter the number of earlier ones with its seed, or of ordinary ones with its shape."""
+    """For each parameter the number of earlier ones with its seed, or of ordinary ones
+    with its shape.
+    """
     seen: Counter[tuple[int, ...]] = Counter()
     numbers = {}
     for parameter in parameters:
@@ -89,16 +96,22 @@ def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> i
 
 @eager_only
 def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
-    """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: the words of parts add up to it.
+    """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: the
+    words of parts add up to it.
 
-    Every NaN counts as the quiet one, because a GPU's arithmetic gives other bits than a CPU's.
+    Every NaN counts as the quiet one, because a GPU's arithmetic gives other bits than
+    a CPU's.
     """
     if (native := content(x, key, offset)) is not None:
         return native
     flat = x.reshape(-1).resolve_neg()
-    total = torch.zeros((), dtype=torch.int64, device=x.device)  # on the GPU of x, so that the host waits once
+    total = torch.zeros(
+        (), dtype=torch.int64, device=x.device
+    )  # on the GPU of x, so that the host waits once
     size = block_on(x.device)
-    quiet = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()]))
+    quiet = int(
+        torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()])
+    )
     for start in range(0, flat.numel(), size):
         values = flat[start : start + size]
         part = values.view(integer).masked_fill(values.isnan(), quiet).to(torch.int64)

@@ -1,6 +1,8 @@
-"""Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind.
+"""Steps on a GPU by Triton kernels: the records of native code, one launch for all
+parameters of a kind.
 
-The verdict on a steady step is left to the GPU, and the host reads the kernels' report at the parameter's next step.
+The verdict on a steady step is left to the GPU, and the host reads the kernels' report
+at the parameter's next step.
 """
 
 import logging
@@ -22,10 +24,17 @@ from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
 
-_ELEMENTS: Final = 2048  #: Elements of a program: 16 per thread, so that it loads and stores bytes by 128 bits.
+_ELEMENTS: Final = (
+    2048  #: Elements of a program: 16 per thread, so that it loads and stores bytes by 128 bits.
+)
 _LONGEST: Final = 1024  #: The longest row with moments in blocks that one program steps at once.
 _PIECES: Final = (256, 128, 64, 32, 16)
-_DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
+_DTYPES: Final = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.uint8: "uint8",
+}
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
@@ -34,7 +43,9 @@ class CompileUnavailableWarning(UserWarning):
 
 
 def is_triton(slot: Slot) -> bool:
-    """True for a step that a Triton kernel runs: one that native code has, on an NVIDIA GPU."""
+    """True for a step that a Triton kernel runs: one that native code has, on an NVIDIA
+    GPU.
+    """
     weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
         weight.device.type == "cuda"
@@ -47,9 +58,11 @@ def is_triton(slot: Slot) -> bool:
 
 
 class TritonStep:
-    """The launches of some steps, in place, on one device, of disjoint memory; they serve the same parameters again.
+    """The launches of some steps, in place, on one device, of disjoint memory; they
+    serve the same parameters again.
 
-    With ``decides`` the GPU refuses all of them if the square of any gradient is not finite.
+    With ``decides`` the GPU refuses all of them if the square of any gradient is not
+    finite.
     """
 
     def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
@@ -64,10 +77,14 @@ class TritonStep:
         self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
         self._widenings = _widenings([slots[i] for i in self._doubling])
         self._device = slots[0].device
-        self.launches = launches_of(self.records, kinds, self._device, check=decides, widenings=self._widenings)
+        self.launches = launches_of(
+            self.records, kinds, self._device, check=decides, widenings=self._widenings
+        )
 
     def run(self, slots: Sequence[Slot]) -> Later:
-        """Launch the kernels; their report has a row for all steps and one for each, and is not waited for."""
+        """Launch the kernels; their report has a row for all steps and one for each,
+        and is not waited for.
+        """
         said = self.words()
         self.fill(slots, said)
         launch(self.launches, said)
@@ -81,7 +98,11 @@ class TritonStep:
     @property
     def signature(self) -> Any:
         """Everything in the launches but numbers, keys and the places of gradients."""
-        calls = [(kernel, id(chunks), facts) for _, some in self.launches for kernel, chunks, facts in some]
+        calls = [
+            (kernel, id(chunks), facts)
+            for _, some in self.launches
+            for kernel, chunks, facts in some
+        ]
         places = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
         return calls, [
             [row[:2] + row[3:] for row in places[0]],
@@ -89,8 +110,13 @@ class TritonStep:
         ]
 
     def fill(self, slots: Sequence[Slot], said: Tensor) -> None:
-        """Fill the records with the numbers and keys of a step, and with the addresses of its kernels' reports."""
-        records, places = self.records, said.data_ptr() + said[0].nbytes * np.arange(1, 1 + len(slots), dtype=np.uint64)
+        """Fill the records with the numbers and keys of a step, and with the addresses
+        of its kernels' reports.
+        """
+        records, places = (
+            self.records,
+            said.data_ptr() + said[0].nbytes * np.arange(1, 1 + len(slots), dtype=np.uint64),
+        )
         records["pointers"][:, -1] = places
         records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
         if self._widenings is not None:
@@ -101,14 +127,17 @@ class TritonStep:
 
 
 def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later] | None:
-    """A step that has been launched, and its kernels' report; None, with one warning, if no kernel can be compiled."""
+    """A step that has been launched, and its kernels' report; None, with one warning,
+    if no kernel can be compiled.
+    """
     try:
         step = TritonStep(slots, decides=decides)
         return step, step.run(slots)
     except KernelsUnavailableError as error:
         _given_up.append(first_line := str(error).strip().splitlines()[0])
         warnings.warn(
-            f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same results, slower",
+            f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same "
+            f"results, slower",
             CompileUnavailableWarning,
             stacklevel=2,
         )
@@ -116,9 +145,11 @@ def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later
 
 
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
-    """Step the slots in place and take the kernels' report to those with codes; None if no kernel can be compiled.
+    """Step the slots in place and take the kernels' report to those with codes; None if
+    no kernel can be compiled.
 
-    With ``decides`` the GPU may refuse all steps, and the host does not wait for the report.
+    With ``decides`` the GPU may refuse all steps, and the host does not wait for the
+    report.
     """
     found = launched(slots, decides=decides)
     if found is None or decides:
@@ -136,7 +167,9 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
 
 
 def doubles_on_card(slot: Slot) -> bool:
-    """True for a step whose kernel doubles scales: of rows or blocks, of neither a whole parameter nor a square."""
+    """True for a step whose kernel doubles scales: of rows or blocks, of neither a
+    whole parameter nor a square.
+    """
     held = slot.parameter
     return (
         isinstance(held, FP8Tensor)
@@ -147,7 +180,9 @@ def doubles_on_card(slot: Slot) -> bool:
 
 
 def _widenings(slots: Sequence[Slot]) -> Widenings | None:
-    """The records for doubling the scales of rows and blocks of codes, still without keys; None without any."""
+    """The records for doubling the scales of rows and blocks of codes, still without
+    keys; None without any.
+    """
     if not slots:
         return None
     records, made = np.zeros(len(slots), dtype=WIDENED), []
@@ -157,18 +192,32 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
         scale, residual = held.kept_scale, slot.tensors["residual"].data_ptr() if bits else 0
         first = slot.spec.first
         average = slot.tensors[first].data_ptr() if first else 0
-        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), 0, average, 0)
+        record["pointers"] = (
+            slot.tensors["weight"].data_ptr(),
+            residual,
+            scale.data_ptr(),
+            0,
+            average,
+            0,
+        )
         record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
-        gradient, moments = _DTYPES[slot.tensors["gradient"].dtype], slot.spec.moments if first else ""
+        gradient, moments = (
+            _DTYPES[slot.tensors["gradient"].dtype],
+            slot.spec.moments if first else "",
+        )
         made.append(widening_of(held.format, bits, scale.dtype is torch.uint8, gradient, moments))
     return records, made
 
 
-_given_up: Final[list[str]] = []  #: The first line of the error for which kernels were given up, after its warning.
+_given_up: Final[
+    list[str]
+] = []  #: The first line of the error for which kernels were given up, after its warning.
 
 
 def _scale(slot: Slot) -> Tensor | None:
-    """The scale as the kernel reads it: one value, one per row, or one per element; for blocks the exponents."""
+    """The scale as the kernel reads it: one value, one per row, or one per element; for
+    blocks the exponents.
+    """
     if slot.kept_scale is None or slot.spec.storage == "plain":
         return None
     if slot.view.row_dims == slot.view.dims and slot.scale is not None:
@@ -177,14 +226,17 @@ def _scale(slot: Slot) -> Tensor | None:
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
-    """The number of rows, their length, the rows that share a scale, and the kernel of a slot."""
+    """The number of rows, their length, the rows that share a scale, and the kernel of
+    a slot.
+    """
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     repeats, scales = view.repeats, "one"
     if slot.kept_scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.spec.blockwise:
-        # blocks are those of moments, which this step does not read: join them to whole rows
+        # blocks are those of moments, which this step does not read: join them to whole
+        # rows
         rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
     long = slot.spec.blockwise and length > _LONGEST
     tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
@@ -199,15 +251,21 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
         long=long,
     )
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
-    exponents = slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
+    exponents = (
+        slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
+    )
     return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
 
 
-_tile = lru_cache(maxsize=1024)(Tile)  # the same one for parameters of one kind, so that its hash is made once
+_tile = lru_cache(maxsize=1024)(
+    Tile
+)  # the same one for parameters of one kind, so that its hash is made once
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
-    """The number of rows, their length, the rows that share a scale and how, without moments in blocks."""
+    """The number of rows, their length, the rows that share a scale and how, without
+    moments in blocks.
+    """
     if scales != "row":
         return 1, rows * length, 1, scales
     piece = next((piece for piece in _PIECES if length % piece == 0), 0)
@@ -217,7 +275,9 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 
 @lru_cache(maxsize=1024)
-def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponents: bool = False) -> KernelSpec:
+def kernel_spec(
+    spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponents: bool = False
+) -> KernelSpec:
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
@@ -246,11 +306,17 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponent
     )
 
 
-def count_decided(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool) -> None:
-    """Wait for a step that a GPU has decided on, and count it; ``versions`` are those of the codes after it."""
+def count_decided(
+    optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool
+) -> None:
+    """Wait for a step that a GPU has decided on, and count it; ``versions`` are those
+    of the codes after it.
+    """
     (refused, *_), *words = said.values
     if refused:
-        culprits = [parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad]
+        culprits = [
+            parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad
+        ]
         optimizer._count_skipped(culprits, alone=alone)
     elif not alone:
         optimizer.skipped_in_row = 0
@@ -267,5 +333,11 @@ def _log_doubled(parameter: Tensor, doubled: int) -> None:
         scales = parameter.kept_scale.numel()
         _LOG.info(
             "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
-            *(parameter.format.name, tuple(parameter.shape), doubled, scales, int(doubled == scales)),
+            *(
+                parameter.format.name,
+                tuple(parameter.shape),
+                doubled,
+                scales,
+                int(doubled == scales),
+            ),
         )

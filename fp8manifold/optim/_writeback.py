@@ -1,4 +1,6 @@
-"""Write-backs: how a step's target becomes codes, numbers of a grid or floats of half as many bits."""
+"""Write-backs: how a step's target becomes codes, numbers of a grid or floats of half
+as many bits.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -14,19 +16,22 @@ from fp8manifold.formats import FloatFormat
 class WriteBack:
     r"""A way from the target of a step to the weight that is stored.
 
-    An update is lost if rounding undoes it and it is not stored, added to a moment or made up for on average. With the
-    target :math:`t`, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at random too,
-    to :math:`2^{-b}` ULP:
+    An update is lost if rounding undoes it and it is not stored, added to a moment or
+    made up for on average. With the target :math:`t`, :math:`u` uniform in one ULP,
+    :math:`r` the remainder, and :math:`\rho_b` rounding, at random too, to
+    :math:`2^{-b}` ULP:
 
     .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
         w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
 
-    A weight that is NaN stays so; no target is infinite; -0 is a value like others; empty stays empty.
+    A weight that is NaN stays so; no target is infinite; -0 is a value like others;
+    empty stays empty.
 
     Args:
         name: what optimizers call it.
         rounding: how values are rounded, ``"nearest"`` or ``"stochastic"``.
-        residual_bits: bits per weight in which the state stores the remainder of the rounding: 0 or 8.
+        residual_bits: bits per weight in which the state stores the remainder of the
+            rounding: 0 or 8.
         injects: whether the rounding error is added to the first moment.
 
     Raises:
@@ -54,7 +59,9 @@ class WriteBack:
 
     @property
     def loses_updates(self) -> bool:
-        """True where the update of a weight that does not move is lost, not returned on average."""
+        """True where the update of a weight that does not move is lost, not returned on
+        average.
+        """
         return not (self.draws or self.residual_bits or self.injects)
 
     @property
@@ -68,9 +75,15 @@ class WriteBack:
         return 1 + self.residual_bits / 8
 
     def store(
-        self, storage: str, fmt: FloatFormat, arrays: dict[str, Tensor], target: Tensor, draws: Tensor | None
+        self,
+        storage: str,
+        fmt: FloatFormat,
+        arrays: dict[str, Tensor],
+        target: Tensor,
+        draws: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Round once, to tensors to store by name, and the weights that they mean in units of the scale.
+        """Round once, to tensors to store by name, and the weights that they mean in
+        units of the scale.
 
         Args:
             storage: ``codes``, or ``grid`` for floats on it.
@@ -81,7 +94,9 @@ class WriteBack:
         """
         weight, bits = arrays["weight"], self.residual_bits
         if bits:
-            old = weight if storage == "codes" else ((weight == 0) & weight.signbit()) * fmt.sign_bit
+            old = (
+                weight if storage == "codes" else ((weight == 0) & weight.signbit()) * fmt.sign_bit
+            )
             codes, residual = codec.split_codes(
                 codec.encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits, old
             )
@@ -89,7 +104,9 @@ class WriteBack:
             if storage == "codes":
                 return stored | {"weight": codec.unless_special(codes, weight, fmt)}, target
             value = codec.decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
-            return stored | {"weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))}, target
+            return stored | {
+                "weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))
+            }, target
         if storage == "grid":
             after = codec.round_block(target, fmt, self.rounding, "saturate", draws)
             return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
@@ -111,7 +128,9 @@ WRITEBACKS: Final[dict[str, WriteBack]] = {
 
 
 def rule_of(group: dict[str, Any]) -> WriteBack:
-    """A group's write-back; None is a manifold's own rounding, which like nearest stores and injects nothing."""
+    """A group's write-back; None is a manifold's own rounding, which like nearest
+    stores and injects nothing.
+    """
     return WRITEBACKS[group["writeback"] or "nearest"]
 
 
@@ -121,17 +140,21 @@ _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = 0x7F7F0000, 65504.0
 
 
 def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """True for floats that are rounded stochastically: 16-bit ones, except under the write-back ``nearest``."""
+    """True for floats that are rounded stochastically: 16-bit ones, except under the
+    write-back ``nearest``.
+    """
     return parameter.dtype in _HALVES and (group["writeback"] is None or rule_of(group).draws)
 
 
 def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
-    """One of the two neighbours of every float32, away from zero with the odds of what would be cut off.
+    """One of the two neighbours of every float32, away from zero with the odds of what
+    would be cut off.
 
     .. math:: P(b) = \\frac{|x| - a}{b - a}, \\qquad a \\le |x| < b
 
-    Values of the dtype stay, -0, NaN and Inf too; finite numbers beyond its largest value become that, and no draw
-    makes them Inf.  Draws have 24 bits, of which bfloat16 takes the upper 16.
+    Values of the dtype stay, -0, NaN and Inf too; finite numbers beyond its largest
+    value become that, and no draw makes them Inf. Draws have 24 bits, of which bfloat16
+    takes the upper 16.
     """
     bits = x.view(torch.int32)
     magnitude = bits & _MAGNITUDE
@@ -144,10 +167,14 @@ def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
 
 
 def _float16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:
-    """Whole spacings, which float16's subnormals bound from below, and one more where the rest exceeds the draw."""
+    """Whole spacings, which float16's subnormals bound from below, and one more where
+    the rest exceeds the draw.
+    """
     power = (magnitude & _EXPONENT).clamp(min=(127 - 14) << 23)
     steps = magnitude.view(torch.float32) * (((2 * 127 + 10) << 23) - power).view(torch.float32)
     whole = steps.to(torch.int32)
     away = draws.to(torch.float32) * 2.0**-24 < steps - whole.to(torch.float32)
-    value = (whole + away.to(torch.int32)).to(torch.float32) * (power - (10 << 23)).view(torch.float32)
+    value = (whole + away.to(torch.int32)).to(torch.float32) * (power - (10 << 23)).view(
+        torch.float32
+    )
     return value.clamp(max=_LARGEST_FLOAT16).view(torch.int32)

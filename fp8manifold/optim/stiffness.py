@@ -10,7 +10,14 @@ from fp8manifold._base.checks import check_choice, check_number
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._checks import Schedule, check_finite, check_first_moment, lr_of, options_in, scheduled
+from fp8manifold.optim._checks import (
+    Schedule,
+    check_finite,
+    check_first_moment,
+    lr_of,
+    options_in,
+    scheduled,
+)
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, manifold_of, own_manifold
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
@@ -22,7 +29,9 @@ _MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
 
 
 class StiffnessOptimizer(ManifoldOptimizer):
-    """``w - lr (S / S_ref)^k d``, of which subclasses give the direction ``d`` and its numbers."""
+    """``w - lr (S / S_ref)^k d``, of which subclasses give the direction ``d`` and its
+    numbers.
+    """
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -38,13 +47,17 @@ class StiffnessOptimizer(ManifoldOptimizer):
                 )
 
     def _check_schedules(self, slots: list[Slot]) -> None:
-        """Set the exponent of each slot; a schedule is called once for all parameters with as many steps."""
+        """Set the exponent of each slot; a schedule is called once for all parameters
+        with as many steps.
+        """
         powers: dict[tuple[int, int], float] = {}
         for slot in slots:
             power, key = slot.group.get("stiffness", 0.0), (id(slot.group), slot.done)
             if callable(power):
                 if key not in powers:
-                    powers[key] = scheduled("stiffness", power, slot.done, -_LARGEST_POWER, _LARGEST_POWER)
+                    powers[key] = scheduled(
+                        "stiffness", power, slot.done, -_LARGEST_POWER, _LARGEST_POWER
+                    )
                 power = powers[key]
             slot.power = power
 
@@ -60,7 +73,9 @@ class StiffnessOptimizer(ManifoldOptimizer):
         group, state = slot.group, slot.state
         numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
         if "reference" in state:
-            numbers |= _field_numbers(state["reference"], group[self.damping_option], group["clip"], slot.power)
+            numbers |= _field_numbers(
+                state["reference"], group[self.damping_option], group["clip"], slot.power
+            )
         return numbers
 
 
@@ -78,7 +93,9 @@ def _field_numbers(reference: float, damping: float, clip: float, power: float) 
 
 
 def injected(rate: float, beta: float) -> float:
-    """``(1 - beta) / beta / rate``: how much of a rounding error a moment is given; nothing at rate 0."""
+    """``(1 - beta) / beta / rate``: how much of a rounding error a moment is given;
+    nothing at rate 0.
+    """
     return (1 - beta) / beta / rate if rate and beta else 0.0
 
 
@@ -100,48 +117,63 @@ def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -
 
 
 class StiffnessAdamW(StiffnessOptimizer):
-    """AdamW over weights on a grid, with steps proportional to a power of the local spacing.
+    """AdamW over weights on a grid, with steps proportional to a power of the local
+    spacing.
 
     .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k d \\right)
 
-    with Adam's direction ``d``, learning rate ``eta``, decoupled decay ``lambda`` and ``S_ref`` the mean of ``S``;
-    computed in float32 (float64 for float64 parameters) and rounded once.  ``k = 0``, the default, is AdamW with a
-    rounded write-back (``docs/optimizers.md`` lists what differs from torch's); ``k = 1`` approximates the Riemannian
-    step.  Points of a :class:`~fp8manifold.StiffnessManifold` are not rounded, and ordinary parameters get plain AdamW.
+    with Adam's direction ``d``, learning rate ``eta``, decoupled decay ``lambda`` and
+    ``S_ref`` the mean of ``S``; computed in float32 (float64 for float64 parameters)
+    and rounded once. ``k = 0``, the default, is AdamW with a rounded write-back
+    (``docs/optimizers.md`` lists what differs from torch's); ``k = 1`` approximates the
+    Riemannian step. Points of a :class:`~fp8manifold.StiffnessManifold` are not
+    rounded, and ordinary parameters get plain AdamW.
 
     Args:
-        params: parameters, or groups of them with options of their own, as for any ``torch.optim`` optimizer.
+        params: parameters, or groups of them with options of their own, as for any
+            ``torch.optim`` optimizer.
         lr: learning rate in value, a number or a tensor of one element.
         betas: decay rates of the running averages.
         eps: added to the denominator.
         weight_decay: decoupled decay, times ``lr`` per step.
-        stiffness: the exponent k: a number, or a function of the steps taken, such as :func:`anneal`.
+        stiffness: the exponent k: a number, or a function of the steps taken, such as
+            :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
-        writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte per weight for the remainder of rounding, to 1/256
-            of an ULP; a new 0 is +0) or ``momentum`` (the error is added to the first average).  Ordinary bfloat16 and
-            float16 parameters are rounded stochastically under all but ``nearest``; finite values saturate.
-        draws: ``independent``, or ``dither``, with less noise and a pull towards 0: decay is 7% too strong in E4M3, 12%
-            in E5M2 (:func:`fp8manifold.random_bits`).  Draws for moments are always independent.
-        moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its square root;
-            Muon's in E2M5), the last two rounded stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v``
-            4 to 6% too large.
+        writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte per weight for the
+            remainder of rounding, to 1/256 of an ULP; a new 0 is +0) or ``momentum``
+            (the error is added to the first average). Ordinary bfloat16 and float16
+            parameters are rounded stochastically under all but ``nearest``; finite
+            values saturate.
+        draws: ``independent``, or ``dither``, with less noise and a pull towards 0:
+            decay is 7% too strong in E4M3, 12% in E5M2
+            (:func:`fp8manifold.random_bits`). Draws for moments are always independent.
+        moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3,
+            the second as its square root; Muon's in E2M5), the last two rounded
+            stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v`` 4 to
+            6% too large.
         seed: key of all random bits, with the step count and the parameter's stream.
-        damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
+        damping: lower bound of S / S_ref, so that weights near zero keep moving in
+            formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
-        refresh_every: steps between two computations of S_ref (and of ``bounded_share``).
+        refresh_every: steps between two computations of S_ref (and of
+            ``bounded_share``).
         maximize: ascend instead.
-        on_nonfinite: ``skip`` skips the whole step if a gradient is not finite, ``raise`` raises.
+        on_nonfinite: ``skip`` skips the whole step if a gradient is not finite,
+            ``raise`` raises.
         stabilize_every: project parameters to their manifold every so many steps.
         reset_every: clear the running averages every so many steps.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``,
+            which must be False or None.
 
     Attributes:
-        bounded_share: share of the quantised weights whose ratio was at ``damping`` or ``clip`` at the last refresh.
+        bounded_share: share of the quantised weights whose ratio was at ``damping`` or
+            ``clip`` at the last refresh.
 
     Raises:
         TypeError: an option of another type.
-        ValueError: an option out of range, an unsupported flag or combination, no parameters, another manifold.
+        ValueError: an option out of range, an unsupported flag or combination, no
+            parameters, another manifold.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -156,7 +188,8 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     Options that ``torch.optim.AdamW`` has too have the same defaults.
 
-    Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
+    Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is
+    this library's.
     """
 
     direction = "adam"
@@ -202,18 +235,22 @@ class StiffnessSGD(StiffnessOptimizer):
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
 
-    The Riemannian step is ``S^2 g``: ``stiffness=2.0``.  Unlike in torch, decay is decoupled.
+    The Riemannian step is ``S^2 g``: ``stiffness=2.0``. Unlike in torch, decay is
+    decoupled.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
-        lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
+        lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts
+            from the first gradient.
         weight_decay: decoupled decay, times ``lr`` per step.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
-            and ``moments`` need ``momentum`` > 0, the former without Nesterov.
+        stiffness, metric, writeback, draws, moments, seed, damping, clip,
+            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
+            as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
+            ``momentum`` > 0, the former without Nesterov.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and no dampening.
+        TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and
+            no dampening.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -271,44 +308,54 @@ def momentum_numbers(rate: float, momentum: float, gain: float) -> dict[str, flo
 def sgd_numbers(slot: Slot) -> dict[str, float]:
     """SGD's numbers; the buffer starts from the gradient without dampening."""
     group = slot.group
-    return momentum_numbers(lr_of(group), group["momentum"], 1.0 if slot.age == 1 else 1 - group["dampening"])
+    return momentum_numbers(
+        lr_of(group), group["momentum"], 1.0 if slot.age == 1 else 1 - group["dampening"]
+    )
 
 
 def check_momentum(group: dict[str, Any]) -> None:
-    """Raise ValueError unless momentum, dampening and Nesterov fit each other, the write-back and the moments."""
+    """Raise ValueError unless momentum, dampening and Nesterov fit each other, the
+    write-back and the moments.
+    """
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, math.inf, open_high=True)
     check_number("dampening", group["dampening"], -math.inf)
     if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):
         raise ValueError(
-            f"nesterov=True needs momentum > 0 and dampening = 0: momentum={momentum}, dampening={group['dampening']}"
+            f"nesterov=True needs momentum > 0 and dampening = 0: momentum={momentum}, "
+            f"dampening={group['dampening']}"
         )
     if rule_of(group).injects and (not 0 < momentum < 1 or group["nesterov"]):
         raise ValueError(
-            f"writeback={group['writeback']!r} needs 0 < momentum < 1 without Nesterov: momentum={momentum}, "
-            f"nesterov={group['nesterov']}"
+            f"writeback={group['writeback']!r} needs 0 < momentum < 1 without Nesterov: "
+            f"momentum={momentum}, nesterov={group['nesterov']}"
         )
     if group["moments"] != "float32" and not momentum:
-        raise ValueError(f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to store")
+        raise ValueError(
+            f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to "
+            f"store"
+        )
 
 
 class StiffnessLion(StiffnessOptimizer):
-    """Lion over weights that live on a grid: one average, and steps of the same size for all weights of a binade.
+    """Lion over weights that live on a grid: one average, and steps of the same size
+    for all weights of a binade.
 
     .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
               \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g) \\right), \\quad m = \\beta_2 m + (1 - \\beta_2) g
 
-    With ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere between the bounds.  Ordinary parameters get plain Lion.
+    With ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere between the bounds. Ordinary
+    parameters get plain Lion.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
         lr: learning rate, Lion's: a third to a tenth of AdamW's.
         betas: of the interpolation, and of the average.
         weight_decay: decoupled decay, times ``lr`` per step.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without
-            ``writeback="momentum"``.
+        stiffness, metric, writeback, draws, moments, seed, damping, clip,
+            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
+            as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.
@@ -354,31 +401,42 @@ class StiffnessLion(StiffnessOptimizer):
     def _numbers(self, slot: Slot) -> dict[str, float]:
         beta1, beta2 = slot.group["betas"]
         rate = lr_of(slot.group)
-        numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": rate}
+        numbers = {
+            "beta1": beta1,
+            "gain1": 1 - beta1,
+            "beta2": beta2,
+            "gain2": 1 - beta2,
+            "rate": rate,
+        }
         return numbers | self._shared_numbers(slot)
 
 
 class Madam(StiffnessOptimizer):
-    """Steps that multiply a weight, for formats whose values are spaced multiplicatively.
+    """Steps that multiply a weight, for formats whose values are spaced
+    multiplicatively.
 
     .. math:: w \\leftarrow \\mathrm{round}\\left( w \\, e^{-\\operatorname{sign}(w) \\eta d} \\right)
               \\text{ where } |w| \\ge f, \\qquad \\mathrm{round}(w - f \\eta d) \\text{ elsewhere}, \\qquad
               d = \\mathrm{clamp}(g / \\sqrt{\\hat v}, -c, c)
 
-    A multiplicative step can't change a sign, nor leave zero: below the floor ``f = escape * 2^M S_ref`` it becomes
-    additive, with the same value and slope there.  Ordinary parameters get AdamW at ``float_lr``.
+    A multiplicative step can't change a sign, nor leave zero: below the floor
+    ``f = escape * 2^M S_ref`` it becomes additive, with the same value and slope there.
+    Ordinary parameters get AdamW at ``float_lr``.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
         lr: relative change of a weight per step where ``d`` is 1.
-        betas, eps: of ordinary parameters' AdamW; ``v`` has the second beta and ``eps`` everywhere.
-        weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary parameters) per step.
+        betas, eps: of ordinary parameters' AdamW; ``v`` has the second beta and ``eps``
+            everywhere.
+        weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary
+            parameters) per step.
         float_lr: learning rate of ordinary parameters; it follows ``lr``'s schedule.
         max_direction: the bound ``c``.
         escape: the floor, as a share of the tensor's mean binade.
-        writeback, draws, moments, seed, damping, clip, refresh_every, maximize, on_nonfinite,
-            stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``;
-            ``damping`` and ``clip`` only say what ``bounded_share`` counts.
+        writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
+            on_nonfinite, stabilize_every, reset_every, flags: as in
+            :class:`StiffnessAdamW`, without ``writeback="momentum"``; ``damping`` and
+            ``clip`` only say what ``bounded_share`` counts.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.
@@ -392,7 +450,8 @@ class Madam(StiffnessOptimizer):
         >>> weight.tolist()
         [0.5, 0.5]
 
-    Source: Bernstein et al. 2020 (arXiv 2006.14560); the additive escape is this library's.
+    Source: Bernstein et al. 2020 (arXiv 2006.14560); the additive escape is this
+    library's.
     """
 
     direction = "madam"
@@ -430,7 +489,11 @@ class Madam(StiffnessOptimizer):
         super()._check_group(group)
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
-        return {"direction": "adam"} if slot.fmt is None else {"direction": "madam", "geometry": "multiplicative"}
+        return (
+            {"direction": "adam"}
+            if slot.fmt is None
+            else {"direction": "madam", "geometry": "multiplicative"}
+        )
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group, lr, start = slot.group, lr_of(slot.group), slot.group["start_lr"]

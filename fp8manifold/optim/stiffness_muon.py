@@ -1,4 +1,6 @@
-"""StiffnessMuon: Muon over matrices that live on a grid, and Adam over all other parameters, in one optimizer."""
+"""StiffnessMuon: Muon over matrices that live on a grid, and Adam over all other
+parameters, in one optimizer.
+"""
 
 import math
 import re
@@ -14,7 +16,14 @@ from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
 from fp8manifold.nn._selection import CONVOLUTIONS, is_linear
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
-from fp8manifold.optim._muon import ADJUSTMENTS, COEFFICIENTS, SHAPES, adjusted_rate, as_matrices, take_muon_steps
+from fp8manifold.optim._muon import (
+    ADJUSTMENTS,
+    COEFFICIENTS,
+    SHAPES,
+    adjusted_rate,
+    as_matrices,
+    take_muon_steps,
+)
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._step import StepView
 from fp8manifold.optim._writeback import rule_of
@@ -33,49 +42,64 @@ _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "others": {"direction": "adam"},
     "vectors": {"direction": "adam", "weight_decay": 0.0},
 }
-"""Options of the groups, in their order, where they are not ``direction="muon"`` with the given decay."""
+"""Options of the groups, in their order, where they are not ``direction="muon"`` with
+the given decay.
+"""
 _NO_DECAY: Final = re.compile(
     r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
     r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
     r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"  # state spaces
 )
-"""Names of a module's own parameters that are not the matrix of a layer and never decay."""
+"""Names of a module's own parameters that are not the matrix of a layer and never
+decay.
+"""
 _EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
 class StiffnessMuon(StiffnessOptimizer):
-    """Muon over matrices on a grid: one average, and a step of the same size in every direction of the matrix.
+    """Muon over matrices on a grid: one average, and a step of the same size in every
+    direction of the matrix.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\qquad u = (1 - \\mu) g + \\mu m, \\\\
               w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta a \\, F \\, \\mathrm{msign}(F u) \\right),
               \\qquad F = \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
 
-    ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by ``ns_steps`` Newton-Schulz iterations; ``a``
-    follows from the matrix' shape.  ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding; ``k = 1`` takes
-    the steepest step of the spectral norm in the chart's coordinates.  Embeddings, heads, norms and biases are stepped
-    as by :class:`StiffnessAdamW`, in groups with ``direction="adam"``; :meth:`for_model` sorts a whole model.
+    ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by ``ns_steps``
+    Newton-Schulz iterations; ``a`` follows from the matrix' shape. ``k = 0``, the
+    default, is ``torch.optim.Muon`` with one rounding; ``k = 1`` takes the steepest
+    step of the spectral norm in the chart's coordinates. Embeddings, heads, norms and
+    biases are stepped as by :class:`StiffnessAdamW`, in groups with
+    ``direction="adam"``; :meth:`for_model` sorts a whole model.
 
     Args:
-        params: parameters or groups, quantised and ordinary ones mixed; matrices, where ``direction`` is ``muon``.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
-        adjust_lr_fn: ``a`` of a matrix of R rows and C columns: ``original`` (None), ``sqrt(max(1, R/C))``;
-            ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for AdamW's rate and decay; ``spectral_unclamped``,
-            ``sqrt(R/C)``.
+        params: parameters or groups, quantised and ordinary ones mixed; matrices, where
+            ``direction`` is ``muon``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in
+            ``torch.optim.Muon``.
+        adjust_lr_fn: ``a`` of a matrix of R rows and C columns: ``original`` (None),
+            ``sqrt(max(1, R/C))``; ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for
+            AdamW's rate and decay; ``spectral_unclamped``, ``sqrt(R/C)``.
         direction: ``muon``, or ``adam`` for a group's parameters.
-        matrix_shape: for a parameter of more than two dimensions: ``flatten`` makes one matrix with a row for each
-            entry of the first (a convolution's filters), ``batch``, with three, a matrix for each entry of the first
-            (experts); ``auto`` refuses it.
-        ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
+        matrix_shape: for a parameter of more than two dimensions: ``flatten`` makes one
+            matrix with a row for each entry of the first (a convolution's filters),
+            ``batch``, with three, a matrix for each entry of the first (experts);
+            ``auto`` refuses it.
+        ns_dtype: what the products are computed in; None is bfloat16 where the device
+            has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.  ``moments`` and
-            ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors as if the step were linear in it.
+        stiffness, metric, writeback, draws, moments, seed, damping, clip,
+            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
+            as in :class:`StiffnessAdamW`. ``moments`` and ``writeback="momentum"`` need
+            ``momentum`` > 0; the latter feeds it errors as if the step were linear in
+            it.
 
-    Where ``u`` is all zeros the step is the decay alone, and no step depends on other parameters.
+    Where ``u`` is all zeros the step is the decay alone, and no step depends on other
+        parameters.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessAdamW`; no matrix; in a step, a scheduler with ``cycle_momentum``.
+        TypeError, ValueError: as :class:`StiffnessAdamW`; no matrix; in a step, a
+            scheduler with ``cycle_momentum``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -86,7 +110,8 @@ class StiffnessMuon(StiffnessOptimizer):
         >>> bool((weight.diag() < 1).all())
         True
 
-    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982) for ``match_rms_adamw``.
+    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982) for
+    ``match_rms_adamw``.
     """
 
     direction = "muon"
@@ -136,25 +161,32 @@ class StiffnessMuon(StiffnessOptimizer):
         weight_decay: float = 0.1,
         **options: Any,
     ) -> "StiffnessMuon":
-        """One optimizer for a whole model: hidden matrices by Muon, everything else by Adam.
+        """One optimizer for a whole model: hidden matrices by Muon, everything else by
+        Adam.
 
         .. math:: d = \\mathrm{msign}(u) \\text{ for matrices}, \\qquad
                   d = \\hat m / (\\sqrt{\\hat v} + \\epsilon) \\text{ for the rest}
 
-        Muon steps matrices, kernels of convolutions and batches of matrices, except embeddings, the head and depthwise
-        convolutions.  Vectors, positions, tokens, parameters of state spaces and those that the model marks
-        (``_no_weight_decay``) or lists (``no_weight_decay()``) don't decay.  :func:`muon_report` prints all of this.
+        Muon steps matrices, kernels of convolutions and batches of matrices, except
+        embeddings, the head and depthwise convolutions. Vectors, positions, tokens,
+        parameters of state spaces and those that the model marks (``_no_weight_decay``)
+        or lists (``no_weight_decay()``) don't decay. :func:`muon_report` prints all of
+        this.
 
         Args:
             model: quantised or not; parameters that require no gradient are left out.
             lr: of the matrices.
-            other_lr: of everything else; None is ``lr``, which suits ``adjust_lr_fn="match_rms_adamw"``.
-            others: patterns of module or parameter names that are Adam's, in place of the head.
+            other_lr: of everything else; None is ``lr``, which suits
+                ``adjust_lr_fn="match_rms_adamw"``.
+            others: patterns of module or parameter names that are Adam's, in place of
+                the head.
             weight_decay: of all parameters that decay.
-            options: the constructor's; ``adjust_lr_fn`` is ``match_rms_adamw`` here, unless given.
+            options: the constructor's; ``adjust_lr_fn`` is ``match_rms_adamw`` here,
+                unless given.
 
         Raises:
-            TypeError, ValueError: as the constructor; a pattern that names nothing; no parameters; a direction.
+            TypeError, ValueError: as the constructor; a pattern that names nothing; no
+                parameters; a direction.
 
         Example:
             >>> model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))
@@ -168,7 +200,9 @@ class StiffnessMuon(StiffnessOptimizer):
         for name, parameter, kind, _ in _sorted(model, others):
             kinds.setdefault(kind, []).append((name, parameter))
         decay = {"direction": "muon", "weight_decay": weight_decay}
-        groups = [{**decay, **_KINDS[kind], "params": kinds[kind]} for kind in _KINDS if kind in kinds]
+        groups = [
+            {**decay, **_KINDS[kind], "params": kinds[kind]} for kind in _KINDS if kind in kinds
+        ]
         for group in groups:
             group["lr"] = lr if group["direction"] == "muon" or other_lr is None else other_lr
         return cls(groups, lr, weight_decay, **{"adjust_lr_fn": "match_rms_adamw", **options})
@@ -209,9 +243,9 @@ def _is_muons(slot: Slot) -> bool:
 def _check_muon(group: dict[str, Any]) -> None:
     if "max_momentum" in group:
         raise ValueError(
-            "cycle_momentum=True, the default of OneCycleLR and CyclicLR, cycles the betas of every group, and a group "
-            "with direction='muon' reads its momentum, which would stay as it is: give the scheduler "
-            "cycle_momentum=False"
+            "cycle_momentum=True, the default of OneCycleLR and CyclicLR, cycles the betas of "
+            "every group, and a group with direction='muon' reads its momentum, which would stay "
+            "as it is: give the scheduler cycle_momentum=False"
         )
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, 1.0, open_high=True)
@@ -223,7 +257,9 @@ def _check_muon(group: dict[str, Any]) -> None:
     if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
         raise TypeError(f"ns_coefficients={coefficients!r} must be three numbers")
     for i, coefficient in enumerate(coefficients):
-        check_number(f"ns_coefficients[{i}]", coefficient, -math.inf, math.inf, open_low=True, open_high=True)
+        check_number(
+            f"ns_coefficients[{i}]", coefficient, -math.inf, math.inf, open_low=True, open_high=True
+        )
     if group["ns_dtype"] is not None and group["ns_dtype"] not in _PRODUCTS:
         raise TypeError(f"ns_dtype={group['ns_dtype']!r} must be a float dtype of torch, or None")
     if not momentum and (group["moments"] != "float32" or rule_of(group).injects):
@@ -232,16 +268,20 @@ def _check_muon(group: dict[str, Any]) -> None:
 
 
 def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
-    """Raise ValueError unless it is clear which matrix, or which matrices, a parameter is."""
+    """Raise ValueError unless it is clear which matrix, or which matrices, a parameter
+    is.
+    """
     shape = tuple(parameter.shape)
     if len(shape) < 2:
         raise ValueError(
-            f"a parameter of shape {shape} is no matrix: put it into a group with direction='adam', or let "
+            f"a parameter of shape {shape} is no matrix: put it into a group with "
+            f"direction='adam', or let "
             "StiffnessMuon.for_model sort the model's parameters"
         )
     if len(shape) > 2 and (matrix_shape == "auto" or (matrix_shape == "batch" and len(shape) != 3)):
         raise ValueError(
-            f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' (one matrix, a row per "
+            f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' "
+            f"(one matrix, a row per "
             "filter) or, with three dimensions, 'batch' (a matrix for each entry of the first)"
         )
 
@@ -262,20 +302,28 @@ class MuonReport:
     """The parameters that Muon steps and those that Adam steps; its string is a table."""
 
     parameters: tuple[ReportedParameter, ...]
-    """Every parameter that requires a gradient, a shared one once, in the model's order."""
+    """Every parameter that requires a gradient, a shared one once, in the model's
+    order.
+    """
 
     def __str__(self) -> str:
         """A line for each parameter, and one for all of them."""
         rows = [("parameter", "shape", "direction", "decays", "")]
-        rows += [(p.name, str(p.shape), p.direction, "yes" if p.decays else "no", p.reason) for p in self.parameters]
+        rows += [
+            (p.name, str(p.shape), p.direction, "yes" if p.decays else "no", p.reason)
+            for p in self.parameters
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in rows]
         muons = sum(p.direction == "muon" for p in self.parameters)
-        return "\n".join([*lines, f"Muon's: {muons} of {len(self.parameters)} parameters, the rest Adam's"])
+        return "\n".join(
+            [*lines, f"Muon's: {muons} of {len(self.parameters)} parameters, the rest Adam's"]
+        )
 
 
 def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonReport:
-    """Sort a model's parameters as :meth:`StiffnessMuon.for_model` does, with the reasons.
+    """Sort a model's parameters as :meth:`StiffnessMuon.for_model` does, with the
+    reasons.
 
     Args:
         model, others: as in :meth:`StiffnessMuon.for_model`; nothing is changed.
@@ -302,15 +350,21 @@ def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonRe
     return MuonReport(tuple(rows))
 
 
-def _sorted(model: nn.Module, others: Sequence[str] | None) -> Iterator[tuple[str, Tensor, _Kind, str]]:
-    """Name, kind of group and reason for each parameter that is trained, in the model's order."""
+def _sorted(
+    model: nn.Module, others: Sequence[str] | None
+) -> Iterator[tuple[str, Tensor, _Kind, str]]:
+    """Name, kind of group and reason for each parameter that is trained, in the model's
+    order.
+    """
     adams, exempt = _adams(model, others), _exempt(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter, *_kind(model, name, parameter, adams, exempt)
 
 
-def _kind(model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str], exempt: set[int]) -> tuple[_Kind, str]:
+def _kind(
+    model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str], exempt: set[int]
+) -> tuple[_Kind, str]:
     place, _, own = name.rpartition(".")
     owner = model.get_submodule(place)
     # the weight that a layer multiplies by is a matrix, whatever its name or shape
@@ -333,23 +387,36 @@ def _kind(model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str],
         return "others", f"by its name, {own!r}"
     if parameter.dim() > 3:
         return "others", f"{parameter.dim()} dimensions"
-    return ("matrices", "a matrix") if parameter.dim() == 2 else ("experts", f"{parameter.shape[0]} matrices")
+    return (
+        ("matrices", "a matrix")
+        if parameter.dim() == 2
+        else ("experts", f"{parameter.shape[0]} matrices")
+    )
 
 
 def _exempt(model: nn.Module) -> set[int]:
-    """Parameters that the model itself exempts from decay, as timm's models list them and state spaces mark them."""
+    """Parameters that the model itself exempts from decay, as timm's models list them
+    and state spaces mark them.
+    """
     says = getattr(model, "no_weight_decay", None)
     names = set(says()) if callable(says) else set()
     marked = "_no_weight_decay"
-    return {id(p) for name, p in model.named_parameters() if name in names or getattr(p, marked, False)}
+    return {
+        id(p) for name, p in model.named_parameters() if name in names or getattr(p, marked, False)
+    }
 
 
 def _adams(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
-    """The parameters that are Adam's whatever their shape: embeddings always, and heads, or what the patterns name."""
+    """The parameters that are Adam's whatever their shape: embeddings always, and
+    heads, or what the patterns name.
+    """
     found: dict[int, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         matched = [
-            p for name, m in model.named_modules() if name and fnmatchcase(name, pattern) for p in m.parameters()
+            p
+            for name, m in model.named_modules()
+            if name and fnmatchcase(name, pattern)
+            for p in m.parameters()
         ]
         matched += [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
         if not matched:
@@ -360,5 +427,7 @@ def _adams(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
         modules = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in _HEADS]
         for module in modules if head is None else [head]:
             found |= {id(parameter): "the head" for parameter in module.parameters()}
-    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = [
+        m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    ]
     return found | {id(weight): "an embedding" for weight in embeddings}

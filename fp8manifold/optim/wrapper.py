@@ -1,4 +1,6 @@
-"""StiffnessWrapper: any torch optimizer, with its updates or gradients scaled by the stiffness field."""
+"""StiffnessWrapper: any torch optimizer, with its updates or gradients scaled by the
+stiffness field.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -27,42 +29,60 @@ __all__ = ["StiffnessWrapper"]
 _ALONE = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or rule.injects))
 """Write-backs that need nothing of the optimizer around them."""
 _OVER_DRAWN = 3
-"""A key word for parameters that the wrapped optimizer rounds too, with a stream made of the same values."""
-_NORMALISE = {"betas", "etas", "rho", "centered", "lr_decay", "beta2_decay"}  #: Options of those that do, one of each.
+"""A key word for parameters that the wrapped optimizer rounds too, with a stream made
+of the same values.
+"""
+_NORMALISE = {
+    "betas",
+    "etas",
+    "rho",
+    "centered",
+    "lr_decay",
+    "beta2_decay",
+}  #: Options of those that do, one of each.
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
-    """Scale another optimizer's updates, element by element, by the stiffness of the weights.
+    """Scale another optimizer's updates, element by element, by the stiffness of the
+    weights.
 
     .. math:: w \\leftarrow \\mathrm{round}(w + f \\, \\Delta), \\qquad
               f = scale(t) \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^{exponent}
 
-    where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f`` multiplies its gradient
-    (``on="gradient"``).  Points of an :class:`~fp8manifold.FP8Manifold` are written back to their grid once, after the
-    step; ordinary parameters have ``f = scale(t)``.  Writes into an :class:`~fp8manifold.FP8Parameter` are rounded by
-    the parameter already, so ``writeback`` is a second rounding there.
+    where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f``
+    multiplies its gradient (``on="gradient"``). Points of an
+    :class:`~fp8manifold.FP8Manifold` are written back to their grid once, after the
+    step; ordinary parameters have ``f = scale(t)``. Writes into an
+    :class:`~fp8manifold.FP8Parameter` are rounded by the parameter already, so
+    ``writeback`` is a second rounding there.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``, with its own groups, state and learning rate.
+        optimizer: any ``torch.optim.Optimizer``, with its own groups, state and
+            learning rate.
         scale, exponent: numbers, or functions of the number of steps taken.
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
-        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
-            float16 parameters whose update is scaled are rounded stochastically unless this is ``nearest``.
-        draws: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
+        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own
+            rounding. Ordinary bfloat16 and float16 parameters whose update is scaled
+            are rounded stochastically unless this is ``nearest``.
+        draws: ``independent`` or ``dither``; None takes each manifold's own, or
+            independent ones.
 
     Attributes:
         steps_taken: the number of steps.
         references: the reference stiffness of each quantised parameter.
         streams: the key word of each parameter that has been rounded stochastically.
-        streams_begun: the number of streams given, also to parameters that have been removed.
+        streams_begun: the number of streams given, also to parameters that have been
+            removed.
 
     Raises:
-        TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of another type or out of range.
+        TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of
+            another type or out of range.
 
     Warns:
-        UserWarning: ``on="gradient"`` around an optimizer of torch that normalises the gradient, such as Adam and
-            RMSprop, or another one with ``betas``: the factor nearly cancels.
+        UserWarning: ``on="gradient"`` around an optimizer of torch that normalises the
+            gradient, such as Adam and RMSprop, or another one with ``betas``: the
+            factor nearly cancels.
 
     Example:
         >>> import fp8manifold as fm
@@ -73,7 +93,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         >>> bool((model.manifold.projx(model.weight) == model.weight).all())
         True
 
-    Source: the factor is that of :class:`StiffnessAdamW`, around another optimizer's step.
+    Source: the factor is that of :class:`StiffnessAdamW`, around another optimizer's
+    step.
     """
 
     def __init__(
@@ -92,8 +113,12 @@ class StiffnessWrapper(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        check_unshared(type(self).__name__, [p for group in optimizer.param_groups for p in group["params"]])
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        check_unshared(
+            type(self).__name__, [p for group in optimizer.param_groups for p in group["params"]]
+        )
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
             check_choice("writeback", writeback, _ALONE)
@@ -108,20 +133,28 @@ class StiffnessWrapper(torch.optim.Optimizer):
         scheduled("exponent", exponent, 0, -8.0, 8.0)
         if on == "gradient" and _NORMALISE & optimizer.defaults.keys():
             warnings.warn(
-                f"a stiffness factor on the gradient of {type(optimizer).__name__} cancels in its normalisation: "
+                f"a stiffness factor on the gradient of {type(optimizer).__name__} cancels in its "
+                f"normalisation: "
                 "use on='update'",
                 UserWarning,
                 stacklevel=2,
             )
         self.optimizer = optimizer
         self.scale, self.exponent, self.on = scale, exponent, on
-        self.metric, self.damping, self.clip, self.refresh_every = metric, damping, clip, refresh_every
+        self.metric, self.damping, self.clip, self.refresh_every = (
+            metric,
+            damping,
+            clip,
+            refresh_every,
+        )
         self.writeback, self.draws, self.seed = writeback, draws, seed
         self.steps_taken = 0
         self.references: dict[Tensor, float] = {}
         self.streams: dict[Tensor, int] = {}
         self.streams_begun = 0
-        self.__setstate__({"defaults": dict(optimizer.defaults)})  # torch's hooks, without groups of its own
+        self.__setstate__(
+            {"defaults": dict(optimizer.defaults)}
+        )  # torch's hooks, without groups of its own
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -142,7 +175,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, the step count, reference stiffness and stream of each parameter."""
+        """The wrapped optimizer's state, the step count, reference stiffness and stream
+        of each parameter.
+        """
         self._hooked("state_dict_pre")
         parameters = self._parameters()
         saved = {
@@ -159,21 +194,34 @@ class StiffnessWrapper(torch.optim.Optimizer):
         """Load the :meth:`state_dict` of another wrapper.
 
         Raises:
-            ValueError: the state of another kind of optimizer, or of another number of parameters.
+            ValueError: the state of another kind of optimizer, or of another number of
+                parameters.
         """
         state_dict = self._hooked("load_state_dict_pre", state_dict.copy())
-        if missing := {"optimizer", "steps_taken", "references", "streams", "streams_begun"} - state_dict.keys():
-            raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")
+        if (
+            missing := {"optimizer", "steps_taken", "references", "streams", "streams_begun"}
+            - state_dict.keys()
+        ):
+            raise ValueError(
+                f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}"
+            )
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.steps_taken, parameters = int(state_dict["steps_taken"]), self._parameters()
-        known = {name: zip(parameters, state_dict[name], strict=True) for name in ("references", "streams")}
-        self.references = {p: reference for p, reference in known["references"] if reference is not None}
+        known = {
+            name: zip(parameters, state_dict[name], strict=True)
+            for name in ("references", "streams")
+        }
+        self.references = {
+            p: reference for p, reference in known["references"] if reference is not None
+        }
         self.streams = {p: int(stream) for p, stream in known["streams"] if stream is not None}
         self.streams_begun = max(int(state_dict["streams_begun"]), len(self.streams))
         self._hooked("load_state_dict_post")
 
     def _hooked(self, when: str, *state_dict: dict[str, Any]) -> Any:
-        """Call torch's hooks of a state, which may change it; some get the wrapper alone."""
+        """Call torch's hooks of a state, which may change it; some get the wrapper
+        alone.
+        """
         for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             changed = hook(self, *state_dict)
             state_dict = (changed,) if state_dict and changed is not None else state_dict
@@ -182,7 +230,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
     @eager_only  # it writes codes, and counts
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of the wrapped optimizer, scale it and write it back; returns what that step returns."""
+        """Take a step of the wrapped optimizer, scale it and write it back; returns
+        what that step returns.
+        """
         before = [p.detach().clone() for p in self._parameters()]
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
@@ -206,10 +256,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         manifold = own_manifold(parameter)
         if isinstance(manifold, FP8Manifold):
             return self._rounding(manifold) == "stochastic"
-        return not isinstance(parameter, FP8Tensor) and rounds_at_random(parameter, {"writeback": self.writeback})
+        return not isinstance(parameter, FP8Tensor) and rounds_at_random(
+            parameter, {"writeback": self.writeback}
+        )
 
     def _begin_streams(self, before: list[Tensor]) -> None:
-        """Give parameters that are rounded stochastically for the first time a stream; forget removed ones."""
+        """Give parameters that are rounded stochastically for the first time a stream;
+        forget removed ones.
+        """
         parameters = self._parameters()
         for known in (self.references, self.streams):
             for gone in known.keys() - set(parameters):
@@ -221,9 +275,17 @@ class StiffnessWrapper(torch.optim.Optimizer):
                 continue
             used = {each: {"stream": stream} for each, stream in self.streams.items()}
             stream = new_stream(
-                p, numbers[p], used, self.streams_begun, draws=True, alone=len(parameters) == 1, values=values
+                p,
+                numbers[p],
+                used,
+                self.streams_begun,
+                draws=True,
+                alone=len(parameters) == 1,
+                values=values,
             )
-            drawn = "stream" in self.optimizer.state.get(p, {})  # by an optimizer of this library: it is the same word
+            drawn = "stream" in self.optimizer.state.get(
+                p, {}
+            )  # by an optimizer of this library: it is the same word
             self.streams[p] = mixed_word(stream, _OVER_DRAWN) if drawn else stream
             self.streams_begun += 1
 
@@ -238,9 +300,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         stiffness = chart_of(manifold.format, self.metric).stiffness(x / unit) * unit
         if parameter not in self.references or self.steps_taken % self.refresh_every == 0:
             self.references[parameter] = reference_stiffness(stiffness)
-        return power_of_ratio(stiffness, self.references[parameter], exponent, self.damping, self.clip) * scale
+        return (
+            power_of_ratio(stiffness, self.references[parameter], exponent, self.damping, self.clip)
+            * scale
+        )
 
-    def _step_on_scaled_gradients(self, factors: list[Tensor | float], closure: Callable[[], Any] | None) -> Any:
+    def _step_on_scaled_gradients(
+        self, factors: list[Tensor | float], closure: Callable[[], Any] | None
+    ) -> Any:
         kept: dict[Tensor, Tensor | None] = {}
 
         def scale_gradients() -> None:
@@ -267,7 +334,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
                 parameter.grad = gradient
 
     def _finish(self, parameter: Tensor, old: Tensor, factor: Tensor | float) -> None:
-        """Scale what has moved and round it to the grid; what has not moved stays, bit for bit."""
+        """Scale what has moved and round it to the grid; what has not moved stays, bit
+        for bit.
+        """
         if parameter.grad is None:
             return
         is_half = own_manifold(parameter) is None and self._draws(parameter)
@@ -278,29 +347,49 @@ class StiffnessWrapper(torch.optim.Optimizer):
         update = parameter.detach().to(work) - start
         target = torch.where(update == 0, start, start + update * factor)
         manifold = own_manifold(parameter)
-        words = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
+        words = {
+            "seed": self.seed,
+            "step": self.steps_taken,
+            "stream": self.streams.get(parameter, 0),
+        }
         if manifold is not None:
             own: Draws = manifold.draws if isinstance(manifold, FP8Manifold) else "independent"
-            target = _write_back(target, manifold, self._rounding(manifold), self.draws or own, **words)
+            target = _write_back(
+                target, manifold, self._rounding(manifold), self.draws or own, **words
+            )
         elif is_half:
-            drawn = random_bits(target.shape, device=target.device, draws=self.draws or "independent", **words)
+            drawn = random_bits(
+                target.shape, device=target.device, draws=self.draws or "independent", **words
+            )
             target = to_half(target.contiguous(), parameter.dtype, drawn)
         parameter.copy_(target)
 
 
 def _write_back(
-    target: Tensor, manifold: StiffnessManifold, writeback: str, draws: Draws, *, seed: int, step: int, stream: int
+    target: Tensor,
+    manifold: StiffnessManifold,
+    writeback: str,
+    draws: Draws,
+    *,
+    seed: int,
+    step: int,
+    stream: int,
 ) -> Tensor:
-    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold."""
+    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on
+    the continuous manifold.
+    """
     if not isinstance(manifold, FP8Manifold):
         return manifold.projx(target)
     scale = manifold.scale.to(target.dtype)
     if writeback == "nearest":
         return round_to_grid(target / scale, manifold.format) * scale
     words: dict[str, Any] = {"seed": seed, "step": step, "stream": stream}
-    after = round_to_grid(target / scale, manifold.format, "stochastic", **words, draws=draws) * scale
+    after = (
+        round_to_grid(target / scale, manifold.format, "stochastic", **words, draws=draws) * scale
+    )
     if bool((torch.frexp(scale).mantissa == 0.5).all()):
         return after
-    # dividing by any other scale puts points of the grid a hair off it, where a draw could move them
+    # dividing by any other scale puts points of the grid a hair off it, where a draw
+    # could move them
     nearest = round_to_grid(target / scale, manifold.format) * scale
     return torch.where(nearest == target, target, after)

@@ -1,7 +1,9 @@
-"""Writing and reading checkpoints: written whole or not at all, every byte checked before any of it is used.
+"""Writing and reading checkpoints: written whole or not at all, every byte checked
+before any of it is used.
 
-A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all tensors; everything else is in its header.
-Its SHA-256 is in `step-N.safetensors.sha256` beside it.
+A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all tensors;
+everything else is in its header. Its SHA-256 is in `step-N.safetensors.sha256` beside
+it.
 """
 
 import hashlib
@@ -33,7 +35,9 @@ from nanogpt_bench.system.untrusted import open_file, read_text
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return a run's newest checkpoint that verifies, and a line for each newer one that does not, newest first."""
+    """Return a run's newest checkpoint that verifies, and a line for each newer one
+    that does not, newest first.
+    """
     skipped: list[str] = []
     for step in reversed(steps(run_dir)):
         path = step_file(run_dir, step)
@@ -47,7 +51,9 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def says_best(path: Path) -> bool:
-    """Return whether a checkpoint says that its validation loss was the lowest so far; only its header is read."""
+    """Return whether a checkpoint says that its validation loss was the lowest so far;
+    only its header is read.
+    """
     try:
         with _named(path), open_file(path, links=False) as file:
             return _head(file, path).facts.get("best") is True
@@ -56,12 +62,16 @@ def says_best(path: Path) -> bool:
 
 
 def verify(path: Path) -> None:
-    """Check every byte of a checkpoint against its SHA-256; takes little memory, whatever the checkpoint's size."""
+    """Check every byte of a checkpoint against its SHA-256; takes little memory,
+    whatever the checkpoint's size.
+    """
     read(path, only=())
 
 
 def read(path: Path, only: Collection[str] | None = None) -> Contents:
-    """Return the contents of a checkpoint, after checking all of it; `only` names the parts whose tensors are read."""
+    """Return the contents of a checkpoint, after checking all of it; `only` names the
+    parts whose tensors are read.
+    """
     with _named(path), open_file(path, links=False) as file:
         _check_digest(file, path)
         contents = _head(file, path)
@@ -91,8 +101,12 @@ def _check_digest(file: BufferedReader, path: Path) -> None:
     size, beside = os.fstat(file.fileno()).st_size, sum_file(path)
     if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise ValueError(f"has {size:,} bytes, more than this machine's memory")
-    if read_text(beside, 500, links=False) != sum_line(hashlib.file_digest(file, "sha256").hexdigest(), path):
-        raise ValueError(f"does not have the sha256 that {beside.name} gives: one of them was cut off or changed")
+    if read_text(beside, 500, links=False) != sum_line(
+        hashlib.file_digest(file, "sha256").hexdigest(), path
+    ):
+        raise ValueError(
+            f"does not have the sha256 that {beside.name} gives: one of them was cut off or changed"
+        )
 
 
 def sum_line(digest: str, path: Path) -> str:
@@ -108,19 +122,25 @@ def _named(path: Path) -> Iterator[None]:
     except OSError as error:
         other = Path(error.filename).name if error.filename else path.name
         what = "" if other == path.name else f"{other}: "
-        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {what}{error.strerror or one_line(error)}") from None
+        raise BrokenCheckpoint(
+            f"checkpoint {str(path)!r}: {what}{error.strerror or one_line(error)}"
+        ) from None
     except MemoryError:
-        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: needs more than this machine's memory") from None
+        raise BrokenCheckpoint(
+            f"checkpoint {str(path)!r}: needs more than this machine's memory"
+        ) from None
     except (ValueError, SafetensorError, RuntimeError) as error:
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {one_line(error)}") from None
 
 
 def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
-    """Write a checkpoint and return its file, `run_dir`/checkpoints/step-N.safetensors; then remove older ones.
+    """Write a checkpoint and return its file, `run_dir`/checkpoints/step-N.safetensors;
+    then remove older ones.
 
-    It is written under another name, and renamed once it and its digest are on the disk: if anything fails before,
-    earlier checkpoints are unchanged. The `keep_last` newest stay, this one included, and the newest whose
-    `facts["best"]` is true. A checkpoint of the same step is removed first; those of later steps are left alone.
+    It is written under another name, and renamed once it and its digest are on the
+    disk: if anything fails before, earlier checkpoints are unchanged. The `keep_last`
+    newest stay, this one included, and the newest whose `facts["best"]` is true. A
+    checkpoint of the same step is removed first; those of later steps are left alone.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -133,7 +153,8 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
         ([1, 3], 'step-3.safetensors')
 
     Raises:
-        CheckpointNotWritten: the disk is full, can't be written or fails; unfinished files are removed if possible.
+        CheckpointNotWritten: the disk is full, can't be written or fails; unfinished
+            files are removed if possible.
         ValueError: `keep_last` below 1, or contents that a file can't hold.
     """
     if keep_last < 1:
@@ -148,17 +169,26 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
             _sync_folder(run_dir.parent)
         check_room(path.parent, bytes_of(contents) + len(header), "it")
         try:
-            _write(path, [header, *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors)])
+            _write(
+                path,
+                [
+                    header,
+                    *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors),
+                ],
+            )
         except BaseException:
             with suppress(OSError):  # removing may fail, too; the next start removes what is left
                 clean(run_dir)
             raise
-        with suppress(OSError):  # this checkpoint is on the disk, and the next commit tries again to prune
+        with suppress(
+            OSError
+        ):  # this checkpoint is on the disk, and the next commit tries again to prune
             _prune(run_dir, contents.step, keep_last)
     except (OSError, BenchError) as error:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise CheckpointNotWritten(
-            f"checkpoint of step {contents.step} can't be written to {str(path.parent)!r}: {one_line(reason)}; "
+            f"checkpoint of step {contents.step} can't be written to {str(path.parent)!r}: "
+            f"{one_line(reason)}; "
             "earlier checkpoints are unchanged"
         ) from None
     return path
@@ -180,7 +210,9 @@ def _remove(path: Path) -> None:
 
 
 def _prune(run_dir: Path, step: int, keep_last: int) -> None:
-    """Remove the checkpoints up to the one of `step`, except the last `keep_last` and the best."""
+    """Remove the checkpoints up to the one of `step`, except the last `keep_last` and
+    the best.
+    """
     paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
     old = paths[:-keep_last]
     best = next(filter(says_best, reversed(paths)), None) if old else None
@@ -194,7 +226,9 @@ CHUNK = 1 << 20
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write a new file, wait until it is on the disk, and return the SHA-256 of its bytes."""
+    """Write a new file, wait until it is on the disk, and return the SHA-256 of its
+    bytes.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     digest, size = hashlib.sha256(), 0
     try:
@@ -234,11 +268,14 @@ def bytes_of(contents: Contents) -> int:
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Refuse `what` if its `needed` bytes do not fit on the disk of `folder`, which need not exist yet."""
+    """Refuse `what` if its `needed` bytes do not fit on the disk of `folder`, which
+    need not exist yet.
+    """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed + OVERHEAD:
         raise BenchError(
-            f"{what} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, {free / 1e6:,.1f} MB are free; "
+            f"{what} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, "
+            f"{free / 1e6:,.1f} MB are free; "
             "make room or choose another folder"
         )

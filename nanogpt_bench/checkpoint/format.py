@@ -1,8 +1,11 @@
-"""The format of checkpoints on disk: file names, contents, and the header with everything but tensors.
+"""The format of checkpoints on disk: file names, contents, and the header with
+everything but tensors.
 
-The header of `step-N.safetensors` names every tensor as `part/name`, and has one text, a JSON document:
+The header of `step-N.safetensors` names every tensor as `part/name`, and has one text,
+a JSON document:
 
-    {"format": 2, "texts": {"model": {"…": "…"}}, "facts": {"step": 100, "best": true, …}}
+    {"format": 2, "texts": {"model": {"…": "…"}}, "facts": {"step": 100, "best": true,
+    …}}
 """
 
 import json
@@ -51,12 +54,16 @@ def step_of(name: str) -> int | None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Return the steps of a run's checkpoints by their names, whole or broken, in increasing order."""
+    """Return the steps of a run's checkpoints by their names, whole or broken, in
+    increasing order.
+    """
     return sorted(step for name in _names(run_dir) if (step := step_of(name)) is not None)
 
 
 def stray(run_dir: Path) -> Iterator[Path]:
-    """Files that an interrupted save or removal left behind: unfinished checkpoints, and digests without one."""
+    """Files that an interrupted save or removal left behind: unfinished checkpoints,
+    and digests without one.
+    """
     names = set(_names(run_dir))
     for name in names:
         stem, dot, last = name.rpartition(".")
@@ -76,7 +83,8 @@ def check_layout(run_dir: Path) -> None:
         path = run_dir / CHECKPOINTS / name
         if _FORMER.fullmatch(name) and path.is_dir():
             raise BenchError(
-                f"checkpoint {str(path)!r} is a folder, the layout of an earlier version, which this one does not "
+                f"checkpoint {str(path)!r} is a folder, the layout of an earlier version, which "
+                f"this one does not "
                 "read; go on with the version that wrote it, or begin a new run"
             )
 
@@ -104,12 +112,15 @@ class Contents:
     tensors: dict[str, dict[str, Tensor]]
     #: part -> texts that belong to its tensors
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    #: everything else, without NaN and Inf; `best` is true if the validation loss at that step was the lowest so far
+    #: everything else, without NaN and Inf; `best` is true if the validation loss at
+    #: that step was the lowest so far
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 class BrokenCheckpoint(BenchError):
-    """A checkpoint is not what was committed; `str(error)` says in one line what is wrong with it."""
+    """A checkpoint is not what was committed; `str(error)` says in one line what is
+    wrong with it.
+    """
 
 
 class CheckpointNotWritten(BenchError):
@@ -123,12 +134,43 @@ _TEXT = "checkpoint"
 _DTYPES = dict(
     zip(
         (
-            *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
-            *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+            *(
+                torch.bool,
+                torch.uint8,
+                torch.int8,
+                torch.uint16,
+                torch.int16,
+                torch.uint32,
+                torch.int32,
+                torch.uint64,
+            ),
+            *(
+                torch.int64,
+                torch.float16,
+                torch.bfloat16,
+                torch.float32,
+                torch.float64,
+                torch.complex64,
+            ),
             *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
         ),
         (
-            *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64"),
+            *(
+                "BOOL",
+                "U8",
+                "I8",
+                "U16",
+                "I16",
+                "U32",
+                "I32",
+                "U64",
+                "I64",
+                "F16",
+                "BF16",
+                "F32",
+                "F64",
+                "C64",
+            ),
             *("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"),
         ),
         strict=True,
@@ -137,21 +179,40 @@ _DTYPES = dict(
 
 
 def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
-    """Return the header of a checkpoint's file and the tensors that follow it, the widest types first.
+    """Return the header of a checkpoint's file and the tensors that follow it, the
+    widest types first.
 
-    Raises ValueError for a tensor that a file can't hold, NaN among the facts, or a header too long for `read_head`.
+    Raises ValueError for a tensor that a file can't hold, NaN among the facts, or a
+    header too long for `read_head`.
     """
-    named = {f"{part}/{name}": value for part, tensors in contents.tensors.items() for name, value in tensors.items()}
+    named = {
+        f"{part}/{name}": value
+        for part, tensors in contents.tensors.items()
+        for name, value in tensors.items()
+    }
     ordered = dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
     facts = {**contents.facts, "step": contents.step}
-    text = json.dumps({"format": FORMAT, "texts": contents.metadata, "facts": facts}, allow_nan=False)
+    text = json.dumps(
+        {"format": FORMAT, "texts": contents.metadata, "facts": facts}, allow_nan=False
+    )
     header: dict[str, Any] = {"__metadata__": {_TEXT: text}}
     end = 0
     for name, tensor in ordered.items():
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or not tensor.is_contiguous():
-            raise ValueError(f"tensor {name!r} of {tensor.dtype}, {tensor.layout}: dense, contiguous ones are written")
+        if (
+            tensor.dtype not in _DTYPES
+            or tensor.layout != torch.strided
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"tensor {name!r} of {tensor.dtype}, {tensor.layout}: dense, contiguous ones are "
+                f"written"
+            )
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     _parsed(data)
@@ -159,14 +220,20 @@ def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
 
 
 def read_head(file: BinaryIO) -> Contents:
-    """Return a checkpoint's contents without the tensors, from the header of a file at its beginning.
+    """Return a checkpoint's contents without the tensors, from the header of a file at
+    its beginning.
 
-    Raises ValueError for a header that is too long or cut off, no JSON, or not of a checkpoint.
+    Raises ValueError for a header that is too long or cut off, no JSON, or not of a
+    checkpoint.
     """
     prefix = file.read(8)
     size = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or size > HEADER:
-        raise ValueError(f"has a header of {size:,} bytes; allowed: {HEADER:,}" if len(prefix) == 8 else "is cut off")
+        raise ValueError(
+            f"has a header of {size:,} bytes; allowed: {HEADER:,}"
+            if len(prefix) == 8
+            else "is cut off"
+        )
     data = file.read(size)
     if len(data) < size:
         raise ValueError(f"is cut off in its header of {size:,} bytes")
@@ -181,26 +248,39 @@ def _parsed(data: bytes) -> Contents:
     if not isinstance(content, dict):
         raise ValueError("is no checkpoint of a run")
     if content.get("format") != FORMAT:
-        raise ValueError(f"is of format {str(content.get('format'))[:20]}, this version reads format {FORMAT}")
+        raise ValueError(
+            f"is of format {str(content.get('format'))[:20]}, this version reads format {FORMAT}"
+        )
     facts, metadata = content.get("facts"), content.get("texts")
     step = facts.get("step") if isinstance(facts, dict) else None
-    if not isinstance(facts, dict) or not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if (
+        not isinstance(facts, dict)
+        or not isinstance(step, int)
+        or isinstance(step, bool)
+        or step < 0
+    ):
         raise ValueError("gives no step")
-    if not isinstance(metadata, dict) or not all(isinstance(found, Mapping) for found in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(found, Mapping) for found in metadata.values()
+    ):
         raise ValueError("has no metadata of its tensors")
     return Contents(step, {}, metadata, facts)
 
 
 _BY_NAME = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 
 
 def capture_tree(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of nested dicts, lists, tuples and scalars by name, and the rest as an outline for JSON.
+    """Return the tensors of nested dicts, lists, tuples and scalars by name, and the
+    rest as an outline for JSON.
 
-    The tensors are copies: plain, contiguous, on the CPU, sharing no memory. A tensor subclass is taken apart by its
-    `__tensor_flatten__`. Numbers that JSON can't write (NaN, Inf) and keys that are no strings survive.
+    The tensors are copies: plain, contiguous, on the CPU, sharing no memory. A tensor
+    subclass is taken apart by its `__tensor_flatten__`. Numbers that JSON can't write
+    (NaN, Inf) and keys that are no strings survive.
 
     >>> tensors, outline = capture_tree({"state": {0: torch.ones(2), "loss": float("inf")}})
     >>> list(tensors), outline
@@ -214,7 +294,8 @@ def capture_tree(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[type] = ()) -> Any:
-    """Return the tree that `capture_tree` took apart, with the tensors themselves, not copies.
+    """Return the tree that `capture_tree` took apart, with the tensors themselves, not
+    copies.
 
     `classes` are the tensor subclasses that an outline may name; any other is refused.
 
@@ -222,7 +303,8 @@ def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[
     [1, (2.5, nan), {7: tensor([3])}]
 
     Raises:
-        ValueError: an outline that `capture_tree` did not make, a missing tensor, or a class not in `classes`.
+        ValueError: an outline that `capture_tree` did not make, a missing tensor, or a
+            class not in `classes`.
     """
     try:
         return _restored(outline, tensors, {kind.__name__: kind for kind in classes})
@@ -242,7 +324,12 @@ def _outline(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
         pairs = [(key, _below(path, key), item) for key, item in value.items()]
-        return {"dict": [[_outline(key, below, {}), _outline(item, below, tensors)] for key, below, item in pairs]}
+        return {
+            "dict": [
+                [_outline(key, below, {}), _outline(item, below, tensors)]
+                for key, below, item in pairs
+            ]
+        }
     if isinstance(value, tuple | list):
         items = [_outline(item, _below(path, index), tensors) for index, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
@@ -257,8 +344,15 @@ def _below(path: str, key: object) -> str:
 def _outline_of_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if hasattr(value, "__tensor_flatten__") and type(value) not in (Tensor, nn.Parameter):
         names, rest = value.__tensor_flatten__()
-        parts = [[name, _outline_of_tensor(getattr(value, name), _below(path, name), tensors)] for name in names]
-        return {"class": type(value).__name__, "parts": parts, "rest": _outline(rest, _below(path, "rest"), {})}
+        parts = [
+            [name, _outline_of_tensor(getattr(value, name), _below(path, name), tensors)]
+            for name in names
+        ]
+        return {
+            "class": type(value).__name__,
+            "parts": parts,
+            "rest": _outline(rest, _below(path, "rest"), {}),
+        }
     name = path or "value"
     while name in tensors:  # keys 1 and "1" have the same name, and so have "a/b" and b in a
         name += "'"
@@ -267,7 +361,9 @@ def _outline_of_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> 
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor as a plain one: contiguous, on the CPU, sharing no memory."""
+    """Return a copy of a tensor as a plain one: contiguous, on the CPU, sharing no
+    memory.
+    """
     plain = tensor.detach().as_subclass(Tensor)
     return torch.empty_like(plain, device="cpu", memory_format=torch.contiguous_format).copy_(plain)
 
@@ -282,7 +378,9 @@ def _restored(outline: Any, tensors: Mapping[str, Tensor], classes: Mapping[str,
         return outline
     if "class" in outline:
         parts = {name: inner(part) for name, part in outline["parts"]}
-        return classes[outline["class"]].__tensor_unflatten__(parts, inner(outline["rest"]), None, None)
+        return classes[outline["class"]].__tensor_unflatten__(
+            parts, inner(outline["rest"]), None, None
+        )
     ((kind, content),) = outline.items()
     made_of = {
         "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],

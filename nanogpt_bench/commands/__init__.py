@@ -1,7 +1,9 @@
-"""The commands of `nanogpt-bench`, one module each with `TEXTS`, `add_options` and `main`; and argument types.
+"""The commands of `nanogpt-bench`, one module each with `TEXTS`, `add_options` and
+`main`; and argument types.
 
-`main` returns the exit code, or raises `BenchError`. Modules that import torch are imported inside it, so that help and
-errors of options come at once. An argument type turns a word into a value, or raises a line that says what is allowed.
+`main` returns the exit code, or raises `BenchError`. Modules that import torch are
+imported inside it, so that help and errors of options come at once. An argument type
+turns a word into a value, or raises a line that says what is allowed.
 """
 
 import argparse
@@ -39,7 +41,9 @@ def braced(words: Iterable[str]) -> str:
 
 
 def tokenizer(word: str) -> str:
-    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model, whose tokenizer it means."""
+    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model,
+    whose tokenizer it means.
+    """
     if word.startswith("bpe-") or "/" in word or word.endswith(".gguf") or Path(word).is_dir():
         return word
     return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
@@ -53,11 +57,15 @@ def names(text: str) -> list[str]:
     """
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names nothing; give names with commas between them"
+        )
     return found
 
 
-def number(kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+def number(
+    kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], what: str
+) -> Callable[[str], Any]:
     """Return an argument type that takes a number of a kind.
 
     >>> positive("3")
@@ -87,4 +95,8 @@ def add_executor(parser: Any) -> None:
         metavar="local|ray",
         help="where runs train: processes of this machine (default), or of a Ray cluster",
     )
-    parser.add_argument("--address", metavar="HOST:PORT", help="ray: a running cluster (default: one of these cores)")
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="ray: a running cluster (default: one of these cores)",
+    )

@@ -1,4 +1,6 @@
-"""`nanogpt-bench compare`: the packaged sweep `compare.yaml`, changed by the command line."""
+"""`nanogpt-bench compare`: the packaged sweep `compare.yaml`, changed by the command
+line.
+"""
 
 import argparse
 import shlex
@@ -14,33 +16,51 @@ from nanogpt_bench.system.files import locked, new_folder
 MODE = "compare"
 
 TEXTS = {
-    "description": "Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
-    "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
-    "estimate of the time left from the first minute on. The same command with the same --out continues an\n"
-    "interrupted comparison. Settings are those of run: each applies to the rows that take it, and compare names\n"
-    "these where they are not all.",
-    "usage": "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
-    "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]",
-    "epilog": "examples:\n  nanogpt-bench compare\n"
-    "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
-    "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
-    "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
+    "description": "Train formats x rules on one corpus, same seeds and batches, and write a "
+    "report. Without\narguments: a demonstration on the standard library's prose, "
+    "two to seven minutes on two CPU cores, with an\nestimate of the time left from "
+    "the first minute on. The same command with the same --out continues an\n"
+    "interrupted comparison. Settings are those of run: each applies to the rows "
+    "that take it, and compare names\nthese where they are not all.",
+    "usage": "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] "
+    "[--data.dir DIR]\n                             [--reference ROW] [--out DIR] "
+    "[--section.key VALUE ...]",
+    "epilog": "examples:\n  nanogpt-bench compare\n  nanogpt-bench compare --formats E4M3,E7M0 "
+    "--rules bf16-mixed,nearest,stochastic --max-steps 500\n  nanogpt-bench compare "
+    "--data.dir data/book --rules all --seeds 3 --out runs/book\n  nanogpt-bench compare "
+    "--formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
 }
 
 
 def add_options(parser: Any) -> None:
-    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
-    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
-    parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
-    parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
-    parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
+    parser.add_argument(
+        "--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus"
+    )
+    parser.add_argument(
+        "--formats", type=names, metavar="A,B", help="formats of the quantised rules"
+    )
+    parser.add_argument(
+        "--rules", type=names, metavar="A,B|all", help="update rules, or all of them"
+    )
+    parser.add_argument(
+        "--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run"
+    )
+    parser.add_argument(
+        "--seeds", type=positive, metavar="N", help="runs of every row (default: 1)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)"
+    )
+    parser.add_argument(
+        "--reference", metavar="ROW", help="row to measure against (default: the BF16 row)"
+    )
     add_executor(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train every row with every seed, write the report and print the table; the last line is the report's path."""
+    """Train every row with every seed, write the report and print the table; the last
+    line is the report's path.
+    """
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
     from nanogpt_bench.sweep.session import sweep_grid
@@ -49,7 +69,9 @@ def main(args: argparse.Namespace) -> int:
     check_executor(args.executor, args.address)
     given = read_given(args.overrides)
     if args.data_dir is None and given.get("task") == "classify":
-        raise BenchError("--task classify needs --data.dir: the standard library's prose has no labels")
+        raise BenchError(
+            "--task classify needs --data.dir: the standard library's prose has no labels"
+        )
     sweep = comparison(
         formats=args.formats,
         rules=args.rules,
@@ -69,5 +91,7 @@ def main(args: argparse.Namespace) -> int:
     ):
         most = most_workers(1, found.cores())
         workers = min(sweep.workers or most, most) if isinstance(found, Local) else most
-        again = None if args.out is not None else f"{command_line()} --out {shlex.quote(str(folder))}"
+        again = (
+            None if args.out is not None else f"{command_line()} --out {shlex.quote(str(folder))}"
+        )
         return sweep_grid(sweep, folder, workers, found, mode=MODE, again=again)

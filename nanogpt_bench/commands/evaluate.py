@@ -1,4 +1,6 @@
-"""`nanogpt-bench evaluate`: losses of one set of weights in several formats, without training, or a report on them."""
+"""`nanogpt-bench evaluate`: losses of one set of weights in several formats, without
+training, or a report on them.
+"""
 
 import argparse
 from pathlib import Path
@@ -17,19 +19,21 @@ SCALES = ("tensor", "channel", "block", "square")
 _WIDTH = 120
 
 TEXTS = {
-    "usage": "nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] "
-    "[--formats A,B] [--section.key VALUE ...]\n"
-    "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
-    "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
-    "                              [--budget BYTES] [--save DIR] [--out DIR]",
-    "description": "Measure the loss of the weights that a run has trained, as they are and rounded to each format.\n"
-    "With --scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
-    "those of any causal language model of transformers, with its own tokenizer.",
-    "epilog": "examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
-    "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
-    "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
-    "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
-    "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
+    "usage": "nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] [--formats A,B] "
+    "[--section.key VALUE ...]\n       nanogpt-bench evaluate RUN|--model PATH [--input "
+    "FILE|--data.dir DIR] [--formats A,B|all]\n                              [--scales "
+    "A,B] [--sensitivity [kinds|blocks|layers]]\n                              [--budget "
+    "BYTES] [--save DIR] [--out DIR]",
+    "description": "Measure the loss of the weights that a run has trained, as they are and "
+    "rounded to each format.\nWith --scales, --sensitivity, --budget or --formats "
+    "all a run's weights get a report; with --model\nthose of any causal language "
+    "model of transformers, with its own tokenizer.",
+    "epilog": "examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n  "
+    "nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 "
+    "--model.formats.lm_head none\n  nanogpt-bench evaluate runs/fp32 --formats all "
+    "--scales channel,block --budget 1.5\n  nanogpt-bench evaluate --model "
+    "SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n  nanogpt-bench "
+    "evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
 }
 
 
@@ -40,28 +44,57 @@ def add_options(parser: Any) -> None:
         metavar="PATH",
         help="a folder of save_pretrained or published in FP8, a .gguf file, or an id on the hub",
     )
-    parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
     parser.add_argument(
-        "--formats", type=names, metavar="A,B", help="formats of all weights, one row each; all: all of eight bits"
+        "--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the table as JSON as well; of a report: its folder"
+        "--formats",
+        type=names,
+        metavar="A,B",
+        help="formats of all weights, one row each; all: all of eight bits",
     )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the table as JSON as well; of a report: its folder",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="write every row's weights to DIR/FORMAT.safetensors",
+    )
     own = parser.add_argument_group("a report, of a RUN or with --model")
-    own.add_argument("--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file")
-    own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
-    own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each")
-    own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
+    own.add_argument(
+        "--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file"
+    )
+    own.add_argument(
+        "--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)"
+    )
+    own.add_argument(
+        "--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each"
+    )
+    own.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="round the embeddings, too, in the format of each row",
+    )
     own.add_argument(
         "--sensitivity",
         nargs="?",
         const="kinds",
         type=one_of(("kinds", "blocks", "layers")),
         metavar="BY",
-        help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
+        help="each kind of layer (default), block or layer, and the embeddings, alone in each "
+        "format: a map of gaps",
     )
-    own.add_argument("--budget", type=above_0, metavar="X", help="the best mixture of the map in X bytes per parameter")
+    own.add_argument(
+        "--budget",
+        type=above_0,
+        metavar="X",
+        help="the best mixture of the map in X bytes per parameter",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -76,7 +109,9 @@ def main(args: argparse.Namespace) -> int:
     run_dir = run_folder(args.run)
     if run_dir is None:
         raise BenchError(_no_run(Path(args.run)))
-    if "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT):
+    if "all" in (args.formats or ()) or any(
+        getattr(args, name) not in (None, False) for name in OF_REPORT
+    ):
         from nanogpt_bench.evaluation.report import report_run
 
         return report_run(run_dir, args)
@@ -87,7 +122,9 @@ def _check(args: argparse.Namespace) -> None:
     for name in NOT_MODEL if args.model else ONLY_MODEL:
         if (value := getattr(args, name)) is not None:
             word = repr(value) if name == "run" else f"--{name}"
-            raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
+            raise BenchError(
+                f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out"
+            )
     if args.save is not None and args.save.exists() and not args.save.is_dir():
         raise BenchError(f"--save {str(args.save)!r} is a file; give a folder")
     if not args.model and args.run is None:
@@ -104,8 +141,12 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
     from nanogpt_bench.evaluation.weights import WRITTEN, evaluate_run
 
     if args.out:
-        refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "another name")
-    rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save)
+        refuse_to_replace(
+            "--out", args.out, holds(rows_with("format", "storage", "val_loss")), "another name"
+        )
+    rows = evaluate_run(
+        run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save
+    )
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
     console.print(rows_table(rows, "gap to as trained"))
@@ -122,5 +163,9 @@ def _no_run(path: Path) -> str:
         return f"{str(path)!r} is no folder of a run; train and validate one first: nanogpt-bench run {path}"
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
-    runs = [str(child) for child in sorted(path.glob("*") if path.is_dir() else ()) if is_run(child)]
-    return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
+    runs = [
+        str(child) for child in sorted(path.glob("*") if path.is_dir() else ()) if is_run(child)
+    ]
+    return f"{str(path)!r} is no folder of a run" + (
+        f"; it holds: {', '.join(runs)}" if runs else ""
+    )

@@ -1,4 +1,6 @@
-"""`nanogpt-bench finetune --model PATH`: training all weights of a pretrained language model further."""
+"""`nanogpt-bench finetune --model PATH`: training all weights of a pretrained language
+model further.
+"""
 
 import argparse
 import copy
@@ -20,20 +22,22 @@ FLOAT: Final = "float"
 #: the layout of a published model that was trained in the codes of its files
 OWN: Final = "its own"
 LAYOUTS = (FLOAT, "compressed-tensors", "torchao", "fp8")
-#: bytes per parameter of float32 AdamW: weight, two averages and gradient, four bytes each
+#: bytes per parameter of float32 AdamW: weight, two averages and gradient, four bytes
+#: each
 ADAMW_BYTES = 16
 _MIB = 2**20
 
 TEXTS = {
-    "usage": "nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
-    "[--layout LAYOUT] [--section.key VALUE ...]",
-    "description": "Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
-    "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
-    "epilog": "examples:\n"
-    "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
-    "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
-    "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
-    "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
+    "usage": "nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] "
+    "[--resume] [--save DIR] [--layout LAYOUT] [--section.key VALUE ...]",
+    "description": "Train all weights of a causal language model of transformers further, as "
+    "finetune.yaml says,\nwith the loop, checkpoints, monitors and report of run; "
+    "every setting of run can be overridden.",
+    "epilog": "examples:\n  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 "
+    "--out data/law\n  nanogpt-bench finetune --model models/smollm2 --data.dir data/law "
+    "--rule muon-stochastic\n  nanogpt-bench finetune --model models/smollm2 --data.dir "
+    "data/law --train.step_in_backward true --optimizer.clip_by previous "
+    "--train.recompute true --train.precision bf16-mixed --save models/law",
 }
 
 
@@ -56,8 +60,9 @@ def add_options(parser: Any) -> None:
         "--layout",
         type=one_of(LAYOUTS),
         metavar=braced(LAYOUTS),
-        help="layout of --save: float (the default, unless the model was published in FP8), codes and scales as "
-        "compressed-tensors or torchao store them, or fp8: as DeepSeek-V3 does, in squares of 128 x 128",
+        help="layout of --save: float (the default, unless the model was published in FP8), codes "
+        "and scales as compressed-tensors or torchao store them, or fp8: as DeepSeek-V3 does, "
+        "in squares of 128 x 128",
     )
 
 
@@ -70,7 +75,9 @@ def main(args: argparse.Namespace) -> int:
     if args.save is not None:
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
-        from nanogpt_bench.setup.resolve import resolve  # not at the top: it imports torch, which takes seconds
+        from nanogpt_bench.setup.resolve import (
+            resolve,  # not at the top: it imports torch, which takes seconds
+        )
 
         layout = check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
@@ -85,16 +92,23 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
-    """Return the layout that `--save` will write, or refuse it, before the training; no weight is read."""
+    """Return the layout that `--save` will write, or refuse it, before the training; no
+    weight is read.
+    """
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
     from nanogpt_bench.setup.pretrained import trains_stored
 
     found, stored = outline(config.model.pretrained or ""), trains_stored(config.model)
     if not config.checkpoint.last:
-        raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
+        raise BenchError(
+            "--save writes the weights of the last checkpoint; leave --checkpoint.last false out"
+        )
     if stored and layout not in (None, FLOAT):
-        raise BenchError(f"--layout {layout}: {config.model.pretrained!r} has a layout of its own; leave --layout out")
+        raise BenchError(
+            f"--layout {layout}: {config.model.pretrained!r} has a layout of its own; leave "
+            f"--layout out"
+        )
     if layout is not None and layout != FLOAT:
         check_layout(config, layout)
     own = stored and layout is None
@@ -104,7 +118,9 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
 
 @contextmanager
 def _weights_named(run_dir: Path, out: Path) -> Iterator[None]:
-    """If the model can't be written, remove its parts, and raise an error that names the place of the weights."""
+    """If the model can't be written, remove its parts, and raise an error that names
+    the place of the weights.
+    """
     try:
         yield
     except BenchError as error:
@@ -113,7 +129,8 @@ def _weights_named(run_dir: Path, out: Path) -> Iterator[None]:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
         how = f"--resume --name {run_dir.name} and --save DIR"
         raise type(error)(
-            f"--save: {error}; the weights are kept in {str(run_dir)!r}: the same command with {how} writes them"
+            f"--save: {error}; the weights are kept in {str(run_dir)!r}: the same command with "
+            f"{how} writes them"
         ) from None
 
 
@@ -127,18 +144,23 @@ def _written(out: Path) -> Iterator[None]:
     except OSError as error:
         raise refused(f"{str(out)!r} can't be written", error) from None
     except Exception as error:
-        raise BenchError(f"{str(out)!r} can't be written: {type(error).__name__}: {one_line(error)}") from None
+        raise BenchError(
+            f"{str(out)!r} can't be written: {type(error).__name__}: {one_line(error)}"
+        ) from None
 
 
 def memory_line(summary: dict[str, Any]) -> str:
-    """Return a line with the measured memory of a run, and that of float32 AdamW by arithmetic.
+    """Return a line with the measured memory of a run, and that of float32 AdamW by
+    arithmetic.
 
     >>> memory_line({"parameters": 2**20, "held_bytes": 3 * 2**20, "gradient_peak_bytes": None})
     'memory: weights and state 3.0 MiB, gradients not measured; float32 AdamW by arithmetic: 16.0 MiB'
     """
     held, peak = summary["held_bytes"], summary["gradient_peak_bytes"]
     parts = ["weights and state " + (f"{held / _MIB:,.1f} MiB" if held else "not measured")]
-    parts.append("gradients " + (f"at most {peak / _MIB:,.1f} MiB at once" if peak else "not measured"))
+    parts.append(
+        "gradients " + (f"at most {peak / _MIB:,.1f} MiB at once" if peak else "not measured")
+    )
     if held and peak:
         parts.append(f"together {(held + peak) / _MIB:,.1f} MiB")
     theirs = f"float32 AdamW by arithmetic: {ADAMW_BYTES * summary['parameters'] / _MIB:,.1f} MiB"
@@ -146,24 +168,39 @@ def memory_line(summary: dict[str, Any]) -> str:
 
 
 def check_layout(config: Resolved, layout: Layout) -> None:
-    """Refuse a layout that can't store the model, before the training; no weight is read."""
+    """Refuse a layout that can't store the model, before the training; no weight is
+    read.
+    """
     import fp8manifold as fm
     from nanogpt_bench.model.causal import skeleton
 
     kinds: dict[str, Any] = {name: spec.operand("weight") for name, spec in config.layers.items()}
-    stored = {name: fm.LayerSpec(kind.format, granularity=kind.granularity) for name, kind in kinds.items() if kind}
+    stored = {
+        name: fm.LayerSpec(kind.format, granularity=kind.granularity)
+        for name, kind in kinds.items()
+        if kind
+    }
     if not stored or config.model.storage == "continuous":
-        raise BenchError(f"--layout {layout} takes quantised weights, not the run's floats; give --layout {FLOAT}")
+        raise BenchError(
+            f"--layout {layout} takes quantised weights, not the run's floats; give --layout "
+            f"{FLOAT}"
+        )
     model = skeleton(config.model.pretrained or "")
     with _refusals(layout):
-        fm.exported_state_dict(fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout)
+        fm.exported_state_dict(
+            fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout
+        )
 
 
-def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its own"] = "float") -> None:
-    """Write the newest weights of a fine-tuning, and the tokenizer, as transformers reads them.
+def save_model(
+    run_dir: Path, out: Path, layout: Layout | Literal["float", "its own"] = "float"
+) -> None:
+    """Write the newest weights of a fine-tuning, and the tokenizer, as transformers
+    reads them.
 
-    `layout` is `float`, for their values, or one of `fm.export_model`, for codes and scales. `its own` is the layout of
-    a published model that was trained in the codes of its files; the other files of that model are written, too.
+    `layout` is `float`, for their values, or one of `fm.export_model`, for codes and
+    scales. `its own` is the layout of a published model that was trained in the codes
+    of its files; the other files of that model are written, too.
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
@@ -189,7 +226,9 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
         settings = model.config = copy.deepcopy(model.config)
         without_codes(model)
         settings.use_cache = True
-        settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
+        settings.tie_word_embeddings = (
+            head is not None and head.weight is model.get_input_embeddings().weight
+        )
         if layout == FLOAT:
             model.save_pretrained(out)
         else:

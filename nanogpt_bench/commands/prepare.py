@@ -23,21 +23,23 @@ GOES_WITH = {
 NEEDS = {
     "text": {"input": "--input FILE"},
     "hub": {"dataset": "--dataset ID", "column": "--column COL"},
-    "nanogpt": {"input": "--input FOLDER", "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled"},
+    "nanogpt": {
+        "input": "--input FOLDER",
+        "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled",
+    },
 }
 SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
 PREPARED = ("text", "labels")
 
 TEXTS = {
     "description": "Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
-    "epilog": "examples:\n  nanogpt-bench prepare stdlib\n"
-    "  nanogpt-bench prepare packages --tokenizer gpt2\n"
-    "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
-    "  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext --tokenizer gpt2\n"
-    "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
-    "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
-    "  nanogpt-bench prepare eurlex --task labels\n"
-    "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
+    "epilog": "examples:\n  nanogpt-bench prepare stdlib\n  nanogpt-bench prepare packages "
+    "--tokenizer gpt2\n  nanogpt-bench prepare text --input book.txt --tokenizer char "
+    "--out data/book\n  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext "
+    "--tokenizer gpt2\n  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens "
+    "10000000\n  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n  "
+    "nanogpt-bench prepare eurlex --task labels\n  nanogpt-bench prepare hub --dataset "
+    "Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
 }
 
 
@@ -46,9 +48,10 @@ def add_options(parser: Any) -> None:
         "source",
         type=one_of(SOURCES),
         metavar=braced(SOURCES),
-        help="stdlib: the help topics and docstrings of the Python standard library; packages: documentation and "
-        "comments in fixed versions of packages of PyPI and Debian; eurlex: English EU legislation; hub: any text data "
-        "set of the Hugging Face hub; text: any UTF-8 file; nanogpt: its train.bin and val.bin",
+        help="stdlib: the help topics and docstrings of the Python standard library; packages: "
+        "documentation and comments in fixed versions of packages of PyPI and Debian; eurlex: "
+        "English EU legislation; hub: any text data set of the Hugging Face hub; text: any "
+        "UTF-8 file; nanogpt: its train.bin and val.bin",
     )
     # `main` checks which option goes with which source
     parser.add_argument(
@@ -57,30 +60,49 @@ def add_options(parser: Any) -> None:
         metavar=braced(PREPARED),
         help="eurlex: text; labels: documents with their EUROVOC labels (default: text)",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text), or the folder (nanogpt)")
-    parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
-    parser.add_argument("--config", metavar="C", help="the data set's configuration (hub; default: its only one)")
+    parser.add_argument(
+        "--input", type=Path, metavar="FILE", help="the UTF-8 file (text), or the folder (nanogpt)"
+    )
+    parser.add_argument(
+        "--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)"
+    )
+    parser.add_argument(
+        "--config", metavar="C", help="the data set's configuration (hub; default: its only one)"
+    )
     parser.add_argument("--column", metavar="COL", help="the data set's column of text (hub)")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
-    parser.add_argument("--packages", type=names, metavar="A,B", help="only these packages (packages; default: all)")
+    parser.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)"
+    )
+    parser.add_argument(
+        "--packages", type=names, metavar="A,B", help="only these packages (packages; default: all)"
+    )
     parser.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub), or the "
-        "archives of the packages in DIR (packages)",
+        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead "
+        "(eurlex, hub), or the archives of the packages in DIR (packages)",
     )
     parser.add_argument(
-        "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
+        "--limit-tokens",
+        type=positive,
+        metavar="N",
+        help="stop after N tokens for training, N/10 for validation",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/ and the text's name)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write (default: data/ and the text's name)",
+    )
     parser.add_argument(
         "--tokenizer",
         type=tokenizer,
         metavar="{byte,char,gpt2,bpe-N,MODEL}",
-        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
-        "bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
-        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's "
+        "50257 byte pairs; bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: "
+        "byte)",
     )
 
 
@@ -93,8 +115,8 @@ def main(args: argparse.Namespace) -> int:
     labels = ""
     if "labels" in meta:
         labels = (
-            f"; {counted(len(meta['labels']), 'label')}, {train['documents']:,} documents for training, "
-            f"{val['documents']:,} for validation"
+            f"; {counted(len(meta['labels']), 'label')}, {train['documents']:,} documents for "
+            f"training, {val['documents']:,} for validation"
         )
     print(
         f"{out}: {train['tokens']:,} tokens for training, {val['tokens']:,} for validation, "
@@ -108,12 +130,18 @@ def _check_options(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and args.source not in sources:
             spelling = f"--{option.replace('_', '-')} {str(value)!r}"
-            raise BenchError(f"{spelling} goes with prepare {' and '.join(sources)}, not with prepare {args.source}")
+            raise BenchError(
+                f"{spelling} goes with prepare {' and '.join(sources)}, not with prepare "
+                f"{args.source}"
+            )
     for option, spelling in NEEDS.get(args.source, {}).items():
         if getattr(args, option) is None:
             raise BenchError(f"prepare {args.source} needs {spelling}")
     if args.revision is not None and args.data_dir is not None:
-        raise BenchError(f"--revision {args.revision!r} goes with the hub, not with --data-dir; leave one of them out")
+        raise BenchError(
+            f"--revision {args.revision!r} goes with the hub, not with --data-dir; leave one of "
+            f"them out"
+        )
 
 
 def default_folder(args: argparse.Namespace) -> Path:
@@ -123,7 +151,11 @@ def default_folder(args: argparse.Namespace) -> Path:
     made = "" if args.task in (None, "text") else f"-{args.task}"
     if args.source == "nanogpt":
         return Path("data") / f"nanogpt-{args.input.resolve().name}"
-    called = {"eurlex": f"eurlex{made}", "hub": (args.dataset or "").rpartition("/")[2], "packages": "packages"}
+    called = {
+        "eurlex": f"eurlex{made}",
+        "hub": (args.dataset or "").rpartition("/")[2],
+        "packages": "packages",
+    }
     return Path("data") / (called.get(args.source) or args.input.stem)
 
 
@@ -136,7 +168,11 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         "tokenizer": args.tokenizer or "byte",
         "limit": args.limit_tokens,
         "progress": sys.stderr.isatty(),
-        **{option: getattr(args, option) for option in ("data_dir", "revision") if args.source in GOES_WITH[option]},
+        **{
+            option: getattr(args, option)
+            for option in ("data_dir", "revision")
+            if args.source in GOES_WITH[option]
+        },
     }
     if args.source == "stdlib":
         return prepare_stdlib(out, **options)

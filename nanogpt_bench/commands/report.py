@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = {
-    "description": "Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
+    "description": "Rebuild the report of runs on disk: report.html, figures, results.csv and "
+    "tables.",
     "epilog": "examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
     "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
     "  nanogpt-bench report runs/book --out report --baseline fp32",
@@ -14,7 +15,11 @@ TEXTS = {
 
 def add_options(parser: Any) -> None:
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them at any depth, or results files"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUNS",
+        help="run folders, folders of them at any depth, or results files",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""`nanogpt-bench results`: exporting a sweep's results as one small file, and showing such a file as tables."""
+"""`nanogpt-bench results`: exporting a sweep's results as one small file, and showing
+such a file as tables.
+"""
 
 import argparse
 import sys
@@ -17,22 +19,29 @@ GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 TEXTS = {
     "usage": "nanogpt-bench results export SWEEP --out FILE.json\n"
     "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]",
-    "description": "export: write the results of a sweep or a comparison, with settings, environments and tuned\n"
-    "values, to one JSON file. show: print the tables of such a file.\n"
-    "The command report draws its page.",
-    "epilog": "examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
-    "  nanogpt-bench results show my_study.json --reference muon\n"
-    "  nanogpt-bench report my_study.json --out report",
+    "description": "export: write the results of a sweep or a comparison, with settings, "
+    "environments and tuned\nvalues, to one JSON file. show: print the tables of "
+    "such a file.\nThe command report draws its page.",
+    "epilog": "examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out "
+    "my_study.json\n  nanogpt-bench results show my_study.json --reference muon\n  "
+    "nanogpt-bench report my_study.json --out report",
 }
 
 
 def add_options(parser: Any) -> None:
     parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="what to do")
-    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder; show: a file")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
-    parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
     parser.add_argument(
-        "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: only the table, in this form"
+        "path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder; show: a file"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
+    parser.add_argument(
+        "--reference", metavar="ROW", help="show: row to measure against (default: the file's)"
+    )
+    parser.add_argument(
+        "--table",
+        type=one_of(TABLES),
+        metavar=braced(TABLES),
+        help="show: only the table, in this form",
     )
 
 
@@ -50,7 +59,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _export(folder: Path, out: Path) -> int:
-    from nanogpt_bench.report.results_file import MISSING, RUN, export, is_of_kind, to_json  # imports torch
+    from nanogpt_bench.report.results_file import (  # imports torch
+        MISSING,
+        RUN,
+        export,
+        is_of_kind,
+        to_json,
+    )
 
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
@@ -59,13 +74,19 @@ def _export(folder: Path, out: Path) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, to_json(content))
     ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))
-    partial = f" of {ended + missing}; {missing} are missing, and every table of the file says so" if missing else ""
+    partial = (
+        f" of {ended + missing}; {missing} are missing, and every table of the file says so"
+        if missing
+        else ""
+    )
     print(f"{out}: {counted(ended, 'run')}{partial}", file=sys.stderr)
     return 0
 
 
 def _show(path: Path, reference: str | None, table: str | None) -> int:
-    """Print the table, measured against `reference` or else the file's; without `table` also that of the tuning."""
+    """Print the table, measured against `reference` or else the file's; without `table`
+    also that of the tuning.
+    """
     from nanogpt_bench.report.results import measure
     from nanogpt_bench.report.results_file import read_export
     from nanogpt_bench.report.rows import find_reference

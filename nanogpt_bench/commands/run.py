@@ -27,21 +27,29 @@ RUNS = Path("runs")
 TEXTS = {
     "usage": "nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
     "       nanogpt-bench run --defaults",
-    "description": "Train one model as CONFIG.yaml says; every setting can be overridden on the command line.\n"
-    "nanogpt-bench run --defaults prints every setting, its default and what it takes.",
-    "epilog": "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
-    "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
-    '  nanogpt-bench run my.yaml --data.dir data/book --model.formats "{attn: E4M3, mlp: E3M4}"\n\n'
+    "description": "Train one model as CONFIG.yaml says; every setting can be overridden on the "
+    "command line.\nnanogpt-bench run --defaults prints every setting, its default "
+    "and what it takes.",
+    "epilog": "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n  nanogpt-bench run "
+    "bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
+    "  nanogpt-bench run my.yaml --data.dir data/book --model.formats "
+    '"{attn: E4M3, mlp: E3M4}"\n\n'
     f"shipped configs: {', '.join(shipped_configs())}",
 }
 
 
 def add_options(parser: Any) -> None:
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="a file, or the name of a shipped one")
     parser.add_argument(
-        "--defaults", action="store_true", help="print a file of all settings with their defaults and meanings"
+        "config", nargs="?", metavar="CONFIG.yaml", help="a file, or the name of a shipped one"
     )
-    parser.add_argument("--name", help="results go to runs/NAME (default: the config's name, numbered)")
+    parser.add_argument(
+        "--defaults",
+        action="store_true",
+        help="print a file of all settings with their defaults and meanings",
+    )
+    parser.add_argument(
+        "--name", help="results go to runs/NAME (default: the config's name, numbered)"
+    )
     add_resume(parser)
 
 
@@ -49,7 +57,8 @@ def add_resume(parser: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest whole checkpoint of runs/NAME (default: the config's latest); without one, begin",
+        help="go on from the newest whole checkpoint of runs/NAME (default: the config's latest); "
+        "without one, begin",
     )
     parser.add_argument(
         "--allow-config-change",
@@ -62,11 +71,15 @@ def main(args: argparse.Namespace) -> int:
     """Train by a configuration file and overrides, or print a file with all defaults."""
     if args.defaults:
         if any((args.config, args.overrides, args.name, args.resume, args.allow_config_change)):
-            raise BenchError("--defaults prints the defaults of all settings; leave everything else out")
+            raise BenchError(
+                "--defaults prints the defaults of all settings; leave everything else out"
+            )
         print(defaults_yaml())
         return 0
     if args.config is None:
-        raise BenchError("run needs a CONFIG.yaml: a file, or the name of a shipped one; or --defaults")
+        raise BenchError(
+            "run needs a CONFIG.yaml: a file, or the name of a shipped one; or --defaults"
+        )
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     return exit_code(trained(args.config, args.name, args.overrides, **options)[0])
 
@@ -79,7 +92,9 @@ def trained(
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Train by a configuration file and overrides, show the progress, and return the run's summary and folder."""
+    """Train by a configuration file and overrides, show the progress, and return the
+    run's summary and folder.
+    """
     # not at the top, since they import torch, which takes seconds
     from nanogpt_bench.data import prepare_default
     from nanogpt_bench.loop.train import run
@@ -88,12 +103,18 @@ def trained(
     from nanogpt_bench.setup.runtime import check_device
 
     if allow_config_change and not resume:
-        raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
+        raise BenchError(
+            "--allow-config-change needs --resume: a new run takes the settings that it is given"
+        )
     path, ranks = find_config(config_name), joined()
     given = load_config(path, overrides)
     _check_torchrun(given.train.parallel)
-    if name is not None and (not name.isprintable() or Path(name).name != name or name[:1] in ("", ".")):
-        raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
+    if name is not None and (
+        not name.isprintable() or Path(name).name != name or name[:1] in ("", ".")
+    ):
+        raise BenchError(
+            f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2"
+        )
     named = None if name is None else RUNS / name
     earlier = Path(ranks.broadcast(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
@@ -103,13 +124,24 @@ def trained(
         if ranks.first:
             prepare_default(config.data.dir)
     first = _warmup(config)
-    options: dict[str, Any] = {"resume": resume, "allow_config_change": allow_config_change, "ranks": ranks}
+    options: dict[str, Any] = {
+        "resume": resume,
+        "allow_config_change": allow_config_change,
+        "ranks": ranks,
+    }
     with (
         _folder(path.stem, earlier or named, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
         _display(config, first) as show,
     ):
-        summary = run(config, run_dir, on_progress=show if ranks.first else None, stop=stop, say=say, **options)
+        summary = run(
+            config,
+            run_dir,
+            on_progress=show if ranks.first else None,
+            stop=stop,
+            say=say,
+            **options,
+        )
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir
 
@@ -121,19 +153,22 @@ def _warmup(config: Config) -> list[str]:
         return []
     highest = (config.optimizer.lr or 0.0) * of_run / (steps + 1)
     return [
-        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up in a run of {of_run}: the learning "
-        f"rate rises to {highest:.3g} and never reaches optimizer.lr; give fewer"
+        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up in a run of {of_run}: the "
+        f"learning rate rises to {highest:.3g} and never reaches optimizer.lr; give fewer"
     ]
 
 
 def _check_torchrun(parallel: str | None) -> None:
     if parallel is not None and not is_worker():
         raise BenchError(
-            f"train.parallel: {parallel!r} needs processes; start them with torchrun --nproc-per-node 2 -m "
+            f"train.parallel: {parallel!r} needs processes; start them with torchrun "
+            f"--nproc-per-node 2 -m "
             "nanogpt_bench run, or give --train.parallel null"
         )
     if parallel is None and is_worker():
-        raise BenchError("torchrun started this process, and train.parallel is null; give --train.parallel ddp")
+        raise BenchError(
+            "torchrun started this process, and train.parallel is null; give --train.parallel ddp"
+        )
 
 
 def exit_code(summary: dict[str, Any]) -> int:
@@ -149,7 +184,9 @@ def _of_disk(summary: dict[str, Any]) -> bool:
 
 @contextmanager
 def _folder(stem: str, given: Path | None, ranks: Ranks) -> Iterator[Path]:
-    """Yield the folder of a run: the one given, or a new one named after the configuration."""
+    """Yield the folder of a run: the one given, or a new one named after the
+    configuration.
+    """
     if given is not None:
         yield given
         return
@@ -167,18 +204,31 @@ def latest_name(stem: str) -> Path:
 
 @contextmanager
 def _display(config: Config, first: list[str]) -> Iterator[Any]:
-    """Yield a callback that prints `first` once, moves a bar on a terminal, and prints a line at every validation."""
+    """Yield a callback that prints `first` once, moves a bar on a terminal, and prints
+    a line at every validation.
+    """
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=config.train.max_steps)
 
         def show(progress: Progress) -> None:
             while first:
-                console.print(printable(first.pop(0)), highlight=False, markup=False, soft_wrap=True)
-            bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
+                console.print(
+                    printable(first.pop(0)), highlight=False, markup=False, soft_wrap=True
+                )
+            bar.update(
+                task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}"
+            )
             for alert in progress.alerts:
-                console.print(printable(f"{alert.level} {alert.message}"), highlight=False, markup=False)
+                console.print(
+                    printable(f"{alert.level} {alert.message}"), highlight=False, markup=False
+                )
             if progress.step % config.eval.interval == 0 or progress.step == config.train.max_steps:
                 console.print(_line(progress), highlight=False)
 
@@ -199,14 +249,20 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["status"] == "failed":
         return f"failed: {summary['failure']['message']}; see {run_dir}"
     if _of_disk(summary):
-        return f"stopped: {summary['stop']['message']}; make room, and --resume goes on; see {run_dir}"
+        return (
+            f"stopped: {summary['stop']['message']}; make room, and --resume goes on; see {run_dir}"
+        )
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     overhead = summary["shadow_overhead"]
-    shadow = "" if overhead is None else f", a comparison with the float32 shadow takes {overhead:.2f} steps"
+    shadow = (
+        ""
+        if overhead is None
+        else f", a comparison with the float32 shadow takes {overhead:.2f} steps"
+    )
     return (
-        f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
-        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes per parameter, "
+        f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} "
+        f"(best {best}), {_number(summary['bytes_per_parameter'], '.2f')} bytes per parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{shadow}; see {run_dir}"
     )
 

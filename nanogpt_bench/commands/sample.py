@@ -1,4 +1,6 @@
-"""`nanogpt-bench sample`: text written by a run's weights, as they are and rounded to formats."""
+"""`nanogpt-bench sample`: text written by a run's weights, as they are and rounded to
+formats.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _COLUMN = 36
 
 @dataclass(frozen=True)
 class Draw:
-    """Choice of the next tokens: from the `top_k` likeliest, by softmax(logits / temperature)."""
+    """Choice of the next tokens: from the `top_k` likeliest, by softmax(logits /
+    temperature).
+    """
 
     prompt: str = ""
     tokens: int = 200
@@ -48,12 +52,14 @@ class Sample:
 
 
 TEXTS = {
-    "usage": "nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
-    "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
-    "description": "Continue a text with the weights that a run has trained, as they are and rounded to each format,\n"
-    "side by side and with the same draws.",
+    "usage": "nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt "
+    "TEXT] [--tokens N]\n                            [--temperature T] [--top-k K] "
+    "[--seed S] [--out FILE] [--section.key VALUE ...]",
+    "description": "Continue a text with the weights that a run has trained, as they are and "
+    "rounded to each format,\nside by side and with the same draws.",
     "epilog": 'examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
-    "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
+    "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 "
+    "--top-k 40 --seed 3",
 }
 
 
@@ -61,32 +67,61 @@ def add_options(parser: Any) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
     parser.add_argument(
-        *("--formats", "--format"), type=names, metavar="A,B", help="formats of all weights, a text each; none: floats"
+        *("--formats", "--format"),
+        type=names,
+        metavar="A,B",
+        help="formats of all weights, a text each; none: floats",
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a text's beginning)")
-    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="tokens at most (default: 200)")
     parser.add_argument(
-        "--temperature", type=at_least_0, default=1.0, metavar="T", help="0: always the likeliest token (default: 1)"
+        "--prompt",
+        default="",
+        metavar="TEXT",
+        help="text to continue (default: a text's beginning)",
     )
-    parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="seed of the draws (default: 0)")
+    parser.add_argument(
+        "--tokens", type=positive, default=200, metavar="N", help="tokens at most (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=at_least_0,
+        default=1.0,
+        metavar="T",
+        help="0: always the likeliest token (default: 1)",
+    )
+    parser.add_argument(
+        "--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)"
+    )
+    parser.add_argument(
+        "--seed", type=natural, default=0, metavar="S", help="seed of the draws (default: 0)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
 
 
 def sample_run(
-    run_dir: Path, draw: Draw, checkpoint: str = "last", formats: Sequence[str] = (), overrides: Sequence[str] = ()
+    run_dir: Path,
+    draw: Draw,
+    checkpoint: str = "last",
+    formats: Sequence[str] = (),
+    overrides: Sequence[str] = (),
 ) -> list[Sample]:
-    """Return the texts of a run's weights: as trained, then rounded to each format, all with the same draws.
+    """Return the texts of a run's weights: as trained, then rounded to each format, all
+    with the same draws.
 
-    A prompt of "" stands for the end-of-text token, or without one for the validation text's first token. Each format
-    is used for all weights, in place of the run's; `none` stands for float weights. `overrides` are settings of the
-    rows in a format, and `data.dir`.
+    A prompt of "" stands for the end-of-text token, or without one for the validation
+    text's first token. Each format is used for all weights, in place of the run's;
+    `none` stands for float weights. `overrides` are settings of the rows in a format,
+    and `data.dir`.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from nanogpt_bench.data.tokenizers import tokenizer_from_meta
-    from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
+    from nanogpt_bench.evaluation.weights import (
+        RunWeights,
+        checked_overrides,
+        folder_of,
+        named_formats,
+    )
     from nanogpt_bench.runs.trained import choose, load
     from nanogpt_bench.setup.runtime import runtime
 
@@ -94,8 +129,8 @@ def sample_run(
     trained = load(choose(run_dir, checkpoint))
     if trained.config.task != "language":
         raise BenchError(
-            f"{folder_of(trained.path)} is of task {trained.config.task!r}, whose weights write no text; "
-            f"nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"
+            f"{folder_of(trained.path)} is of task {trained.config.task!r}, whose weights write no "
+            f"text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"
         )
     weights = RunWeights(trained, checked_overrides(overrides))
     corpus = weights.open_text()
@@ -113,7 +148,9 @@ def sample_run(
                 if token == tokenizer.end_of_text:
                     break
                 tokens.append(token)
-            found.append(Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.path)))
+            found.append(
+                Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.path))
+            )
     return found
 
 
@@ -130,7 +167,9 @@ def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
 
 
 def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> Iterator[int]:
-    """The tokens one by one; every row has the same seed, so that differences come from the weights."""
+    """The tokens one by one; every row has the same seed, so that differences come from
+    the weights.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(draw.seed)
@@ -154,9 +193,13 @@ def main(args: argparse.Namespace) -> int:
     draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
     run_dir = run_folder(args.run)
     if run_dir is None:
-        raise BenchError(f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3")
+        raise BenchError(
+            f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3"
+        )
     if args.out:
-        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "another name")
+        refuse_to_replace(
+            "--out", args.out, holds(rows_with("draw", "text", "format")), "another name"
+        )
     found = sample_run(run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides)
     _show(found, draw.prompt)
     if args.out:
@@ -183,5 +226,7 @@ def _show(rows: Sequence[Sample], prompt: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """The text with control characters of terminals replaced by their escapes; line breaks stay."""
+    """The text with control characters of terminals replaced by their escapes; line
+    breaks stay.
+    """
     return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,4 +1,6 @@
-"""`nanogpt-bench sweep`: training the runs of a sweep file that are left, and reporting."""
+"""`nanogpt-bench sweep`: training the runs of a sweep file that are left, and
+reporting.
+"""
 
 import argparse
 from dataclasses import replace
@@ -11,9 +13,10 @@ from nanogpt_bench.system.errors import BenchError
 TEXTS = {
     "usage": "nanogpt-bench sweep FILE.yaml [--sensitivity] [--reference ROW] [--smoke]\n"
     "                           [--workers N] [--out DIR] [--section.key VALUE ...]",
-    "description": "Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
-    "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
-    "seeds. The same command continues an interrupted sweep.",
+    "description": "Train one run for every point of FILE.yaml's axes, several at a time, and "
+    "write a report. With\ntune and confirm in the file: find the best learning "
+    "rate of every point first, then train it on other\nseeds. The same command "
+    "continues an interrupted sweep.",
     "epilog": "examples:\n  nanogpt-bench sweep formats.yaml\n"
     "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
     "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
@@ -21,12 +24,27 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
-    parser.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
-    parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
-    parser.add_argument("--smoke", action="store_true", help="the file's small version, as its section smoke says")
-    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one"
+    )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps"
+    )
+    parser.add_argument(
+        "--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="the file's small version, as its section smoke says"
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="runs at a time (default: the file's, or cores)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)"
+    )
     add_executor(parser)
 
 
@@ -49,6 +67,9 @@ def main(args: argparse.Namespace) -> int:
     mode = "sensitivity" if args.sensitivity else sweep.search if sweep.tune is None else "tune"
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
     if sweep.rows and mode in MODES:
-        raise BenchError(f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and model.format")
+        raise BenchError(
+            f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and "
+            f"model.format"
+        )
     with locked(out, "--out"), executor_of(args.executor, args.address, out) as executor:
         return MODES.get(mode, sweep_grid)(sweep, out, workers, executor)

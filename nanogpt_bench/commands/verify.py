@@ -1,4 +1,6 @@
-"""`nanogpt-bench verify`: checking that a run folder is as it was written, byte by byte, its records without a gap."""
+"""`nanogpt-bench verify`: checking that a run folder is as it was written, byte by
+byte, its records without a gap.
+"""
 
 import argparse
 import os
@@ -29,21 +31,31 @@ class Report:
 
 
 TEXTS = {
-    "description": "Check run folders: every byte of every checkpoint, records of every step, settings and summary.\n"
-    "The exit code is 1 if anything is wrong. What an interruption leaves behind is only noted.",
-    "epilog": "examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
+    "description": "Check run folders: every byte of every checkpoint, records of every step, "
+    "settings and summary.\nThe exit code is 1 if anything is wrong. What an "
+    "interruption leaves behind is only noted.",
+    "epilog": "examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify "
+    "runs/compare-20260101-120000",
 }
 
 
 def add_options(parser: Any) -> None:
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them at any depth"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folders, or folders of them at any depth",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
-    from nanogpt_bench.runs.load import find_runs  # not at the top: it imports torch, as the modules below
+    """Print what is wrong with run folders, or those below other folders; return 1 if
+    anything is, else 0.
+    """
+    from nanogpt_bench.runs.load import (
+        find_runs,  # not at the top: it imports torch, as the modules below
+    )
 
     failed = False
     for path in find_runs(args.runs, say):
@@ -51,7 +63,9 @@ def main(args: argparse.Namespace) -> int:
         failed |= bool(found.problems)
         recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
         whole = counted(len(found.whole), "whole checkpoint")
-        print(printable(f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}"))
+        print(
+            printable(f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}")
+        )
         for kind, lines in (("problem", found.problems), ("note", found.notes)):
             for line in lines:
                 print(f"  {kind}: {printable(line)}")
@@ -59,7 +73,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_run(path: Path) -> Report:
-    """Check that a run folder can be read, that its records have no gap, and that its files are as written."""
+    """Check that a run folder can be read, that its records have no gap, and that its
+    files are as written.
+    """
     from nanogpt_bench.runs.environment import history_lines
 
     found = Report()
@@ -100,18 +116,24 @@ def _check_metrics(path: Path, ended: bool, found: Report) -> None:
     expected = 0
     for number, step in _records(path, ended, found):
         if step != expected:
-            found.problems.append(f"{path.name}: line {number} is of step {step}, where step {expected} is expected")
+            found.problems.append(
+                f"{path.name}: line {number} is of step {step}, where step {expected} is expected"
+            )
         found.last_step, expected = step, step + 1
 
 
 def _check_alerts(path: Path, ended: bool, found: Report) -> None:
-    """Check that alerts are in the order of steps, none after the last step of the metrics or an interrupted one."""
+    """Check that alerts are in the order of steps, none after the last step of the
+    metrics or an interrupted one.
+    """
     if not path.exists():
         return
     before = 0
     for number, step in _records(path, ended, found):
         if step < before:
-            found.problems.append(f"{path.name}: line {number} is of step {step}, after step {before}")
+            found.problems.append(
+                f"{path.name}: line {number} is of step {step}, after step {before}"
+            )
         before = step
     last = found.last_step or 0
     if before > last:
@@ -120,17 +142,27 @@ def _check_alerts(path: Path, ended: bool, found: Report) -> None:
 
 
 def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]]:
-    """Yield line number and step of every record; add lines that are no records to the report."""
+    """Yield line number and step of every record; add lines that are no records to the
+    report.
+    """
     others: list[str] = []
     yield from ((number, record["step"]) for number, record in records(path, others))
     for line in others:
-        # An interruption may cut off the last line; a resumed run goes on behind the last whole one.
+        # An interruption may cut off the last line; a resumed run goes on behind the
+        # last whole one.
         (found.notes if CUT_OFF in line and not ended else found.problems).append(line)
 
 
 def _check_checkpoints(path: Path, found: Report) -> None:
     from nanogpt_bench.checkpoint import verify
-    from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, stray
+    from nanogpt_bench.checkpoint.format import (
+        CHECKPOINTS,
+        BrokenCheckpoint,
+        check_layout,
+        step_file,
+        steps,
+        stray,
+    )
 
     for step in steps(path):
         file = step_file(path, step)
@@ -141,7 +173,9 @@ def _check_checkpoints(path: Path, found: Report) -> None:
             continue
         found.whole.append(step)
         if step > (found.last_step or 0):
-            found.problems.append(f"checkpoint {str(file)!r}: {METRICS} ends with step {found.last_step}")
+            found.problems.append(
+                f"checkpoint {str(file)!r}: {METRICS} ends with step {found.last_step}"
+            )
     try:
         check_layout(path)
     except BenchError as error:
@@ -150,7 +184,9 @@ def _check_checkpoints(path: Path, found: Report) -> None:
         found.notes.append("there are no checkpoints")
         return
     known = [step_file(path, step).name for step in steps(path)]
-    extra = sorted(set(os.listdir(path / CHECKPOINTS)) - {*known, *(f"{name}.sha256" for name in known)})
+    extra = sorted(
+        set(os.listdir(path / CHECKPOINTS)) - {*known, *(f"{name}.sha256" for name in known)}
+    )
     going = {file.name for file in stray(path)}
     what = ("no checkpoint, and is ignored", "left by an interruption; the next start removes it")
     found.notes.extend(f"{CHECKPOINTS}/{name[:80]} is {what[name in going]}" for name in extra)

@@ -1,4 +1,5 @@
-"""Settings that exclude each other, as tables: a setting, whether it can't be used beside the others, and why.
+"""Settings that exclude each other, as tables: a setting, whether it can't be used
+beside the others, and why.
 
 No setting is dropped silently: the error names the flag that makes the settings agree.
 """
@@ -8,7 +9,15 @@ from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.metrics import TREND
-from nanogpt_bench.config.rules import RULES, Rule, contradicting, has_moments, meaning, optimizer_of, unit
+from nanogpt_bench.config.rules import (
+    RULES,
+    Rule,
+    contradicting,
+    has_moments,
+    meaning,
+    optimizer_of,
+    unit,
+)
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -23,8 +32,9 @@ from nanogpt_bench.config.schema import (
 )
 from nanogpt_bench.system.errors import BenchError
 
-#: a setting, whether it is refused if it is given, and the error's text after `KEY: VALUE`. After a semicolon the text
-#: says what to do; to a text without a semicolon the flag is added that takes the setting away
+#: a setting, whether it is refused if it is given, and the error's text after
+#: `KEY: VALUE`. After a semicolon the text says what to do; to a text without a
+#: semicolon the flag is added that takes the setting away
 Conflict = tuple[str, bool, str]
 
 #: the weights, in words, under a storage that takes no format of the library
@@ -39,23 +49,26 @@ _NOT_CLASSIFY = {
 }
 
 
-def refuse_new_meanings(file: Mapping[str, Any], merged: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+def refuse_new_meanings(
+    file: Mapping[str, Any], merged: Mapping[str, Any], said: Mapping[str, Any]
+) -> None:
     """Refuse settings of a file whose meaning the command line's settings change.
 
-    A learning rate is in the unit of its optimizer, and formats of single layers win over one for all layers.
+    A learning rate is in the unit of its optimizer, and formats of single layers win
+    over one for all layers.
     """
     before, now = optimizer_of(file), optimizer_of(merged)
     for key in keys_where("is_rate"):
         if key not in said and file.get(key) is not None and unit(before) != unit(now):
             raise BenchError(
-                f"{key}: {file[key]!r} is the file's for {before}, and {now} has another unit ({unit(now)}); "
-                f"add {without(key)} for its own, or give --{key}"
+                f"{key}: {file[key]!r} is the file's for {before}, and {now} has another unit "
+                f"({unit(now)}); add {without(key)} for its own, or give --{key}"
             )
     formats = file.get("model.formats")
     if said.get("model.format") is not None and formats and "model.formats" not in said:
         raise BenchError(
-            f"model.formats: {formats!r} of the file stays beside --model.format {said['model.format']}; "
-            f"add {without('model.formats')}"
+            f"model.formats: {formats!r} of the file stays beside --model.format "
+            f"{said['model.format']}; add {without('model.formats')}"
         )
 
 
@@ -65,22 +78,34 @@ def refuse_disagreement(config: Config, rule: Rule) -> None:
     for key, given in contradicting(lambda key: get(config, key), means).items():
         asked = means | {key: given}
         named = [name for name, other in RULES.items() if meaning(other) == asked]
-        one_by_one = " ".join(f"--{key} {value}" for key, value in asked.items() if value is not None)
+        one_by_one = " ".join(
+            f"--{key} {value}" for key, value in asked.items() if value is not None
+        )
         remedy = f"--rule {named[0]}" if named else f"--rule null {one_by_one}"
         raise BenchError(
-            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; add {without(key)}, or "
-            f"give {remedy}"
+            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; add "
+            f"{without(key)}, or give {remedy}"
         )
 
 
 def refuse_as_given(config: Config) -> None:
-    """Refuse settings that mean nothing under the task, before null settings are filled in."""
+    """Refuse settings that mean nothing under the task, before null settings are filled
+    in.
+    """
     classify = config.task == "classify"
-    _refuse(config, ((k, classify, f"can't be used with task 'classify', {why}") for k, why in _NOT_CLASSIFY.items()))
+    _refuse(
+        config,
+        (
+            (k, classify, f"can't be used with task 'classify', {why}")
+            for k, why in _NOT_CLASSIFY.items()
+        ),
+    )
 
 
 def refuse_conflicts(config: Config) -> None:
-    """Refuse a setting of a filled-in configuration that can't be used beside the others or would be ignored."""
+    """Refuse a setting of a filled-in configuration that can't be used beside the
+    others or would be ignored.
+    """
     for table in TABLES:
         _refuse(config, table(config))
 
@@ -89,7 +114,9 @@ def _refuse(config: Config, rows: Iterable[Conflict]) -> None:
     for key, refused, why in rows:
         value = get(config, key)
         if refused and value is not None and value is not False and value not in ("none", [], {}):
-            away = f"--{key} false" if value is True else without(key)  # null may mean true, by the model's size
+            away = (
+                f"--{key} false" if value is True else without(key)
+            )  # null may mean true, by the model's size
             raise BenchError(f"{key}: {value!r} {why}" + ("" if ";" in why else f"; add {away}"))
 
 
@@ -105,8 +132,16 @@ def without(key: str) -> str:
 
 def _storages(config: Config) -> Iterator[Conflict]:
     """Settings that mean something under some storages only."""
-    codes = config.rule is not None and config.model.products is not None and config.model.storage == "grid"
-    yield "model.storage", codes, f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies"
+    codes = (
+        config.rule is not None
+        and config.model.products is not None
+        and config.model.storage == "grid"
+    )
+    yield (
+        "model.storage",
+        codes,
+        f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies",
+    )
     for key in keys_where("storages"):
         storages, own = FIELDS[key].facts["storages"], config.model.storage
         yield key, own not in storages, f"needs model.storage {_either(storages)}, not {own!r}"
@@ -124,7 +159,10 @@ def _options(config: Config) -> Iterator[Conflict]:
 def _storage(config: Config) -> Iterator[Conflict]:
     model, own = config.model, config.model.storage
     floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
-    by, stored = f"rule {config.rule!r}" if config.rule else f"storage {own}", _STORED.get(own or "", "")
+    by, stored = (
+        f"rule {config.rule!r}" if config.rule else f"storage {own}",
+        _STORED.get(own or "", ""),
+    )
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format"
     rules = ", ".join(name for name, rule in RULES.items() if rule.storage not in WITHOUT_FORMATS)
@@ -144,7 +182,11 @@ def _peer(config: Config) -> Iterator[Conflict]:
     """Settings that another package's weights or optimizers exclude."""
     own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
     yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}"
-    yield "model.storage", own == "peer" and not peer, f"needs model.peer {_either([*PEER_WEIGHTS])}"
+    yield (
+        "model.storage",
+        own == "peer" and not peer,
+        f"needs model.peer {_either([*PEER_WEIGHTS])}",
+    )
     steppers = PEER_WEIGHTS.get(peer or "", ())
     why = f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(steppers)}"
     yield "optimizer.name", bool(steppers) and name not in steppers, why
@@ -154,7 +196,11 @@ def _peer(config: Config) -> Iterator[Conflict]:
         yield key, own == "peer", f"can't be used with model.peer {peer!r}"
     yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}"
     mixed = peer == "torchao-int8" and config.train.precision != "float32"
-    yield ("train.precision", mixed, f"can't be used with model.peer {peer!r}, of one dtype in products; give float32")
+    yield (
+        "train.precision",
+        mixed,
+        f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
+    )
 
 
 def _optimizer(config: Config) -> Iterator[Conflict]:
@@ -162,7 +208,11 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     on_floats = (*ON_FLOATS, *(RIEMANNIAN if config.model.constraint else ()))
     needs = own not in MANIFOLDS and name in OWN_OPTIMIZERS and name not in on_floats
     allowed = f"allowed with {own!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
-    yield "optimizer.name", needs, f"needs model.storage {_either(MANIFOLDS)}, not {own!r}; {allowed}"
+    yield (
+        "optimizer.name",
+        needs,
+        f"needs model.storage {_either(MANIFOLDS)}, not {own!r}; {allowed}",
+    )
     why = f"steps float weights; it can't be used with storage {own!r}"
     yield "optimizer.name", name in PEERS and own in MANIFOLDS, why
     kahan = name == "optimi_adamw" and config.train.precision != "bf16-pure"
@@ -170,9 +220,17 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     why = f"needs model.storage {_either(MANIFOLDS)}, not {own!r}, or optimizer.name {_either(ON_FLOATS)}"
     yield "optimizer.moments", not has_moments(own, name), why
     why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
-    yield "optimizer.stiffness", own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness), why
+    yield (
+        "optimizer.stiffness",
+        own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness),
+        why,
+    )
     nowhere = optimizer.stiffness_end is None
-    yield "optimizer.stiffness_schedule", nowhere, "needs optimizer.stiffness_end, the value it leads to"
+    yield (
+        "optimizer.stiffness_schedule",
+        nowhere,
+        "needs optimizer.stiffness_end, the value it leads to",
+    )
     why = "can't be used with task 'classify', whose labels are not drawn from a softmax; give another rule"
     yield "optimizer.name", config.task == "classify" and name == "fisher", why
 
@@ -202,11 +260,15 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
     why = f"needs an optimizer of the library that steps weights one by one, not {name!r} with model.storage {own!r}"
     yield "train.step_in_backward", at_once, why
     within, several = train.step_in_backward, train.accumulation > 1
-    yield "shadow.enabled", within and config.shadow.enabled, "can't be used with train.step_in_backward"
+    yield (
+        "shadow.enabled",
+        within and config.shadow.enabled,
+        "can't be used with train.step_in_backward",
+    )
     optimizer, compiled = config.optimizer, config.runtime.compile
     why = (
-        "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step before, one backward "
-        "pass) or exact (two backward passes); or give 0"
+        "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step "
+        "before, one backward pass) or exact (two backward passes); or give 0"
     )
     asked = within and not several and optimizer.grad_clip > 0
     yield "optimizer.grad_clip", asked and optimizer.clip_by is None, why
@@ -217,24 +279,40 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
 
 
 def _parallel(config: Config) -> Iterator[Conflict]:
-    """Settings that need one process: they compare or measure gradients, or take whole matrices."""
+    """Settings that need one process: they compare or measure gradients, or take whole
+    matrices.
+    """
     for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
-        yield "train.parallel", bool(get(config, key)), f"can't be used with {key}; add {without(key)}"
+        yield (
+            "train.parallel",
+            bool(get(config, key)),
+            f"can't be used with {key}; add {without(key)}",
+        )
     fisher = config.optimizer.name == "fisher"
     yield "train.parallel", fisher, "can't be used with optimizer.name 'fisher'"
 
 
 def _constraint(config: Config) -> Iterator[Conflict]:
-    """Settings that geoopt's manifolds exclude; and two rates, or decay, where no weight is stepped by ULPs."""
+    """Settings that geoopt's manifolds exclude; and two rates, or decay, where no
+    weight is stepped by ULPs.
+    """
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
     yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"
     called, name = f"model.constraint {model.constraint!r}", optimizer.name
     why = f"can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
     yield "optimizer.name", given and name not in RIEMANNIAN, why
     impure = config.train.precision == "bf16-pure"
-    for key, beside in (("model.pretrained", True), ("model.torchao_float8", True), ("train.precision", impure)):
+    for key, beside in (
+        ("model.pretrained", True),
+        ("model.torchao_float8", True),
+        ("train.precision", impure),
+    ):
         yield key, given and beside, f"can't be used with {called}"
-    yield "model.n_embd", given and model.n_embd == 1, f"leaves nothing to turn under {called}; give 2 or more"
+    yield (
+        "model.n_embd",
+        given and model.n_embd == 1,
+        f"leaves nothing to turn under {called}; give 2 or more",
+    )
     no_ulps, called = given and model.storage not in MANIFOLDS, f"model.storage {model.storage!r}"
     rates = f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights"
     why = f"{rates}: none is stepped by ULPs with {called}; give one of them"

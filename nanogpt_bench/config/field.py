@@ -1,4 +1,6 @@
-"""Declaring a configuration field: its default, its help, the values it takes, and the facts that other modules use."""
+"""Declaring a configuration field: its default, its help, the values it takes, and the
+facts that other modules use.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +12,8 @@ from pydantic.fields import FieldInfo
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, not_known
 
-#: the facts of a field, with their values where neither the field nor its section gives one
+#: the facts of a field, with their values where neither the field nor its section gives
+#: one
 FACTS: dict[str, Any] = {
     #: a run resumed with another value gets other numbers
     "changes_numbers": True,
@@ -42,7 +45,8 @@ NULLS = ("null", "Null", "NULL", "~")
 class Section(BaseModel):
     """Settings with their types and bounds, checked when a section is made.
 
-    A string for a field of another type is read as YAML, so that 1e-3 is a number; a choice may be spelt in any case.
+    A string for a field of another type is read as YAML, so that 1e-3 is a number; a
+    choice may be spelt in any case.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -50,7 +54,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the value that is meant; refuse what pydantic would accept, or refuse without naming it."""
+        """Return the value that is meant; refuse what pydantic would accept, or refuse
+        without naming it.
+        """
         field = cls.model_fields[str(info.field_name)]
         kind, facts = kind_of(field), facts_of(field)
         if issubclass(kind, Section):
@@ -70,7 +76,9 @@ class Section(BaseModel):
 
 
 def kind_of(field: FieldInfo) -> type:
-    """Return a field's type without null; `list` or `dict` where it holds several values."""
+    """Return a field's type without null; `list` or `dict` where it holds several
+    values.
+    """
     given = [kind for kind in get_args(field.annotation) if kind is not type(None)]
     kind: Any = given[0] if is_optional(field) else get_origin(field.annotation) or field.annotation
     return kind
@@ -92,7 +100,9 @@ def check_names(value: Any) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
-                raise BenchError(f"{name!r} is not allowed as the name of an entry; give a word, in quotes")
+                raise BenchError(
+                    f"{name!r} is not allowed as the name of an entry; give a word, in quotes"
+                )
             check_names(item)
     for item in value if isinstance(value, list | tuple) else ():
         check_names(item)
@@ -120,7 +130,9 @@ def parse_text(text: str) -> Any:
 
 
 def _chosen(value: Any, choices: Sequence[str]) -> Any:
-    """The choice that a word means: case, underscores and hyphens don't count; YAML reads a bare off as false."""
+    """The choice that a word means: case, underscores and hyphens don't count; YAML
+    reads a bare off as false.
+    """
     if value is False and "off" in choices:
         return "off"
     if not isinstance(value, str):
@@ -149,10 +161,12 @@ def setting(
     instead: str | None = None,
     **facts: Any,
 ) -> Any:
-    """Declare a configuration field: its default, one line of help, what it allows and its `FACTS`.
+    """Declare a configuration field: its default, one line of help, what it allows and
+    its `FACTS`.
 
-    `above` and `below` are exclusive bounds; `instead` names another way to get what a value out of bounds asks for.
-    A default that is a list or a mapping is given as the function that makes it.
+    `above` and `below` are exclusive bounds; `instead` names another way to get what a
+    value out of bounds asks for. A default that is a list or a mapping is given as the
+    function that makes it.
     """
     limits: dict[str, Any] = {"ge": minimum, "le": maximum, "gt": above, "lt": below}
     more: dict[str, Any] = {"choices": choices, "instead": instead, **facts}

@@ -1,8 +1,10 @@
-"""The definition of a metric: name, title, unit, meaning, reduction over layers, bad side; the metrics of every run.
+"""The definition of a metric: name, title, unit, meaning, reduction over layers, bad
+side; the metrics of every run.
 
-The metrics that a monitor records are in its module of `nanogpt_bench.monitors`. Recording, judging, drawing and
-documenting a metric all use its one definition. Its name is a key of metrics.jsonl, beside `step`: `NAMESPACE/FIGURE`,
-then `/OPERAND` where several are measured, then `/LAYER`.
+The metrics that a monitor records are in its module of `nanogpt_bench.monitors`.
+Recording, judging, drawing and documenting a metric all use its one definition. Its
+name is a key of metrics.jsonl, beside `step`: `NAMESPACE/FIGURE`, then `/OPERAND` where
+several are measured, then `/LAYER`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Final
 
 from nanogpt_bench.config.field import Section, setting
 
-#: what is measured: a layer's operands, forward and backward, and the residual stream behind each block
+#: what is measured: a layer's operands, forward and backward, and the residual stream
+#: behind each block
 OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
 #: the side on which a value is bad
 ABOVE, BELOW = "above", "below"
@@ -36,7 +39,8 @@ class Metric:
     name: str
     title: str
     unit: str
-    #: one sentence; with the title it is the caption of its chart and its row in the documentation
+    #: one sentence; with the title it is the caption of its chart and its row in the
+    #: documentation
     meaning: str
     #: the monitor that records it; empty where it is always recorded
     monitor: str = ""
@@ -45,7 +49,8 @@ class Metric:
     operands: tuple[str, ...] = ()
     #: ABOVE or BELOW; empty where neither side is bad
     bad: str = ""
-    #: LINEAR or LOG where the report has a chart of it; empty where it has none, or another metric's chart shows it
+    #: LINEAR or LOG where the report has a chart of it; empty where it has none, or
+    #: another metric's chart shows it
     chart: str = ""
 
     def of(self, layer: str) -> str:
@@ -85,60 +90,107 @@ class MonitorConfig(Section):
 
     watch: list[str] = setting(
         lambda: list(WATCHED),
-        "what is watched: memory and speed (resources), the weights' gradients, updates that stall, zones in which a "
-        "weight does nothing, ranges and use of bits of what is quantised, attention's entropy, the spacing of the "
-        "weights and their constraints (geometry), and where the losses are heading (trend), which train.stop_on needs",
+        "what is watched: memory and speed (resources), the weights' gradients, updates that "
+        "stall, zones in which a weight does nothing, ranges and use of bits of what is quantised, "
+        "attention's entropy, the spacing of the weights and their constraints (geometry), and "
+        "where the losses are heading (trend), which train.stop_on needs",
         choices=WATCHED,
     )
     interval: int = setting(100, "steps between two measurements", minimum=1)
     turns: int = setting(
         1,
-        "measurements that share the layers: with 4 each takes a quarter of them, in turn, and the first takes all; "
-        "values over all layers use the latest of each; attention is measured on a quarter of the sequences",
+        "measurements that share the layers: with 4 each takes a quarter of them, in turn, and the "
+        "first takes all; values over all layers use the latest of each; attention is measured on "
+        "a quarter of the sequences",
         minimum=1,
     )
     activation_format: str | None = setting(
-        None, "format against which unquantised activations are measured; null: measure only what needs no format"
+        None,
+        "format against which unquantised activations are measured; null: measure only what needs "
+        "no format",
     )
     gradient_format: str | None = setting(
-        None, "format against which unquantised gradients are measured; null: measure only what needs no format"
+        None,
+        "format against which unquantised gradients are measured; null: measure only what needs no "
+        "format",
     )
     dead_interval: int = setting(
-        1, "steps between two checks for dead gradients; a check counts for all these steps", minimum=1, maximum=1000
+        1,
+        "steps between two checks for dead gradients; a check counts for all these steps",
+        minimum=1,
+        maximum=1000,
     )
 
 
-LOSS_IS_NAN = Metric("loss_is_nan", "Loss not finite", "0 or 1", "Whether the training loss is NaN or Inf.", bad=ABOVE)
-GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether its norm is NaN or Inf.", bad=ABOVE)
-TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, per token or label.", bad=ABOVE)
+LOSS_IS_NAN = Metric(
+    "loss_is_nan",
+    "Loss not finite",
+    "0 or 1",
+    "Whether the training loss is NaN or Inf.",
+    bad=ABOVE,
+)
+GRAD_HAS_NAN = Metric(
+    "grad_has_nan", "Gradient not finite", "0 or 1", "Whether its norm is NaN or Inf.", bad=ABOVE
+)
+TRAIN_LOSS = Metric(
+    "train/loss", "Training loss", NATS, "Of the step's batch, per token or label.", bad=ABOVE
+)
 LR = Metric("lr", "Learning rate", "", "As scheduled.")
 STIFFNESS_EXPONENT = Metric("stiffness/exponent", "Stiffness exponent", "", "As scheduled.")
-WEIGHT_HAS_NAN = Metric("weight_has_nan", "Weight not finite", "0 or 1", "Whether any weight is NaN or Inf.", bad=ABOVE)
-STATE_HAS_NAN = Metric("state_has_nan", "State not finite", "0 or 1", "NaN or Inf in the optimizer's state.", bad=ABOVE)
+WEIGHT_HAS_NAN = Metric(
+    "weight_has_nan", "Weight not finite", "0 or 1", "Whether any weight is NaN or Inf.", bad=ABOVE
+)
+STATE_HAS_NAN = Metric(
+    "state_has_nan", "State not finite", "0 or 1", "NaN or Inf in the optimizer's state.", bad=ABOVE
+)
 TOKENS = Metric("tokens", "Tokens", "tokens", "Trained on so far.")
 ELAPSED = Metric("time/elapsed_s", "Time", "s", "Since the run began, measurements included.")
 SPEED = Metric("time/tokens_per_s", "Speed", "tokens/s", "Of the step.", bad=BELOW)
 FLAGS = (LOSS_IS_NAN, GRAD_HAS_NAN, WEIGHT_HAS_NAN, STATE_HAS_NAN)
 
 # validations
-VAL_LOSS = Metric("val/loss", "Validation loss", NATS, "On the same held-out batches, per token or label.", bad=ABOVE)
-VAL_LOSS_SE = Metric(
-    "val/loss_se", "Standard error of the validation loss", NATS, "Over its batches, or documents.", bad=ABOVE
+VAL_LOSS = Metric(
+    "val/loss",
+    "Validation loss",
+    NATS,
+    "On the same held-out batches, per token or label.",
+    bad=ABOVE,
 )
-VAL_ALSO_LOSS = Metric("val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, per token.", bad=ABOVE)
-VAL_PERPLEXITY = Metric("val/perplexity", "Perplexity", "", "exp of the validation loss.", bad=ABOVE)
-VAL_BITS_PER_BYTE = Metric("val/bits_per_byte", "Bits per byte", "bits", "Validation loss per byte of text.", bad=ABOVE)
+VAL_LOSS_SE = Metric(
+    "val/loss_se",
+    "Standard error of the validation loss",
+    NATS,
+    "Over its batches, or documents.",
+    bad=ABOVE,
+)
+VAL_ALSO_LOSS = Metric(
+    "val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, per token.", bad=ABOVE
+)
+VAL_PERPLEXITY = Metric(
+    "val/perplexity", "Perplexity", "", "exp of the validation loss.", bad=ABOVE
+)
+VAL_BITS_PER_BYTE = Metric(
+    "val/bits_per_byte", "Bits per byte", "bits", "Validation loss per byte of text.", bad=ABOVE
+)
 _labels = partial(Metric, bad=BELOW, chart=LINEAR)
-MICRO_F1 = _labels("val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together.")
-MACRO_F1 = _labels("val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given.")
-R_PRECISION = _labels("val/r_precision", "R-precision", SHARE, "Share of a document's R labels in its R best scores.")
+MICRO_F1 = _labels(
+    "val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together."
+)
+MACRO_F1 = _labels(
+    "val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given."
+)
+R_PRECISION = _labels(
+    "val/r_precision", "R-precision", SHARE, "Share of a document's R labels in its R best scores."
+)
 #: metrics of the task classify, at validations
 OF_LABELS = (MICRO_F1, MACRO_F1, R_PRECISION)
 #: metrics of a validation beside its loss
 BESIDE_LOSS = (*OF_LABELS, VAL_ALSO_LOSS)
 
 _trend = partial(Metric, monitor=TREND)
-SMOOTHED_LOSS = _trend("train/loss_smoothed", "Smoothed training loss", NATS, "Over about twenty steps.", bad=ABOVE)
+SMOOTHED_LOSS = _trend(
+    "train/loss_smoothed", "Smoothed training loss", NATS, "Over about twenty steps.", bad=ABOVE
+)
 EXCESS = _trend(
     "train/excess",
     "Excess of the training loss",
@@ -148,4 +200,6 @@ EXCESS = _trend(
 )
 # neither side of the norm is bad by itself: it may vanish, and it may explode
 GRAD_NORM = Metric("grad/norm", "Gradient norm", "L2 norm", "Before clipping.", chart=LOG)
-GRAD_CLIPPED = Metric("grad/clipped", "Gradient clipped", "0 or 1", "Whether any micro-step's gradient was.")
+GRAD_CLIPPED = Metric(
+    "grad/clipped", "Gradient clipped", "0 or 1", "Whether any micro-step's gradient was."
+)

@@ -1,4 +1,6 @@
-"""The update rules: how weights are stored and how a step changes them. Data: one entry per rule."""
+"""The update rules: how weights are stored and how a step changes them. Data: one entry
+per rule.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +14,21 @@ from nanogpt_bench.system.errors import BenchError, unknown
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings behind a rule's name; each field is the default of a configuration key."""
+    """The settings behind a rule's name; each field is the default of a configuration
+    key.
+    """
 
-    #: where weights live: float32, master, grid, fp8, continuous or peer (see `model.storage`)
+    #: where weights live: float32, master, grid, fp8, continuous or peer (see
+    #: `model.storage`)
     storage: str
-    #: name of the optimizer; adamw and sgd on grid or fp8 storage are the library's own with k = 0
+    #: name of the optimizer; adamw and sgd on grid or fp8 storage are the library's own
+    #: with k = 0
     optimizer: str
-    #: default learning rate, in the optimizer's own unit: the best of benchmarks/rule_learning_rates.py for E4M3
+    #: default learning rate, in the optimizer's own unit: the best of
+    #: benchmarks/rule_learning_rates.py for E4M3
     lr: float
-    #: float32, bf16-mixed (autocast) or bf16-pure (bfloat16 weights and optimizer state)
+    #: float32, bf16-mixed (autocast) or bf16-pure (bfloat16 weights and optimizer
+    #: state)
     precision: str = "bf16-mixed"
     #: write-back of a step to the grid (None: there is none)
     writeback: str | None = None
@@ -30,7 +38,8 @@ class Rule:
     stiffness: float | None = None
     #: k at the last step, reached linearly (None: k stays)
     stiffness_end: float | None = None
-    #: torchao's recipe of scales, where the linear layers are torchao's (see `model.torchao_float8`)
+    #: torchao's recipe of scales, where the linear layers are torchao's (see
+    #: `model.torchao_float8`)
     torchao_float8: str | None = None
     #: what multiplies the weights' codes (see `model.products`; None: they are decoded)
     products: str | None = None
@@ -38,15 +47,25 @@ class Rule:
     peer: str | None = None
     #: learning rate of the parameters that stay float, where its unit is not that of lr
     float_lr: float | None = None
-    #: a package beyond the bench's own that the rule needs, and the extra that brings it
+    #: a package beyond the bench's own that the rule needs, and the extra that brings
+    #: it
     needs: tuple[str, str] | None = None
     #: one line for --help and the report
     help: str = ""
 
 
-def _on_floats(text: str, optimizer: str = "adamw", precision: str = "bf16-mixed", **more: Any) -> Rule:
-    """Return a rule of float weights; its learning rate is AdamW's where `more` has none."""
-    own: dict[str, Any] = {"storage": "float32", "optimizer": optimizer, "lr": 2e-3, "precision": precision}
+def _on_floats(
+    text: str, optimizer: str = "adamw", precision: str = "bf16-mixed", **more: Any
+) -> Rule:
+    """Return a rule of float weights; its learning rate is AdamW's where `more` has
+    none.
+    """
+    own: dict[str, Any] = {
+        "storage": "float32",
+        "optimizer": optimizer,
+        "lr": 2e-3,
+        "precision": precision,
+    }
     return Rule(**own | more, help=text)
 
 
@@ -57,13 +76,20 @@ def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any)
 
 def _muon(writeback: str, text: str) -> Rule:
     """Return a rule of Muon without a master copy."""
-    return _one_byte("stiffness_muon", 16e-3, writeback, text, moments="8bit", stiffness=0.0, float_lr=2e-3)
+    return _one_byte(
+        "stiffness_muon", 16e-3, writeback, text, moments="8bit", stiffness=0.0, float_lr=2e-3
+    )
 
 
 def _stiffness(text: str, k: float, **more: Any) -> Rule:
     """Return a rule of StiffnessAdamW without a master copy."""
     return _one_byte(
-        "stiffness_adamw", 2e-3, "stochastic", f"StiffnessAdamW with k {text}, stochastic rounding", stiffness=k, **more
+        "stiffness_adamw",
+        2e-3,
+        "stochastic",
+        f"StiffnessAdamW with k {text}, stochastic rounding",
+        stiffness=k,
+        **more,
     )
 
 
@@ -74,7 +100,8 @@ RULES: dict[str, Rule] = {
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
     "bf16-pure": _on_floats("AdamW, weights and state in bfloat16", precision="bf16-pure"),
     "bf16-stochastic": _on_floats(
-        "StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes per parameter",
+        "StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes per "
+        "parameter",
         "stiffness_adamw",
         "bf16-pure",
         moments="8bit",
@@ -82,15 +109,20 @@ RULES: dict[str, Rule] = {
     ),
     "sgd": _on_floats("SGD with momentum 0.9, everything in float32", "sgd", "float32", lr=1e-1),
     "torchao-float8": _on_floats(
-        "AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 weights",
+        "AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 "
+        "weights",
         torchao_float8="tensorwise",
         **_TORCHAO,
     ),
     "torchao-adamw8bit": _on_floats(
-        "torchao's AdamW8bit: moments in 8-bit blocks, float32 weights", "torchao_adamw8bit", **_TORCHAO
+        "torchao's AdamW8bit: moments in 8-bit blocks, float32 weights",
+        "torchao_adamw8bit",
+        **_TORCHAO,
     ),
     "torchao-adamwfp8": _on_floats(
-        "torchao's AdamWFp8: moments in E4M3 blocks, float32 weights", "torchao_adamwfp8", **_TORCHAO
+        "torchao's AdamWFp8: moments in E4M3 blocks, float32 weights",
+        "torchao_adamwfp8",
+        **_TORCHAO,
     ),
     "optimi-kahan": _on_floats(
         "optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
@@ -107,7 +139,9 @@ RULES: dict[str, Rule] = {
         **_TORCHAO,
     ),
     "sdnq-adamw": _on_floats(
-        "SDNQ's AdamW on its weights of one byte, averages of 8 bits, no master copy (GPL-3.0)", "sdnq_adamw", **_SDNQ
+        "SDNQ's AdamW on its weights of one byte, averages of 8 bits, no master copy (GPL-3.0)",
+        "sdnq_adamw",
+        **_SDNQ,
     ),
     "sdnq-muon": _on_floats(
         "SDNQ's Muon on hidden matrices, its AdamW (at float_lr) on the rest, as under sdnq-adamw",
@@ -116,15 +150,28 @@ RULES: dict[str, Rule] = {
         float_lr=2e-3,
         **_SDNQ,
     ),
-    "master": Rule("master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
+    "master": Rule(
+        "master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"
+    ),
     "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
     "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),
-    "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
-    "stochastic-fp8": _one_byte(
-        "adamw", 2e-3, "stochastic", "stochastic-8bit with products on FP8 units", moments="8bit", products="fp8"
+    "stochastic-8bit": _one_byte(
+        "adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"
     ),
-    "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits per weight"),
-    "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
+    "stochastic-fp8": _one_byte(
+        "adamw",
+        2e-3,
+        "stochastic",
+        "stochastic-8bit with products on FP8 units",
+        moments="8bit",
+        products="fp8",
+    ),
+    "residual8": _one_byte(
+        "adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits per weight"
+    ),
+    "momentum": _one_byte(
+        "adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"
+    ),
     "muon": _on_floats(
         "Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
         "stiffness_muon",
@@ -134,11 +181,14 @@ RULES: dict[str, Rule] = {
         float_lr=2e-3,
     ),
     "muon-stochastic": _muon(
-        "stochastic", "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes per hidden weight"
+        "stochastic",
+        "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes per hidden "
+        "weight",
     ),
     "muon-nearest": _muon("nearest", "muon-stochastic, but rounded to nearest"),
     "muon-residual8": _muon(
-        "residual8", "muon-stochastic, but what rounding loses kept in 8 bits per weight: three bytes"
+        "residual8",
+        "muon-stochastic, but what rounding loses kept in 8 bits per weight: three bytes",
     ),
     "stiffness-k0": _stiffness("= 0 (AdamW)", 0.0),
     "stiffness-k0.5": _stiffness("= 1/2", 0.5),
@@ -149,21 +199,40 @@ RULES: dict[str, Rule] = {
         "stiffness_adamw",
         2e-3,
         stiffness=1.0,
-        help="StiffnessAdamW with k = 1 on float32 weights that are never rounded: the geometry without the grid",
+        help="StiffnessAdamW with k = 1 on float32 weights that are never rounded: the geometry "
+        "without the grid",
     ),
     "stiffness-lion": _one_byte(
-        "stiffness_lion", 1e-3, "stochastic", "StiffnessLion with k = 1, stochastic rounding", stiffness=1.0
+        "stiffness_lion",
+        1e-3,
+        "stochastic",
+        "StiffnessLion with k = 1, stochastic rounding",
+        stiffness=1.0,
     ),
     "madam": _one_byte(
-        "madam", 8e-2, "stochastic", "Madam (lr a share of the weight), stochastic rounding", float_lr=1e-3
+        "madam",
+        8e-2,
+        "stochastic",
+        "Madam (lr a share of the weight), stochastic rounding",
+        float_lr=1e-3,
     ),
     "sgd-nearest": _one_byte("sgd", 2e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
-    "sgd-stochastic": _one_byte("sgd", 1e-1, "stochastic", "SGD with momentum 0.9, stochastic rounding"),
+    "sgd-stochastic": _one_byte(
+        "sgd", 1e-1, "stochastic", "SGD with momentum 0.9, stochastic rounding"
+    ),
     "stiffness-sgd": _one_byte(
-        "stiffness_sgd", 4e-1, "stochastic", "StiffnessSGD with k = 2, stochastic rounding", stiffness=2.0
+        "stiffness_sgd",
+        4e-1,
+        "stochastic",
+        "StiffnessSGD with k = 2, stochastic rounding",
+        stiffness=2.0,
     ),
     "riemannian": _one_byte(
-        "riemannian_adam", 2.0, "stochastic", "RiemannianAdam (lr in ULPs per step), stochastic rounding", float_lr=1e-3
+        "riemannian_adam",
+        2.0,
+        "stochastic",
+        "RiemannianAdam (lr in ULPs per step), stochastic rounding",
+        float_lr=1e-3,
     ),
     "riemannian-sgd": _one_byte(
         "riemannian_sgd",
@@ -182,7 +251,8 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-#: rules that step in a format's geometry; each has a float control, the same step on float weights never rounded
+#: rules that step in a format's geometry; each has a float control, the same step on
+#: float weights never rounded
 WITH_TWIN = (
     "stiffness-k0.5",
     "stiffness-anneal",
@@ -194,7 +264,10 @@ WITH_TWIN = (
 )
 RULES |= {
     f"{name}-float": replace(
-        RULES[name], storage="continuous", writeback=None, help=f"{name} on float32 weights that are never rounded"
+        RULES[name],
+        storage="continuous",
+        writeback=None,
+        help=f"{name} on float32 weights that are never rounded",
     )
     for name in WITH_TWIN
 }
@@ -212,7 +285,8 @@ def rule(name: str) -> Rule:
 
 
 def meaning(entry: Rule) -> dict[str, Any]:
-    """Return the settings that define a rule: with another value the run would have the wrong name.
+    """Return the settings that define a rule: with another value the run would have the
+    wrong name.
 
     >>> meaning(rule("fp32"))["train.precision"]
     'float32'
@@ -230,7 +304,8 @@ def meaning(entry: Rule) -> dict[str, Any]:
 
 
 def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings with another value than `means` has; `given` is None for those not given.
+    """Return the given settings with another value than `means` has; `given` is None
+    for those not given.
 
     fp8 and grid hold the same values, so neither contradicts the other.
 
@@ -241,12 +316,15 @@ def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict
     return {
         key: value
         for key, value in found.items()
-        if value is not None and value != means[key] and not (value in ROUNDED and means[key] in ROUNDED)
+        if value is not None
+        and value != means[key]
+        and not (value in ROUNDED and means[key] in ROUNDED)
     }
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str:
-    """Return the optimizer that settings call for: by its name, by a rule, or by a constraint.
+    """Return the optimizer that settings call for: by its name, by a rule, or by a
+    constraint.
 
     >>> optimizer_of({"rule": "madam"}), optimizer_of({})
     ('madam', 'adamw')
@@ -258,18 +336,25 @@ def optimizer_of(settings: Mapping[str, Any]) -> str:
 
 def available_rules() -> list[str]:
     """Return the names of the rules whose packages are installed."""
-    return [name for name, entry in RULES.items() if entry.needs is None or find_spec(entry.needs[0]) is not None]
+    return [
+        name
+        for name, entry in RULES.items()
+        if entry.needs is None or find_spec(entry.needs[0]) is not None
+    ]
 
 
 def check_available(name: str) -> None:
     """Raise for a rule whose package is missing."""
     needs = rule(name).needs
     if needs is not None and name not in available_rules():
-        raise BenchError(f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'")
+        raise BenchError(
+            f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'"
+        )
 
 
 def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
-    """Return whether a small step is lost for good when it is written back; None where that is not known.
+    """Return whether a small step is lost for good when it is written back; None where
+    that is not known.
 
     >>> loses_steps("fp8", "nearest"), loses_steps("fp8", "residual8"), loses_steps("master", None)
     (True, False, False)
@@ -282,9 +367,11 @@ def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
 
 
 def stall_counts(storage: str | None, writeback: str | None) -> bool:
-    """Return whether a stall is a failure: under an unbiased write-back weights that stall still move on average.
+    """Return whether a stall is a failure: under an unbiased write-back weights that
+    stall still move on average.
 
-    With a master copy it is the share of codes that stayed, and counts; so it does where the write-back is not known.
+    With a master copy it is the share of codes that stayed, and counts; so it does
+    where the write-back is not known.
 
     >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic"), stall_counts("master", None)
     (True, False, True)
@@ -293,7 +380,8 @@ def stall_counts(storage: str | None, writeback: str | None) -> bool:
 
 
 def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reference: those of all runs, except what belongs to their rule, and its own.
+    """Return the settings of a reference: those of all runs, except what belongs to
+    their rule, and its own.
 
     >>> reference_settings({"rule": "nearest", "model.format": "E4M3", "seed": 1}, {"rule": "fp32"})
     {'seed': 1, 'rule': 'fp32'}
@@ -303,7 +391,8 @@ def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) ->
 
 
 def has_moments(storage: str | None, optimizer: str | None) -> bool:
-    """Return whether `optimizer.moments` means something: it does for the library's own optimizers.
+    """Return whether `optimizer.moments` means something: it does for the library's own
+    optimizers.
 
     >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
     (True, True, False)
@@ -323,7 +412,8 @@ _UNITS = {
 
 
 def unit(optimizer: str) -> str:
-    """Return the unit of an optimizer's learning rate; optimizers with the same unit can share a rate.
+    """Return the unit of an optimizer's learning rate; optimizers with the same unit
+    can share a rate.
 
     >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
     (True, 'ULPs per step')

@@ -1,7 +1,8 @@
 """The configuration of one training run: every setting is declared here, once.
 
-YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the resolved `config.yaml` of a run
-folder are all derived from the fields below. A field's metadata says what values it takes.
+YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the
+resolved `config.yaml` of a run folder are all derived from the fields below. A field's
+metadata says what values it takes.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw", "sdnq_muon", "
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 _EXPONENT: dict[str, Any] = {"stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
-#: the options that each optimizer takes, with their defaults; others are refused. A rule's rates replace these
+#: the options that each optimizer takes, with their defaults; others are refused. A
+#: rule's rates replace these
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
@@ -30,7 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sdnq_muon": {**_ADAM, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
     "sdnq_adamw": _ADAM,
 }
-#: the library's own optimizers: a name without its underscores is a class of fp8manifold.optim
+#: the library's own optimizers: a name without its underscores is a class of
+#: fp8manifold.optim
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
 #: names of the options, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
@@ -44,16 +47,20 @@ PEER_WEIGHTS = {
     **dict.fromkeys(("sdnq-E2M5", "sdnq-E4M3", "sdnq-int8"), ("sdnq_muon", "sdnq_adamw")),
     "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
 }
-#: storages whose points are a format's values: a step is rounded when it is written back
+#: storages whose points are a format's values: a step is rounded when it is written
+#: back
 ROUNDED = ("grid", "fp8")
-#: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
+#: storages on the library's manifolds, which its optimizers step; continuous ones
+#: without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
 #: own optimizers that also step float weights: there each is its own baseline
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
-#: values of `products` of fp8manifold.LayerSpec, and the formats that FP8 hardware multiplies
+#: values of `products` of fp8manifold.LayerSpec, and the formats that FP8 hardware
+#: multiplies
 PRODUCTS = ("decoded", "fp8", "int8", "auto")
 FP8_FORMATS = ("E4M3", "E5M2")
-#: names of fp8manifold.optim.WRITEBACKS (not imported here: it imports torch; a test compares), and which lose updates
+#: names of fp8manifold.optim.WRITEBACKS (not imported here: it imports torch; a test
+#: compares), and which lose updates
 WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
@@ -73,7 +80,10 @@ class DataConfig(Section):
         of_task=True,
     )
     train_tokens: int | None = setting(
-        None, "train on only the first so many tokens of the corpus; null: all", minimum=1, of_task=True
+        None,
+        "train on only the first so many tokens of the corpus; null: all",
+        minimum=1,
+        of_task=True,
     )
 
 
@@ -82,50 +92,68 @@ class ModelConfig(Section):
 
     size: str | None = setting(
         None,
-        "named size, for what is not given below; 124M is GPT-2's; null: 0.8M, or that of init_from or pretrained",
+        "named size, for what is not given below; 124M is GPT-2's; null: 0.8M, or that of "
+        "init_from or pretrained",
         choices=("0.8M", "10M", "50M", "124M"),
         of_task=True,
     )
     init_from: str | None = setting(
         None,
-        "weights to start from: a run's folder (its newest checkpoint) or one of its checkpoints; or a GPT-2 "
-        "checkpoint in Hugging Face's layout (config.json and model.safetensors): its folder, an id on the hub, or "
-        "gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
+        "weights to start from: a run's folder (its newest checkpoint) or one of its checkpoints; "
+        "or a GPT-2 checkpoint in Hugging Face's layout (config.json and model.safetensors): its "
+        "folder, an id on the hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
         of_task=True,
     )
     pretrained: str | None = setting(
         None,
-        "a causal language model of transformers (extra hf) in place of the GPT: a folder that save_pretrained wrote, "
-        "a .gguf file, or an id on the hub; formats then name layers as that model does; null: the GPT",
+        "a causal language model of transformers (extra hf) in place of the GPT: a folder that "
+        "save_pretrained wrote, a .gguf file, or an id on the hub; formats then name layers as "
+        "that model does; null: the GPT",
         of_task=True,
     )
-    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, maximum=4096, of_task=True)
+    n_layer: int | None = setting(
+        None, "transformer blocks; null: the size's", minimum=1, maximum=4096, of_task=True
+    )
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
-    n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True)
-    block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1, of_task=True)
+    n_embd: int | None = setting(
+        None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True
+    )
+    block_size: int | None = setting(
+        None, "context length in tokens; null: the size's", minimum=1, of_task=True
+    )
     dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
     bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: the size's (124M: true)")
-    tie_weights: bool | None = setting(None, "lm_head shares the embedding's weight; null: the size's (124M: true)")
+    tie_weights: bool | None = setting(
+        None, "lm_head shares the embedding's weight; null: the size's (124M: true)"
+    )
     gelu: str | None = setting(
-        None, "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)", choices=("exact", "tanh")
+        None,
+        "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)",
+        choices=("exact", "tanh"),
     )
     storage: str | None = setting(
         None,
-        "how weights are stored: float32, master (float32 copy, quantised forward), fp8 (one byte), grid (the same "
-        "values in float32), continuous (float32, the format's geometry without its rounding) or peer (another "
-        "package's, see peer); null: the rule's, or what formats and optimizer call for",
+        "how weights are stored: float32, master (float32 copy, quantised forward), fp8 (one "
+        "byte), grid (the same values in float32), continuous (float32, the format's geometry "
+        "without its rounding) or peer (another package's, see peer); null: the rule's, or what "
+        "formats and optimizer call for",
         choices=STORAGES,
         of_rule=True,
     )
     format: str | None = setting(
-        None, "of all linear layers: formats {'*': FORMAT}", of_rule=True, of_formats=True, rows_by="--formats"
+        None,
+        "of all linear layers: formats {'*': FORMAT}",
+        of_rule=True,
+        of_formats=True,
+        rows_by="--formats",
     )
     formats: dict[str, Any] = setting(
         dict,
-        "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
-        "gradient (each a format, or a mapping with key format and further options), granularity (tensor, channel, "
-        "block, for weights in one byte square), policy (dynamic, static, delayed), history, rounding (nearest, "
-        "stochastic, split), ste (identity, clipped, relu, none)",
+        "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys "
+        "weight, activation, gradient (each a format, or a mapping with key format and further "
+        "options), granularity (tensor, channel, block, for weights in one byte square), policy "
+        "(dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
+        "(identity, clipped, relu, none)",
         of_rule=True,
         of_formats=True,
         words=True,
@@ -133,16 +161,16 @@ class ModelConfig(Section):
     )
     torchao_float8: str | None = setting(
         None,
-        "torchao's float8 training of the blocks' linear layers: its recipe of scales (extra torchao; emulated where "
-        "the device has no FP8 products); null: none",
+        "torchao's float8 training of the blocks' linear layers: its recipe of scales (extra "
+        "torchao; emulated where the device has no FP8 products); null: none",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
         rows_by="--rules",
     )
     products: str | None = setting(
         None,
-        "fp8 storage: how layers multiply, except lm_head and layers whose format says it: decoded (as floats), fp8 "
-        "(codes of E4M3 or E5M2 on FP8 hardware), int8 (codes of E1M6), or auto (what the device has); a CPU emulates "
-        "fp8 and int8; null: the rule's, or decoded",
+        "fp8 storage: how layers multiply, except lm_head and layers whose format says it: decoded "
+        "(as floats), fp8 (codes of E4M3 or E5M2 on FP8 hardware), int8 (codes of E1M6), or auto "
+        "(what the device has); a CPU emulates fp8 and int8; null: the rule's, or decoded",
         choices=PRODUCTS,
         of_rule=True,
         of_formats=True,
@@ -151,16 +179,16 @@ class ModelConfig(Section):
     )
     peer: str | None = setting(
         None,
-        "peer storage: the package whose weights the linear layers have, and their format (extra sdnq, under GPL-3.0, "
-        "or torchao); null: the rule's",
+        "peer storage: the package whose weights the linear layers have, and their format (extra "
+        "sdnq, under GPL-3.0, or torchao); null: the rule's",
         choices=tuple(PEER_WEIGHTS),
         of_rule=True,
         rows_by="--rules",
     )
     headroom: float | None = setting(
         None,
-        "grid, fp8 and continuous storage: largest value of the grid over a matrix row's initial amax; null: by "
-        "format, at most 16 (with few binades 2, or 1 in fp8 storage, which widens)",
+        "grid, fp8 and continuous storage: largest value of the grid over a matrix row's initial "
+        "amax; null: by format, at most 16 (with few binades 2, or 1 in fp8 storage, which widens)",
         minimum=1.0,
         of_rule=True,
         of_formats=True,
@@ -168,26 +196,31 @@ class ModelConfig(Section):
     )
     granularity: str | None = setting(
         None,
-        "one weight scale per tensor, per matrix row (channel), per block of 32 in a row (fp8 or master storage), or "
-        "per square of 128 x 128 (fp8 storage); null: channel",
+        "one weight scale per tensor, per matrix row (channel), per block of 32 in a row (fp8 or "
+        "master storage), or per square of 128 x 128 (fp8 storage); null: channel",
         choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
     )
     tied: str | None = setting(
         None,
-        "with an lm_head that shares the embedding's weight: untie (quantise a copy for the lm_head) or leave (in "
-        "float); null: refuse formats that reach it",
+        "with an lm_head that shares the embedding's weight: untie (quantise a copy for the "
+        "lm_head) or leave (in float); null: refuse formats that reach it",
         choices=("untie", "leave"),
         of_rule=True,
         of_formats=True,
     )
     embeddings: str | None = setting(
-        None, "format of embeddings (and a tied head); null: float", storages=("fp8",), of_rule=True, of_formats=True
+        None,
+        "format of embeddings (and a tied head); null: float",
+        storages=("fp8",),
+        of_rule=True,
+        of_formats=True,
     )
     constraint: str | None = setting(
         None,
-        "constraint of attn.qkv and attn.proj: stiefel (orthonormal columns) or sphere (rows of length 1); null: none",
+        "constraint of attn.qkv and attn.proj: stiefel (orthonormal columns) or sphere (rows of "
+        "length 1); null: none",
         choices=("stiefel", "sphere"),
         of_rule=True,
         optimizers=RIEMANNIAN,
@@ -197,48 +230,59 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer, its options and schedules, and its write-back."""
 
-    name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
+    name: str | None = setting(
+        None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules"
+    )
     lr: float | None = setting(
         None,
-        "peak learning rate, in value (riemannian_adam: ULPs per step; riemannian_sgd: ULPs for a code gradient of 1; "
-        "madam: a share of the weight); null: the rule's, named or given by its settings, or the optimizer's",
+        "peak learning rate, in value (riemannian_adam: ULPs per step; riemannian_sgd: ULPs for a "
+        "code gradient of 1; madam: a share of the weight); null: the rule's, named or given by "
+        "its settings, or the optimizer's",
         above=0.0,
         is_rate=True,
     )
     float_lr: float | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; stiffness_muon, sdnq_muon: of all "
-        "but hidden matrices; null: the rule's, or 1e-3 (riemannian_sgd: 0.1; stiffness_muon, sdnq_muon: 4e-3)",
+        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; "
+        "stiffness_muon, sdnq_muon: of all but hidden matrices; null: the rule's, or 1e-3 "
+        "(riemannian_sgd: 0.1; stiffness_muon, sdnq_muon: 4e-3)",
         above=0.0,
         is_rate=True,
     )
     constrained_lr: float | None = setting(
         None,
-        "rate of constrained weights: for riemannian_adam radians per step of a row or column, null: 0.01; for "
-        "riemannian_sgd a factor of the gradient, null: 0.1",
+        "rate of constrained weights: for riemannian_adam radians per step of a row or column, "
+        "null: 0.01; for riemannian_sgd a factor of the gradient, null: 0.1",
         above=0.0,
         optimizers=RIEMANNIAN,
     )
-    beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
-    beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
+    beta1: float | None = setting(
+        None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0
+    )
+    beta2: float | None = setting(
+        None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0
+    )
     momentum: float | None = setting(
         None,
-        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, sdnq_muon: momentum; null: 0.9, for the last two "
-        "0.95",
+        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, sdnq_muon: momentum; null: "
+        "0.9, for the last two 0.95",
         minimum=0.0,
         below=1.0,
     )
     weight_decay: float | None = setting(
         None,
-        "decay of parameters with two or more dimensions: decoupled, times lr per step (riemannian_*: times float_lr, "
-        "quantised weights only; sgd on floats: added to the gradient); null: 0.1, for madam and *sgd 0",
+        "decay of parameters with two or more dimensions: decoupled, times lr per step "
+        "(riemannian_*: times float_lr, quantised weights only; sgd on floats: added to the "
+        "gradient); null: 0.1, for madam and *sgd 0",
         minimum=0.0,
     )
-    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0, of_rule=False)
+    grad_clip: float = setting(
+        1.0, "largest gradient norm; 0: no clipping", minimum=0.0, of_rule=False
+    )
     clip_by: str | None = setting(
         None,
-        "train.step_in_backward: the norm by which gradients are clipped to grad_clip: that of the step before "
-        "(previous), or this step's, from one more backward pass (exact)",
+        "train.step_in_backward: the norm by which gradients are clipped to grad_clip: that of the "
+        "step before (previous), or this step's, from one more backward pass (exact)",
         choices=("previous", "exact"),
     )
     writeback: str | None = setting(
@@ -251,15 +295,16 @@ class OptimizerConfig(Section):
     )
     writeback_end: str | None = setting(
         None,
-        "grid and fp8 storage: how steps are written back after the share step_at of all steps; null: as before",
+        "grid and fp8 storage: how steps are written back after the share step_at of all steps; "
+        "null: as before",
         choices=tuple(name for name in WRITEBACKS if name != "momentum"),
         of_formats=True,
         storages=ROUNDED,
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: random draws of rounding, independent in every step, or dither: spread evenly over the "
-        "steps; null: independent",
+        "grid and fp8 storage: random draws of rounding, independent in every step, or dither: "
+        "spread evenly over the steps; null: independent",
         choices=("independent", "dither"),
         of_formats=True,
         storages=ROUNDED,
@@ -273,12 +318,16 @@ class OptimizerConfig(Section):
     )
     stiffness: float | None = setting(
         None,
-        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the first step; null: 0",
+        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the "
+        "first step; null: 0",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_end: float | None = setting(
-        None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+        None,
+        "the same five: k at the last step, reached linearly; null: k stays",
+        minimum=0.0,
+        maximum=4.0,
     )
     stiffness_schedule: str | None = setting(
         None, "the same five: schedule of k to stiffness_end; null: linear", choices=COURSES
@@ -290,10 +339,13 @@ class OptimizerConfig(Section):
         of_rule=False,
     )
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0, of_rule=False)
-    min_lr_ratio: float = setting(0.1, "last learning rate over its peak", minimum=0.0, maximum=1.0, of_rule=False)
+    min_lr_ratio: float = setting(
+        0.1, "last learning rate over its peak", minimum=0.0, maximum=1.0, of_rule=False
+    )
     step_at: float = setting(
         0.5,
-        "schedule and stiffness_schedule step, and writeback_end: share of the steps after which the last value holds",
+        "schedule and stiffness_schedule step, and writeback_end: share of the steps after which "
+        "the last value holds",
         minimum=0.0,
         maximum=1.0,
         of_rule=False,
@@ -320,16 +372,19 @@ class TrainConfig(Section):
     )
     step_in_backward: bool = setting(
         False,
-        "the library's optimizers: step each parameter as soon as it has its gradient, and free the gradient; see "
-        "optimizer.clip_by; micro-batches are summed in bfloat16, rounded stochastically; no monitor sees gradients",
+        "the library's optimizers: step each parameter as soon as it has its gradient, and free "
+        "the gradient; see optimizer.clip_by; micro-batches are summed in bfloat16, rounded "
+        "stochastically; no monitor sees gradients",
     )
     recompute: bool = setting(
-        False, "model.pretrained: keep no activations inside a block, compute them again in the backward pass"
+        False,
+        "model.pretrained: keep no activations inside a block, compute them again in the backward "
+        "pass",
     )
     parallel: str | None = setting(
         None,
-        "how the processes of torchrun share a run: ddp, each holds the model and takes train.batch_size / processes "
-        "sequences of every batch; null: one process",
+        "how the processes of torchrun share a run: ddp, each holds the model and takes "
+        "train.batch_size / processes sequences of every batch; null: one process",
         choices=("ddp",),
         changes_numbers=False,
     )
@@ -338,15 +393,17 @@ class TrainConfig(Section):
     )
     on_anomaly: str = setting(
         "skip",
-        "a step whose loss or gradient is not finite is left out, and the run ends after three in a row (skip) or at "
-        "the first (stop), if stop_on has nan; weights or optimizer state that are not finite end it always",
+        "a step whose loss or gradient is not finite is left out, and the run ends after three in "
+        "a row (skip) or at the first (stop), if stop_on has nan; weights or optimizer state that "
+        "are not finite end it always",
         choices=("skip", "stop"),
     )
     stop_on: list[str] = setting(
         lambda: ["nan"],
-        "end the run on steps whose loss or gradient is not finite (nan, see on_anomaly), on a smoothed training loss "
-        "a tenth above its lowest, or alerts.baseline's, at three validations in a row (divergence), on a validation "
-        "loss that did not fall by a thousandth at five in a row (plateau)",
+        "end the run on steps whose loss or gradient is not finite (nan, see on_anomaly), on a "
+        "smoothed training loss a tenth above its lowest, or alerts.baseline's, at three "
+        "validations in a row (divergence), on a validation loss that did not fall by a thousandth "
+        "at five in a row (plateau)",
         choices=("nan", "divergence", "plateau"),
         changes_numbers=False,
     )
@@ -358,7 +415,9 @@ class EvalConfig(Section):
     interval: int = setting(250, "steps between validations", minimum=1)
     batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
     also: str | None = setting(
-        None, "another prepared text, by the same tokenizer, to validate on too: it shows what fine-tuning forgets"
+        None,
+        "another prepared text, by the same tokenizer, to validate on too: it shows what "
+        "fine-tuning forgets",
     )
 
 
@@ -366,28 +425,40 @@ class RuntimeConfig(Section):
     """The machine."""
 
     device: str = setting("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
-    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1, maximum=1024)
+    threads: int | None = setting(
+        None, "CPU threads; null: torch's own choice", minimum=1, maximum=1024
+    )
     compile: bool = setting(
         False,
-        "compile the model with torch.compile: the first step and the first validation take long; steps that monitors "
-        "measure with hooks run uncompiled",
+        "compile the model with torch.compile: the first step and the first validation take long; "
+        "steps that monitors measure with hooks run uncompiled",
     )
 
 
 class ShadowConfig(Section):
-    """A float32 model with the run's current weights, with whose gradients the run's are compared."""
+    """A float32 model with the run's current weights, with whose gradients the run's
+    are compared.
+    """
 
     enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
     interval: int = setting(100, "steps between two comparisons", minimum=1)
 
 
 class AlertsConfig(Section):
-    """Alerts of failures during a run, in alerts.jsonl, on the terminal and in the trackers."""
+    """Alerts of failures during a run, in alerts.jsonl, on the terminal and in the
+    trackers.
+    """
 
-    enabled: bool = setting(True, "check for failures during the run, after measurements and validations")
-    save_on_anomaly: bool = setting(True, "save the state before the first step that is not finite, in anomaly/")
+    enabled: bool = setting(
+        True, "check for failures during the run, after measurements and validations"
+    )
+    save_on_anomaly: bool = setting(
+        True, "save the state before the first step that is not finite, in anomaly/"
+    )
     baseline: str | None = setting(
-        None, "run folder with whose losses divergence is judged; null: the run's own lowest", changes_numbers=True
+        None,
+        "run folder with whose losses divergence is judged; null: the run's own lowest",
+        changes_numbers=True,
     )
 
 
@@ -396,39 +467,47 @@ class TrackingConfig(Section):
 
     wandb: str = setting(
         "off",
-        "Weights & Biases, with WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS of the environment; auto: online with an "
-        "API key, otherwise offline",
+        "Weights & Biases, with WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS of the environment; "
+        "auto: online with an API key, otherwise offline",
         choices=("off", "auto", "offline", "online"),
     )
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(
-        False, "at the end, upload the last checkpoint to Weights & Biases, as an artifact with the alias latest"
+        False,
+        "at the end, upload the last checkpoint to Weights & Biases, as an artifact with the alias "
+        "latest",
     )
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: when the state of a run is saved to its folder, and which of them stay."""
+    """Checkpoints: when the state of a run is saved to its folder, and which of them
+    stay.
+    """
 
     every: int | None = setting(
         500,
-        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. When a signal ends "
-        "the run, one is always written",
+        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. "
+        "When a signal ends the run, one is always written",
         minimum=1,
     )
     last: bool = setting(True, "a checkpoint when the run ends, unless it failed")
     keep: int = setting(
-        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+        2,
+        "newest checkpoints that stay; the one with the lowest validation loss stays beside them",
+        minimum=1,
     )
     best: bool = setting(
         False,
-        "a checkpoint at every validation with the lowest loss so far; without this setting the lowest loss has a "
-        "checkpoint only if one was due at that step",
+        "a checkpoint at every validation with the lowest loss so far; without this setting the "
+        "lowest loss has a checkpoint only if one was due at that step",
     )
 
 
 class Config(Section):
-    """One training run. `nanogpt_bench.setup.resolve.resolve` fills in the keys that are null."""
+    """One training run. `nanogpt_bench.setup.resolve.resolve` fills in the keys that
+    are null.
+    """
 
     rule: str | None = setting(
         None,
@@ -437,11 +516,13 @@ class Config(Section):
         of_rule=True,
         rows_by="--rules",
     )
-    seed: int = setting(42, "of the initial weights, the data's order and rounding", minimum=0, maximum=2**64 - 1)
+    seed: int = setting(
+        42, "of the initial weights, the data's order and rounding", minimum=0, maximum=2**64 - 1
+    )
     task: str = setting(
         "language",
-        "language: predict the next token; classify: predict a document's labels from its first model.block_size "
-        "tokens, in a corpus that has labels (prepare eurlex --task labels)",
+        "language: predict the next token; classify: predict a document's labels from its first "
+        "model.block_size tokens, in a corpus that has labels (prepare eurlex --task labels)",
         choices=("language", "classify"),
         of_task=True,
     )

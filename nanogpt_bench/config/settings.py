@@ -1,6 +1,8 @@
-"""Reading YAML files and `--section.key value` overrides into a checked `Config`, and writing one as YAML.
+"""Reading YAML files and `--section.key value` overrides into a checked `Config`, and
+writing one as YAML.
 
-A key that does not exist is refused here with its nearest valid spelling; `config.field` checks values.
+A key that does not exist is refused here with its nearest valid spelling;
+`config.field` checks values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,8 @@ from nanogpt_bench.system.errors import BenchError, nearest, one_line, refusals,
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file (None: all defaults), apply command-line overrides and check every key, type and range.
+    """Read a YAML file (None: all defaults), apply command-line overrides and check
+    every key, type and range.
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
@@ -39,9 +42,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
     loaded = content_of(path, "config")
     if loaded is None:
-        raise BenchError(f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for all defaults")
+        raise BenchError(
+            f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for all "
+            f"defaults"
+        )
     if not isinstance(loaded, dict):
-        raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
+        raise BenchError(
+            f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}"
+        )
     try:
         return once(flatten(loaded))
     except GivenTwice as error:
@@ -54,14 +62,20 @@ def content_of(path: Path, kind: str) -> Any:
         try:
             return untrusted.read_yaml(path)
         except OSError as error:
-            raise BenchError(f"{kind} {str(path)!r} can't be read: {error.strerror or error}") from None
+            raise BenchError(
+                f"{kind} {str(path)!r} can't be read: {error.strerror or error}"
+            ) from None
 
 
 class GivenTwice(BenchError):
-    """The error of a setting given twice, for example dotted and nested: one of its values would be dropped."""
+    """The error of a setting given twice, for example dotted and nested: one of its
+    values would be dropped.
+    """
 
     def __init__(self, key: str) -> None:
-        """Take the dotted key, which in a sweep file has the name of its section before it."""
+        """Take the dotted key, which in a sweep file has the name of its section before
+        it.
+        """
         super().__init__(f"{key} is given twice; keep one")
         self.key = key
 
@@ -84,7 +98,8 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-#: settings that only earlier versions had, with their defaults: a file may still give them with these values
+#: settings that only earlier versions had, with their defaults: a file may still give
+#: them with these values
 _GONE = """
 alerts: {at_least: {}, at_most: {}, attention_entropy: 0.1, cooldown_s: 300.0, divergence: 0.1, divergence_evals: 3,
   kurtosis: 10.0, levels: {}, nan_cooldown_s: 60.0, nan_patience: 3, overflow: 0.01, plateau: 0.001, plateau_evals: 5,
@@ -105,7 +120,9 @@ tracking: {tags: [], wandb_entity: null, wandb_project: nanogpt-bench}
 train: {accumulate_in: null, max_rollbacks: 3}
 """
 GONE: dict[str, Any] = {
-    f"{section}.{key}": value for section, those in yaml.safe_load(_GONE).items() for key, value in those.items()
+    f"{section}.{key}": value
+    for section, those in yaml.safe_load(_GONE).items()
+    for key, value in those.items()
 }
 GONE |= dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True)
 #: other values that those versions filled in for null, and that mean what is done today
@@ -124,7 +141,9 @@ SEEDS = ("data.seed", "model.seed")
 
 
 def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked; settings of `GONE` are left out."""
+    """Yield (dotted key, value) of nested sections, the keys checked; settings of
+    `GONE` are left out.
+    """
     found = list(_flat(tree, ""))
     settings = dict(found)
     for key, value in found:
@@ -135,7 +154,9 @@ def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values of a setting of `GONE`, beside its default, that mean what is done today."""
+    """The values of a setting of `GONE`, beside its default, that mean what is done
+    today.
+    """
     if key in SEEDS:
         return (settings.get("seed", Config().seed),)
     if key == "optimizer.damping" and optimizer_of(settings) == "fisher":
@@ -166,21 +187,29 @@ def _first_path(value: Any) -> Iterator[str]:
 
 
 def unknown_key(key: str) -> BenchError:
-    """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
+    """Return the error for a key that does not exist: its nearest spelling, or the keys
+    of its section.
+    """
     if any(f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}.") for gone in GONE):
         return BenchError(f"{key} is no setting any more; leave it out")
     section, _, last = key.rpartition(".")
-    guess = nearest(key, FIELDS) or next((known for known in FIELDS if known.rpartition(".")[2] == last), None)
+    guess = nearest(key, FIELDS) or next(
+        (known for known in FIELDS if known.rpartition(".")[2] == last), None
+    )
     if guess:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")
     inside = [known for known in FIELDS if known.startswith(f"{section or key}.")]
-    return unknown("key", key, inside or [*sorted(SECTIONS), *(known for known in FIELDS if "." not in known)])
+    return unknown(
+        "key", key, inside or [*sorted(SECTIONS), *(known for known in FIELDS if "." not in known)]
+    )
 
 
 def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `base` with `--a.b value` and `--a.b=value` arguments applied, values read as YAML.
+    """Return `base` with `--a.b value` and `--a.b=value` arguments applied, values read
+    as YAML.
 
-    One entry of a mapping can be given: `--model.formats.attn E4M3` leaves the other entries as they are.
+    One entry of a mapping can be given: `--model.formats.attn E4M3` leaves the other
+    entries as they are.
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
@@ -191,13 +220,18 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
         if key in said:
             raise _twice(key)
         said[key] = text
-    values = dict(base or {}) | {key: _read_value(key, text) for key, text in said.items() if not mapping_above(key)}
+    values = dict(base or {}) | {
+        key: _read_value(key, text) for key, text in said.items() if not mapping_above(key)
+    }
     for key, text in said.items():
         if mapping := mapping_above(key):
             before, name = entries_of(values, mapping), key[len(mapping) + 1 :]
             if mapping in said and name in before:
                 raise _twice(key)
-            values[mapping] = {**before, name: text if FIELDS[mapping].facts["words"] else parse_text(text)}
+            values[mapping] = {
+                **before,
+                name: text if FIELDS[mapping].facts["words"] else parse_text(text),
+            }
     return values
 
 
@@ -222,7 +256,9 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if key not in FIELDS and not mapping_above(key):
         raise unknown_key(key)
     if not equals and not queue:
-        raise BenchError(f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}")
+        raise BenchError(
+            f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}"
+        )
     return key, text if equals else queue.pop(0)
 
 
@@ -236,7 +272,9 @@ def _read_value(key: str, text: str) -> Any:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
+    """Return the `Config` with these {dotted key: value} settings, types and ranges
+    checked.
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         if key not in FIELDS:
@@ -259,7 +297,8 @@ def to_yaml(config: Config) -> str:
 
 
 def defaults_yaml() -> str:
-    """Return every setting at its default as YAML, each below a comment with its meaning and the values it takes.
+    """Return every setting at its default as YAML, each below a comment with its
+    meaning and the values it takes.
 
     >>> print(defaults_yaml().partition("task:")[2][:9])
      language
@@ -272,15 +311,25 @@ def _commented(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         key, kind = prefix + name, kind_of(field)
         if issubclass(kind, Section):
-            yield from ("", f"# {one_line(kind.__doc__ or '')}", f"{name}:", *_commented(kind, f"{key}."))
+            yield from (
+                "",
+                f"# {one_line(kind.__doc__ or '')}",
+                f"{name}:",
+                *_commented(kind, f"{key}."),
+            )
             continue
         setting = FIELDS[key]
         takes = " | ".join(setting.facts["choices"] or [setting.allowed])
         yield from wrap(
-            f"{setting.help} [{takes}]", 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   "
+            f"{setting.help} [{takes}]",
+            100,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}#   ",
         )
         if key == "rule":
-            yield from (f"#   {each:<20} {entry.help} [lr {entry.lr:g}]" for each, entry in RULES.items())
+            yield from (
+                f"#   {each:<20} {entry.help} [lr {entry.lr:g}]" for each, entry in RULES.items()
+            )
         value = yaml.safe_dump([setting.default], default_flow_style=True).strip()[1:-1]
         yield f"{indent}{name}: {value}"
 
@@ -298,7 +347,8 @@ def shipped_configs() -> list[str]:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of a configuration file: `name` itself, or the shipped file of that name.
+    """Return the path of a configuration file: `name` itself, or the shipped file of
+    that name.
 
     >>> find_config("configs/e4m3.yaml").name
     'e4m3.yaml'
@@ -307,7 +357,9 @@ def find_config(name: str) -> Path:
 
 
 def find_shipped(name: str, folder: Path, kind: str) -> Path:
-    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package."""
+    """Return the path of a YAML file: `name` itself, or the file of that name in a
+    folder of the package.
+    """
     path = Path(name)
     try:
         if path.is_file():
@@ -324,12 +376,16 @@ def find_shipped(name: str, folder: Path, kind: str) -> Path:
 
 
 class Resolved(Config):
-    """A configuration with every value filled in; only `setup.resolve.resolve` makes it, once per run.
+    """A configuration with every value filled in; only `setup.resolve.resolve` makes
+    it, once per run.
 
-    Its keys are those of `Config`: written to a file and read, they resolve to the same configuration.
+    Its keys are those of `Config`: written to a file and read, they resolve to the same
+    configuration.
     """
 
-    #: linear layer -> what is quantised in it, a `LayerSpec`; in files `model.formats` says it
+    #: linear layer -> what is quantised in it, a `LayerSpec`; in files `model.formats`
+    #: says it
     layers: dict[str, Any] = Field(default_factory=dict, exclude=True)
-    #: shape of the model that the run began with, where the checkpoint `model.init_from` is gone since; otherwise None
+    #: shape of the model that the run began with, where the checkpoint
+    #: `model.init_from` is gone since; otherwise None
     begun: Any = Field(None, exclude=True)

@@ -1,4 +1,6 @@
-"""Corpora: from the standard library's prose, packages, a file or a data set; tokenizers, files on disk, batches."""
+"""Corpora: from the standard library's prose, packages, a file or a data set;
+tokenizers, files on disk, batches.
+"""
 
 import sys
 from pathlib import Path
@@ -7,7 +9,9 @@ from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 
 
 def prepare_default(data_dir: str) -> None:
-    """Prepare the standard library's prose if `data_dir` is the default corpus and does not exist."""
+    """Prepare the standard library's prose if `data_dir` is the default corpus and does
+    not exist.
+    """
     folder = Path(DEFAULT_DATA_DIR)
     if Path(data_dir) == folder and not folder.exists():
         from nanogpt_bench.data.text import prepare_stdlib

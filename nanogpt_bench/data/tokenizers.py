@@ -1,4 +1,6 @@
-"""Tokenizers: bytes, characters, GPT-2's byte pairs, byte pairs learned from the text, or a model's own tokens."""
+"""Tokenizers: bytes, characters, GPT-2's byte pairs, byte pairs learned from the text,
+or a model's own tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from nanogpt_bench.system.errors import BenchError, counted, one_line, unknown
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.hub import within
 
-#: the largest vocabulary whose tokens are stored as uint16; those of larger ones are uint32
+#: the largest vocabulary whose tokens are stored as uint16; those of larger ones are
+#: uint32
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
 TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
@@ -39,7 +42,9 @@ def stored_as(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A corpus's tokenizer: its name in meta.json, its number of tokens, and the token that ends a document, if any."""
+    """A corpus's tokenizer: its name in meta.json, its number of tokens, and the token
+    that ends a document, if any.
+    """
 
     name: str
     vocab_size: int
@@ -63,7 +68,11 @@ class Tokenizer:
 
     def meta(self) -> dict[str, Any]:
         """Return the entries of meta.json from which the tokenizer can be made again."""
-        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
+        return {
+            "tokenizer": self.name,
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,8 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class CharTokenizer(Tokenizer):
-    """Every character of the text is a token, in code-point order, as in nanoGPT's shakespeare_char.
+    """Every character of the text is a token, in code-point order, as in nanoGPT's
+    shakespeare_char.
 
     >>> CharTokenizer.of("hello").encode("hello").tolist()
     [1, 0, 2, 2, 3]
@@ -98,10 +108,15 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer whose vocabulary is the set of characters of `text`; refuse too many."""
+        """Return the tokenizer whose vocabulary is the set of characters of `text`;
+        refuse too many.
+        """
         codes = np.unique(_code_points(text))
         if len(codes) > MAX_VOCABULARY:
-            raise BenchError(f"text has {len(codes)} different characters; --tokenizer char allows {MAX_VOCABULARY}")
+            raise BenchError(
+                f"text has {len(codes)} different characters; --tokenizer char allows "
+                f"{MAX_VOCABULARY}"
+            )
         return cls("char", len(codes), None, "".join(map(chr, codes)))
 
     def encode(self, text: str) -> Tokens:
@@ -109,7 +124,9 @@ class CharTokenizer(Tokenizer):
         tokens = np.searchsorted(known, codes)
         wrong = known[np.minimum(tokens, len(known) - 1)] != codes
         if wrong.any():
-            raise BenchError(f"character {chr(codes[wrong][0])!r} is not in the vocabulary of the char tokenizer")
+            raise BenchError(
+                f"character {chr(codes[wrong][0])!r} is not in the vocabulary of the char tokenizer"
+            )
         return tokens.astype(np.uint16)
 
     def bytes_of(self, tokens: Numbers) -> bytes:
@@ -132,9 +149,11 @@ def check_tokenizer(name: str) -> None:
 
 
 def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer called `name`; `char` has the characters of `text`, bpe-N learns pairs from `training`.
+    """Return the tokenizer called `name`; `char` has the characters of `text`, bpe-N
+    learns pairs from `training`.
 
-    A name with a slash, or that of a folder or a .gguf file, means the tokenizer of the model of that name.
+    A name with a slash, or that of a folder or a .gguf file, means the tokenizer of the
+    model of that name.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -151,7 +170,8 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that wrote a corpus, without reading GPT-2's files or a model.
+    """Return the tokenizer that wrote a corpus, without reading GPT-2's files or a
+    model.
 
     Raises:
         KeyError, TypeError, ValueError: a meta.json that does not describe a tokenizer.
@@ -192,7 +212,9 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True)
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text; its files are read when they are needed."""
+    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text; its files are
+    read when they are needed.
+    """
 
     name: str = "gpt2"
     vocab_size: int = VOCABULARY
@@ -221,13 +243,21 @@ def encoding() -> Any:
 
         return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
     except Exception as error:  # from tiktoken, requests, or the file system
-        where = "can't download its vocabulary" if folder is None else f"can't use the files in {str(folder)!r}"
+        where = (
+            "can't download its vocabulary"
+            if folder is None
+            else f"can't use the files in {str(folder)!r}"
+        )
         remedy = "to work without a network" if folder is None else "reinstall them"
-        raise BenchError(f"--tokenizer gpt2 {where} ({one_line(error)}); {remedy}: {EXTRA}") from None
+        raise BenchError(
+            f"--tokenizer gpt2 {where} ({one_line(error)}); {remedy}: {EXTRA}"
+        ) from None
 
 
 def _offline_folder() -> Path | None:
-    """Return the folder with the files of `OFFLINE_PACKAGE`, which is never imported; None without them."""
+    """Return the folder with the files of `OFFLINE_PACKAGE`, which is never imported;
+    None without them.
+    """
     spec = find_spec(OFFLINE_PACKAGE)
     places = spec.submodule_search_locations if spec else None
     folder = Path(next(iter(places))) / "data" if places else None
@@ -249,36 +279,49 @@ def _from_files(folder: Path) -> Any:
     )
     special = {"<|endoftext|>": END_OF_TEXT}
     return tiktoken.Encoding(
-        "gpt2", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=VOCABULARY
+        "gpt2",
+        pat_str=WORDS,
+        mergeable_ranks=ranks,
+        special_tokens=special,
+        explicit_n_vocab=VOCABULARY,
     )
 
 
-#: sizes of learned vocabularies: all bytes, an end-of-text token and at least one pair, up to what uint16 holds
+#: sizes of learned vocabularies: all bytes, an end-of-text token and at least one pair,
+#: up to what uint16 holds
 SIZES = range(258, 2**16 + 1)
 #: the most characters of the training split from which pairs are learned
 LEARNED = 2**25
-#: the most characters of a word; longer ones are cut, since merging takes time in the square of the length
+#: the most characters of a word; longer ones are cut, since merging takes time in the
+#: square of the length
 LONGEST = 2**10
 _RUN = re.compile(r"\S+|\s+")
 
 
 def size_of(name: str) -> int:
-    """Return the vocabulary's size in a name such as `bpe-4096`; refuse if packages that it needs are missing."""
+    """Return the vocabulary's size in a name such as `bpe-4096`; refuse if packages
+    that it needs are missing.
+    """
     word = name.removeprefix(PAIRS)
     if not re.fullmatch("[0-9]{1,5}", word) or int(word) not in SIZES:
         raise BenchError(
-            f"--tokenizer {name} is not allowed; give {PAIRS}N with N from {SIZES.start} to {SIZES.stop - 1}, such as "
-            f"{PAIRS}4096"
+            f"--tokenizer {name} is not allowed; give {PAIRS}N with N from {SIZES.start} to "
+            f"{SIZES.stop - 1}, such as {PAIRS}4096"
         )
     for package, extra in (("tokenizers", "hf"), ("tiktoken", "gpt2-offline")):
         if find_spec(package) is None:
-            raise BenchError(f"--tokenizer {name} needs {package}; get it with pip install 'fp8manifold[{extra}]'")
+            raise BenchError(
+                f"--tokenizer {name} needs {package}; get it with pip install "
+                f"'fp8manifold[{extra}]'"
+            )
     return int(word)
 
 
 @dataclass(frozen=True)
 class BytePairTokenizer(Tokenizer):
-    """The 256 bytes, then byte pairs in the order in which they were learned, then the end-of-text token."""
+    """The 256 bytes, then byte pairs in the order in which they were learned, then the
+    end-of-text token.
+    """
 
     tokens: tuple[bytes, ...]
 
@@ -289,40 +332,57 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> NDArray[np.uint16]:
         encoding = _encoding(self.tokens)
-        return np.concatenate([np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in in_parts(text)])
+        return np.concatenate(
+            [np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in in_parts(text)]
+        )
 
     def bytes_of(self, tokens: Numbers) -> bytes:
-        return b"".join(self.tokens[token] for token in np.asarray(tokens).tolist() if token != self.end_of_text)
+        return b"".join(
+            self.tokens[token] for token in np.asarray(tokens).tolist() if token != self.end_of_text
+        )
 
     def meta(self) -> dict[str, Any]:
-        return {**super().meta(), "pairs": [base64.b64encode(token).decode() for token in self.tokens]}
+        return {
+            **super().meta(),
+            "pairs": [base64.b64encode(token).decode() for token in self.tokens],
+        }
 
 
 def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
-    """Learn byte pairs from at most `LEARNED` characters of a text; refuse a text with too few of them."""
+    """Learn byte pairs from at most `LEARNED` characters of a text; refuse a text with
+    too few of them.
+    """
     size = size_of(name)  # before the import: refuses a missing package
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
-    # In another thread, so that signals are handled during the minutes that this may take.
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False
+    )
+    # In another thread, so that signals are handled during the minutes that this may
+    # take.
     within(None, lambda: made.train_from_iterator(_beginning(documents), trainer))
     bytes_of = _bytes_by_character()
     ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
     tokens = tuple(bytes(bytes_of[character] for character in word) for word, _ in ranked)
     if len(tokens) < size - 1:
         raise BenchError(
-            f"--tokenizer {name}: the text makes {counted(len(tokens) + 1, 'token')}; give {PAIRS}{len(tokens) + 1}"
+            f"--tokenizer {name}: the text makes {counted(len(tokens) + 1, 'token')}; give "
+            f"{PAIRS}{len(tokens) + 1}"
         )
     return BytePairTokenizer.of(tokens)
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """Yield a text in parts, cut inside words of more than `LONGEST` characters; usually it is one part."""
+    """Yield a text in parts, cut inside words of more than `LONGEST` characters;
+    usually it is one part.
+    """
     start = 0
-    if any(run.end() - run.start() > LONGEST for run in _RUN.finditer(text)):  # a quick test: otherwise no word is long
+    if any(
+        run.end() - run.start() > LONGEST for run in _RUN.finditer(text)
+    ):  # a quick test: otherwise no word is long
         for word in _words().finditer(text):
             blank = word[0][0] == " " and not word[0].isspace()
             for end in range(word.start() + blank + LONGEST, word.end(), LONGEST):
@@ -366,26 +426,36 @@ def _encoding(tokens: tuple[bytes, ...]) -> Any:
     import tiktoken
 
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return tiktoken.Encoding(f"{PAIRS}{len(tokens) + 1}", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding(
+        f"{PAIRS}{len(tokens) + 1}", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={}
+    )
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """The byte for each character in GPT-2's files: printable bytes have their own, others a character behind 255."""
+    """The byte for each character in GPT-2's files: printable bytes have their own,
+    others a character behind 255.
+    """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in seen} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
 
 
 @dataclass(frozen=True)
 class OwnTokenizer(Tokenizer):
-    """A model's tokens, identified by a digest of its vocabulary; the model's files are read when they are needed."""
+    """A model's tokens, identified by a digest of its vocabulary; the model's files are
+    read when they are needed.
+    """
 
     model: str
     digest: str
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         made = _made(self.model)
-        return np.array(made(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32)
+        return np.array(
+            made(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32
+        )
 
     def decode(self, tokens: Numbers) -> str:
         words = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
@@ -408,16 +478,23 @@ def own_tokenizer(model: str) -> OwnTokenizer:
 
 
 def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
-    """Refuse a text of another tokenizer than the model's, or with a token beyond the model's `rows` of embeddings."""
+    """Refuse a text of another tokenizer than the model's, or with a token beyond the
+    model's `rows` of embeddings.
+    """
     own = own_tokenizer(model)
     if tokenizer != own.name:
-        path = model if "/" in model or not Path(model).is_dir() else f"./{model}"  # so that it names no tokenizer
+        path = (
+            model if "/" in model or not Path(model).is_dir() else f"./{model}"
+        )  # so that it names no tokenizer
         raise BenchError(
-            f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model {model!r}; prepare the "
-            f"text with: nanogpt-bench prepare text --input FILE --tokenizer {shlex.quote(path)} --out DIR"
+            f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model "
+            f"{model!r}; prepare the text with: nanogpt-bench prepare text --input FILE "
+            f"--tokenizer {shlex.quote(path)} --out DIR"
         )
     if largest >= rows:
-        raise BenchError(f"model {model!r} has {rows} token embeddings, {corpus!r} has token {largest}")
+        raise BenchError(
+            f"model {model!r} has {rows} token embeddings, {corpus!r} has token {largest}"
+        )
 
 
 @functools.lru_cache(maxsize=4)
@@ -428,5 +505,8 @@ def _made(model: str) -> Any:
     with reading(model) as transformers:
         made = transformers.AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
     if not len(made.get_vocab()):
-        raise BenchError(f"model {model!r} came without a tokenizer; save_pretrained writes one beside the weights")
+        raise BenchError(
+            f"model {model!r} came without a tokenizer; save_pretrained writes one beside the "
+            f"weights"
+        )
     return made

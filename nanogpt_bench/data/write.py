@@ -1,4 +1,5 @@
-"""Writing a prepared corpus: train.bin, val.bin (uint16 or uint32) and meta.json appear together or not at all.
+"""Writing a prepared corpus: train.bin, val.bin (uint16 or uint32) and meta.json appear
+together or not at all.
 
 For labelled documents, so do the files with their ends and labels.
 """
@@ -24,7 +25,8 @@ from nanogpt_bench.system.errors import BenchError, counted, refused
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
 
-#: the least tokens of a split: one block of the smallest named model, and its shifted targets
+#: the least tokens of a split: one block of the smallest named model, and its shifted
+#: targets
 MIN_TOKENS = 65
 #: training tokens per validation token in a limited corpus
 VAL_SHARE = 10
@@ -32,7 +34,8 @@ VAL_SHARE = 10
 CHUNK = 1 << 20
 #: characters searched for a place to cut
 REACH = 4096
-#: a space between two words belongs to the second word for GPT-2's tokenizer, so a cut before it changes no token
+#: a space between two words belongs to the second word for GPT-2's tokenizer, so a cut
+#: before it changes no token
 CUT = re.compile(r"(?<=\S) (?=\S)")
 #: files of each split, and what meta.json calls the SHA-256 of each
 DIGESTS = {"{}.bin": "sha256", ENDS: "ends_sha256", LABELS: "labels_sha256"}
@@ -48,38 +51,61 @@ def write_corpus(
     limit: int | None = None,
     labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Write the documents of each split as tokens, each with an end-of-text token, and return meta.json's content.
+    """Write the documents of each split as tokens, each with an end-of-text token, and
+    return meta.json's content.
 
-    `limit` is the most tokens of the training split; the validation split gets a tenth as many. Documents may come from
-    a stream, of which no more are read than are written. If they are `LabelledText`, their labels are written too; the
-    labels' names are `labels`, or else their numbers. All is written to a temporary sibling of `out`, then renamed.
+    `limit` is the most tokens of the training split; the validation split gets a tenth
+    as many. Documents may come from a stream, of which no more are read than are
+    written. If they are `LabelledText`, their labels are written too; the labels' names
+    are `labels`, or else their numbers. All is written to a temporary sibling of `out`,
+    then renamed.
     """
     limits = split_limits(limit)
     with _replaced(out) as folder, progress_bar(splits, limits, progress) as advance:
         written = {split: _Split(tokenizer, limits[split], advance) for split in splits}
-        counts = {split: written[split].write(folder / f"{split}.bin", splits[split]) for split in splits}
+        counts = {
+            split: written[split].write(folder / f"{split}.bin", splits[split]) for split in splits
+        }
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         if any(None not in split.labels for split in written.values()):
             meta["labels"] = _write_labels(folder, written, counts, labels)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
+        (folder / "meta.json").write_text(
+            json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8"
+        )
     return meta
 
 
 def write_tokens(
-    out: Path, splits: Mapping[str, Tokens], tokenizer: Tokenizer, source: dict[str, Any], limit: int | None = None
+    out: Path,
+    splits: Mapping[str, Tokens],
+    tokenizer: Tokenizer,
+    source: dict[str, Any],
+    limit: int | None = None,
 ) -> dict[str, Any]:
-    """Write ready tokens of each split, as one document, and return meta.json's content."""
+    """Write ready tokens of each split, as one document, and return meta.json's
+    content.
+    """
     limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
     with _replaced(out) as folder:
         for split, tokens in splits.items():
             path, written = folder / f"{split}.bin", tokens[: limits[split]]
             written.tofile(path)
-            size = sum(tokenizer.byte_count(written[start : start + CHUNK]) for start in range(0, len(written), CHUNK))
-            counts[split] = {"documents": 1, "tokens": len(written), "bytes": size, "sha256": sha256(path)}
+            size = sum(
+                tokenizer.byte_count(written[start : start + CHUNK])
+                for start in range(0, len(written), CHUNK)
+            )
+            counts[split] = {
+                "documents": 1,
+                "tokens": len(written),
+                "bytes": size,
+                "sha256": sha256(path),
+            }
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
+        (folder / "meta.json").write_text(
+            json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8"
+        )
     return meta
 
 
@@ -88,13 +114,17 @@ def split_limits(limit: int | None) -> dict[str, int | None]:
     if limit is None:
         return {"train": None, "val": None}
     if limit < VAL_SHARE * MIN_TOKENS:
-        raise BenchError(f"--limit-tokens {limit} is too few; allowed: {VAL_SHARE * MIN_TOKENS} or more")
+        raise BenchError(
+            f"--limit-tokens {limit} is too few; allowed: {VAL_SHARE * MIN_TOKENS} or more"
+        )
     return {"train": limit, "val": limit // VAL_SHARE}
 
 
 @dataclass
 class _Split:
-    """The writer of one split, with its counts so far, and the end (in tokens) and labels of each document."""
+    """The writer of one split, with its counts so far, and the end (in tokens) and
+    labels of each document.
+    """
 
     tokenizer: Tokenizer
     limit: int | None
@@ -106,7 +136,9 @@ class _Split:
     labels: list[tuple[int, ...] | None] = field(default_factory=list)
 
     def write(self, path: Path, documents: Iterable[str]) -> dict[str, Any]:
-        """Write documents until they end or the limit is reached; return the split's entry in meta.json."""
+        """Write documents until they end or the limit is reached; return the split's
+        entry in meta.json.
+        """
         with path.open("wb") as file:
             for text in documents:
                 self._document(text, file)
@@ -133,7 +165,11 @@ class _Split:
 
     def _take(self, tokens: Tokens, text: str, file: BinaryIO) -> None:
         written = tokens if self.limit is None else tokens[: self.limit - self.tokens]
-        self.size += len(text.encode("utf-8")) if len(written) == len(tokens) else self.tokenizer.byte_count(written)
+        self.size += (
+            len(text.encode("utf-8"))
+            if len(written) == len(tokens)
+            else self.tokenizer.byte_count(written)
+        )
         self.tokens += len(written)
         self.advance(characters=len(text), tokens=len(written))
         data = written.astype(stored_as(self.tokenizer.vocab_size)).tobytes()
@@ -142,10 +178,15 @@ class _Split:
 
 
 def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
-    """Yield `text` in pieces of at most `size` characters, cut between words if possible, where no pairs are merged."""
+    """Yield `text` in pieces of at most `size` characters, cut between words if
+    possible, where no pairs are merged.
+    """
     start = 0
     while len(text) - start > size:
-        places = [match.start() for match in CUT.finditer(text, max(start, start + size - REACH), start + size + 2)]
+        places = [
+            match.start()
+            for match in CUT.finditer(text, max(start, start + size - REACH), start + size + 2)
+        ]
         end = places[-1] if places and places[-1] > start else start + size
         yield text[start:end]
         start = end
@@ -157,25 +198,37 @@ def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) 
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
-                f"text {called!r} is too short: its {split} split has {counted(count['tokens'], 'token')}, at least "
-                f"{MIN_TOKENS} are needed; give a longer text (the last tenth is the validation split)"
+                f"text {called!r} is too short: its {split} split has "
+                f"{counted(count['tokens'], 'token')}, at least {MIN_TOKENS} are needed; give a "
+                f"longer text (the last tenth is the validation split)"
             )
 
 
 def check_folder(out: Path) -> None:
-    """Refuse to overwrite a folder, unless it is empty or an unchanged prepared corpus (by SHA-256)."""
+    """Refuse to overwrite a folder, unless it is empty or an unchanged prepared corpus
+    (by SHA-256).
+    """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise BenchError(f"--out {str(out)!r} is a {'link' if out.is_symlink() else 'file'}; give a folder")
+        raise BenchError(
+            f"--out {str(out)!r} is a {'link' if out.is_symlink() else 'file'}; give a folder"
+        )
     there = sorted(item.name for item in out.iterdir()) if out.exists() else []
     foreign = [name for name in there if name not in CORPUS_FILES]
     if foreign:
-        raise BenchError(f"--out {str(out)!r} holds {foreign[0]!r}, not only a prepared corpus; give an empty folder")
+        raise BenchError(
+            f"--out {str(out)!r} holds {foreign[0]!r}, not only a prepared corpus; give an empty "
+            f"folder"
+        )
     if there and (other := _not_prepared(out, there)):
-        raise BenchError(f"--out {str(out)!r} holds {other}, which prepare did not write; give an empty folder")
+        raise BenchError(
+            f"--out {str(out)!r} holds {other}, which prepare did not write; give an empty folder"
+        )
 
 
 def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
-    """Return in words the first file of a folder that is not as `prepare` wrote it; None if all are."""
+    """Return in words the first file of a folder that is not as `prepare` wrote it;
+    None if all are.
+    """
     try:
         splits = read_json(out / "meta.json", times=8)["splits"]
         known = {
@@ -185,7 +238,11 @@ def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
             if key in dict(splits[split])
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = "without a meta.json" if isinstance(error, FileNotFoundError) else "with a meta.json that can't be read"
+        why = (
+            "without a meta.json"
+            if isinstance(error, FileNotFoundError)
+            else "with a meta.json that can't be read"
+        )
         return f"{next(name for name in (*names, 'meta.json') if name != 'meta.json')!r} {why}"
     for name in names:
         if name == "meta.json":
@@ -201,7 +258,9 @@ def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
 
 @contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
-    """Yield a new folder beside `out`, which replaces `out` when the block ends without an error."""
+    """Yield a new folder beside `out`, which replaces `out` when the block ends without
+    an error.
+    """
     check_folder(out)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
@@ -209,7 +268,8 @@ def _replaced(out: Path) -> Iterator[Path]:
         yield folder
         check_folder(out)  # again, since it may have changed meanwhile
         if out.exists():
-            # os.replace can't overwrite a folder with content: the old corpus is renamed, then removed.
+            # os.replace can't overwrite a folder with content: the old corpus is
+            # renamed, then removed.
             old = folder.with_name(f"{folder.name}-old")
             os.replace(out, old)
             os.replace(folder, out)
@@ -234,15 +294,24 @@ class LabelledText(str):
 
 
 def _write_labels(
-    folder: Path, splits: Mapping[str, _Split], counts: dict[str, dict[str, Any]], names: Sequence[str] | None
+    folder: Path,
+    splits: Mapping[str, _Split],
+    counts: dict[str, dict[str, Any]],
+    names: Sequence[str] | None,
 ) -> list[str]:
-    """Write ends and labels (uint8, documents x labels) of every split, put digests into `counts`, return the names."""
-    numbers = [number for split in splits.values() for labels in split.labels for number in labels or ()]
+    """Write ends and labels (uint8, documents x labels) of every split, put digests
+    into `counts`, return the names.
+    """
+    numbers = [
+        number for split in splits.values() for labels in split.labels for number in labels or ()
+    ]
     if not numbers:
         raise BenchError("no document has a label; there is nothing to learn")
     named = list(names) if names else list(map(str, range(max(numbers) + 1)))
     if max(numbers) >= len(named):
-        raise BenchError(f"a document has label {max(numbers)}, the data set names {len(named)} labels")
+        raise BenchError(
+            f"a document has label {max(numbers)}, the data set names {len(named)} labels"
+        )
     for name, split in splits.items():
         rows = np.zeros((len(split.labels), len(named)), dtype=np.uint8)
         for row, labels in zip(rows, split.labels, strict=True):
@@ -264,7 +333,9 @@ class Advance(Protocol):
 def progress_bar(
     splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None], show: bool
 ) -> Iterator[Advance]:
-    """Show a bar on standard error while its block runs, and yield the function that moves it."""
+    """Show a bar on standard error while its block runs, and yield the function that
+    moves it.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -273,9 +344,18 @@ def progress_bar(
     if not by_tokens:
         listed = [documents for documents in splits.values() if isinstance(documents, Sequence)]
         characters = sum(len(text) for documents in listed for text in documents)
-        total = characters if len(listed) == len(splits) else None  # unknown for documents from a stream
-    columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
+        total = (
+            characters if len(listed) == len(splits) else None
+        )  # unknown for documents from a stream
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), disable=not show, transient=True
+    ) as progress:
         task, written = progress.add_task("", total=total, tokens=0), 0
 
         def advance(*, characters: int, tokens: int) -> None:

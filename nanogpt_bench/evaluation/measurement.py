@@ -1,6 +1,8 @@
-"""Measuring one model on windows of a text, with float weights and rounded to formats: an evaluation for each.
+"""Measuring one model on windows of a text, with float weights and rounded to formats:
+an evaluation for each.
 
-Also their table, the gaps of layer patterns by format (sensitivity.json), and mixtures of formats chosen from these.
+Also their table, the gaps of layer patterns by format (sensitivity.json), and mixtures
+of formats chosen from these.
 """
 
 import json
@@ -32,16 +34,23 @@ EMBEDDINGS = "embeddings"
 
 @contextmanager
 def rounded(
-    model: nn.Module, formats: Mapping[str, Any], *, tied: Literal["refuse", "untie", "leave"] = "leave", **options: Any
+    model: nn.Module,
+    formats: Mapping[str, Any],
+    *,
+    tied: Literal["refuse", "untie", "leave"] = "leave",
+    **options: Any,
 ) -> Iterator[int]:
-    """Round the layers that patterns name, and the embeddings, within the block; yield the bytes of the whole model.
+    """Round the layers that patterns name, and the embeddings, within the block; yield
+    the bytes of the whole model.
 
-    A head that shares the embedding's weight shares the rounded one, unless it is untied. Buffers, such as rotary
-    caches, are left alone. The float weights stay in memory and are not copied.
+    A head that shares the embedding's weight shares the rounded one, unless it is
+    untied. Buffers, such as rotary caches, are left alone. The float weights stay in
+    memory and are not copied.
 
     Args:
         model: a model of float weights, which are restored afterwards.
-        formats: layer pattern, or `embeddings`, to format or specification; nothing is rounded without any.
+        formats: layer pattern, or `embeddings`, to format or specification; nothing is
+            rounded without any.
         tied: `untie` or `leave`, for a head that shares the embedding's weight.
         options: further arguments of `fm.quantize_model`.
     """
@@ -50,7 +59,11 @@ def rounded(
     before = dict(model.named_modules())
     try:
         with ExitStack() as stack:
-            saved = stack.enter_context(_embeddings_rounded(model, fmt, options)) if fmt != "none" else 0
+            saved = (
+                stack.enter_context(_embeddings_rounded(model, fmt, options))
+                if fmt != "none"
+                else 0
+            )
             if linear:
                 quantized(model, linear, tied=tied, **options)
             yield memory_of([*model.parameters(), *model.buffers()]) - saved
@@ -63,7 +76,9 @@ def rounded(
 
 @contextmanager
 def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) -> Iterator[int]:
-    """Round embeddings with a scale per row, as a linear layer's weight; yield the bytes that codes would save."""
+    """Round embeddings with a scale per row, as a linear layer's weight; yield the
+    bytes that codes would save.
+    """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     floats = [(table, table.data) for table in tables]
     saved = 0
@@ -81,18 +96,23 @@ def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) 
 
 
 def quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
-    """Quantise in place to one byte per weight, or refuse formats that can't be used with this model."""
+    """Quantise in place to one byte per weight, or refuse formats that can't be used
+    with this model.
+    """
     with refusals("formats", ValueError, TypeError):
         return fm.quantize_model(model, formats, "fp8", **options)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of a model's weights in one set of formats; losses are in nats per token or label."""
+    """The evaluation of a model's weights in one set of formats; losses are in nats per
+    token or label.
+    """
 
     format: str
     val_loss: float
-    #: loss minus that of the float weights, window by window; in `evaluate_run` minus that of the weights as trained
+    #: loss minus that of the float weights, window by window; in `evaluate_run` minus
+    #: that of the weights as trained
     gap: float | None
     perplexity: float | None
     bits_per_byte: float | None
@@ -110,13 +130,17 @@ class Evaluation:
     of_labels: Mapping[str, float | None] = field(default_factory=dict)
 
     def facts(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the fields called `names`, and the metrics of labels, as they are written to a file."""
+        """Return the fields called `names`, and the metrics of labels, as they are
+        written to a file.
+        """
         return {name: getattr(self, name) for name in names} | dict(self.of_labels)
 
 
 @dataclass
 class Measurement:
-    """A model and windows of a text, on which the same weights are measured in one set of formats after the other."""
+    """A model and windows of a text, on which the same weights are measured in one set
+    of formats after the other.
+    """
 
     #: the path given by the user
     name: str
@@ -129,7 +153,8 @@ class Measurement:
     save: Path | None = None
     #: function that reads the model again for every row, into its formats
     reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
-    #: formats and granularities of a published model that is measured as its files have it
+    #: formats and granularities of a published model that is measured as its files have
+    #: it
     stored: tuple[str, str] | None = None
     #: loss of each window with float weights
     floats: list[float] = field(default_factory=list)
@@ -140,10 +165,14 @@ class Measurement:
 
     def __post_init__(self) -> None:
         """Find the layers and the number of parameters."""
-        owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
+        owners = Counter(
+            id(each) for _, each in self.model.named_parameters(remove_duplicate=False)
+        )
         #: the linear layers whose weight is not shared
         self.layers = [
-            name for name, module in self.model.named_modules() if is_linear(module) and owners[id(module.weight)] == 1
+            name
+            for name, module in self.model.named_modules()
+            if is_linear(module) and owners[id(module.weight)] == 1
         ]
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -156,9 +185,11 @@ class Measurement:
         saves: bool = True,
         against: Sequence[float] = (),
     ) -> Evaluation:
-        """Measure one set of formats; the first row has to have none. `saves` allows writing the weights to `save`.
+        """Measure one set of formats; the first row has to have none. `saves` allows
+        writing the weights to `save`.
 
-        The gap is to the losses `against`, window by window; without these to those of the float weights.
+        The gap is to the losses `against`, window by window; without these to those of
+        the float weights.
         """
         begun = time.perf_counter()
         options = {**self.options, **({"granularity": scale} if scale else {})}
@@ -166,17 +197,28 @@ class Measurement:
             losses = window_losses(self.model, self.windows, self.batch)
             report = fm.quantization_report(self.model)
             if self.save is not None and saves:
-                save_weights(self.model, self.save / f"{'-'.join(filter(None, (name, scale)))}.safetensors")
+                save_weights(
+                    self.model, self.save / f"{'-'.join(filter(None, (name, scale)))}.safetensors"
+                )
         self.floats = self.floats or losses
         tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
-        also = {id(table.weight): table.weight.numel() for table in tables if isinstance(table, nn.Embedding)}
+        also = {
+            id(table.weight): table.weight.numel()
+            for table in tables
+            if isinstance(table, nn.Embedding)
+        }
         self.left = [
             f"{layer.name} ({layer.parameters:,}): {layer.detail}"
             for layer in report.left
-            if not any(id(weight) in also for weight in self.model.get_submodule(layer.name).parameters(recurse=False))
+            if not any(
+                id(weight) in also
+                for weight in self.model.get_submodule(layer.name).parameters(recurse=False)
+            )
         ]
         self.losses = losses
-        differences = [one - other for one, other in zip(losses, against or self.floats, strict=True)]
+        differences = [
+            one - other for one, other in zip(losses, against or self.floats, strict=True)
+        ]
         loss, error = mean_and_error(losses)
         gap, gap_error = mean_and_error(differences) if formats else (None, None)
         return Evaluation(
@@ -209,14 +251,17 @@ class Measurement:
 
 
 FILE = "sensitivity.json"
-#: parts into which a budget is divided; the bytes of a choice are rounded up to whole parts
+#: parts into which a budget is divided; the bytes of a choice are rounded up to whole
+#: parts
 PARTS = 2000
 #: a format's name, what it adds to the loss, and its bytes
 Choice = tuple[str, float, float]
 
 
 def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:
-    """Return the rows as a table for the terminal; `gap` is the title of the column of gaps."""
+    """Return the rows as a table for the terminal; `gap` is the title of the column of
+    gaps.
+    """
     labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
     measured = rows[0].seconds is not None
     table = Table("format", "scales" if measured else "storage")
@@ -227,11 +272,16 @@ def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:
     for row in rows:
         figures = [_cell(row.of_labels.get(metric.figure)) for metric in labels]
         figures = figures or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
-        losses = _cell(row.val_loss) + _error(row.val_loss_se), _cell(row.gap, "+.4f") + _error(row.gap_se)
+        losses = (
+            _cell(row.val_loss) + _error(row.val_loss_se),
+            _cell(row.gap, "+.4f") + _error(row.gap_se),
+        )
         size = [_cell(row.bytes_per_parameter, ".3f")] if measured else []
         time = [_cell(row.seconds, ".1f")] if measured else []
         where = row.scale if measured else row.storage
-        table.add_row(row.format, where, *losses, *figures, *size, f"{row.quantized_parameters:,}", *time)
+        table.add_row(
+            row.format, where, *losses, *figures, *size, f"{row.quantized_parameters:,}", *time
+        )
     return table
 
 
@@ -244,44 +294,75 @@ def _error(error: float | None) -> str:
 
 
 def gaps_table(content: Mapping[str, Any]) -> str:
-    """Return the gaps as a Markdown table, and below it the settings of the mixture with the lowest gaps."""
-    lines = [f"| quantised alone | {' | '.join(content['formats'])} |", "|---|" + "---:|" * len(content["formats"])]
-    for pattern, gaps, ends in zip(content["patterns"], content["gap"], content["status"], strict=True):
-        cells = [end or "-" if gap is None else f"{gap:+.3f}" for gap, end in zip(gaps, ends, strict=True)]
+    """Return the gaps as a Markdown table, and below it the settings of the mixture
+    with the lowest gaps.
+    """
+    lines = [
+        f"| quantised alone | {' | '.join(content['formats'])} |",
+        "|---|" + "---:|" * len(content["formats"]),
+    ]
+    for pattern, gaps, ends in zip(
+        content["patterns"], content["gap"], content["status"], strict=True
+    ):
+        cells = [
+            end or "-" if gap is None else f"{gap:+.3f}"
+            for gap, end in zip(gaps, ends, strict=True)
+        ]
         lines.append(f"| {'all layers' if pattern == '*' else pattern} | {' | '.join(cells)} |")
     settings = shlex.join(_settings(content)) if content["operand"] == "weight" else ""
     return "\n".join(lines) + "\n" + (f"\nlowest gaps: {settings}\n" if settings else "")
 
 
 def _settings(content: Mapping[str, Any]) -> list[str]:
-    """The mixture with the lowest gaps as words of a command line, with the settings behind the table."""
+    """The mixture with the lowest gaps as words of a command line, with the settings
+    behind the table.
+    """
     found, keys = mixture(content), content.get("keys", {})
-    formats = {key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))}
+    formats = {
+        key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))
+    }
     if not formats:
         return []
-    formats |= {pattern: value for pattern, value in content.get("given", {}).items() if pattern != EMBEDDINGS}
-    values = [(pattern, value if isinstance(value, str) else json.dumps(value)) for pattern, value in formats.items()]
+    formats |= {
+        pattern: value
+        for pattern, value in content.get("given", {}).items()
+        if pattern != EMBEDDINGS
+    }
+    values = [
+        (pattern, value if isinstance(value, str) else json.dumps(value))
+        for pattern, value in formats.items()
+    ]
     tied = ["--model.tied", content["tied"]] if content.get("tied") else []
-    return [*(word for pattern, value in values for word in (f"--model.formats.{pattern}", value)), *tied]
+    return [
+        *(word for pattern, value in values for word in (f"--model.formats.{pattern}", value)),
+        *tied,
+    ]
 
 
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format with the lowest gap for each layer pattern; `*`, embeddings, a sweep's blocks are left out."""
+    """Return the format with the lowest gap for each layer pattern; `*`, embeddings, a
+    sweep's blocks are left out.
+    """
     given = [name for name in content["patterns"] if name not in ("*", EMBEDDINGS)]
     patterns = [name for name in given if "keys" in content or not name.startswith("blocks.")]
     rows = dict(zip(content["patterns"], content["gap"], strict=True))
     known = {
-        pattern: [(gap, name) for gap, name in zip(rows[pattern], content["formats"], strict=True) if gap is not None]
+        pattern: [
+            (gap, name)
+            for gap, name in zip(rows[pattern], content["formats"], strict=True)
+            if gap is not None
+        ]
         for pattern in patterns
     }
     return {pattern: min(cells)[1] for pattern, cells in known.items() if cells}
 
 
 def best_mixture(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, str] | None:
-    """Return a format for every pattern, with the least sum of gaps that fits into `budget` bytes.
+    """Return a format for every pattern, with the least sum of gaps that fits into
+    `budget` bytes.
 
-    None if even the smallest formats take more. It is found by dynamic programming over the bytes. That gaps add up
-    is an approximation for small gaps.
+    None if even the smallest formats take more. It is found by dynamic programming over
+    the bytes. That gaps add up is an approximation for small gaps.
 
     >>> best_mixture({"attn": [("E4M3", 0.2, 1), ("none", 0.0, 4)], "mlp": [("E4M3", 0.1, 1), ("none", 0.0, 4)]}, 5)
     {'attn': 'none', 'mlp': 'E4M3'}
@@ -291,13 +372,21 @@ def best_mixture(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict
         return None
     best: dict[int, tuple[float, dict[str, str]]] = {0: (0.0, {})}
     for pattern, each in choices.items():
-        least, following = min(size for _, _, size in each), dict[int, tuple[float, dict[str, str]]]()
+        least, following = (
+            min(size for _, _, size in each),
+            dict[int, tuple[float, dict[str, str]]](),
+        )
         for used, (loss, chosen) in best.items():
             for name, gap, size in each:
                 more = (
-                    math.ceil((size - least) * PARTS / spare) if size > least and spare else (size > least) * 2 * PARTS
+                    math.ceil((size - least) * PARTS / spare)
+                    if size > least and spare
+                    else (size > least) * 2 * PARTS
                 )
-                if used + more <= PARTS and loss + gap < following.get(used + more, (math.inf, {}))[0]:
+                if (
+                    used + more <= PARTS
+                    and loss + gap < following.get(used + more, (math.inf, {}))[0]
+                ):
                     following[used + more] = (loss + gap, {**chosen, pattern: name})
         best = following
     return min(best.values(), key=lambda found: found[0])[1]

@@ -1,4 +1,6 @@
-"""The judge of a run: its records as series, and which criteria of the table `CLASSES` hold in them, and since when."""
+"""The judge of a run: its records as series, and which criteria of the table `CLASSES`
+hold in them, and since when.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,24 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE
 from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.failures.table import ATTENTION, CLASSES, KINDS, OVER_FIRST, OVER_LOWEST, OVER_MEDIAN, REST, Limit
+from nanogpt_bench.failures.table import (
+    ATTENTION,
+    CLASSES,
+    KINDS,
+    OVER_FIRST,
+    OVER_LOWEST,
+    OVER_MEDIAN,
+    REST,
+    Limit,
+)
 from nanogpt_bench.monitors.attention import ENTROPY
 from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run, load_run, smooth
 
 LOSS: Final = metrics.TRAIN_LOSS.name
-#: steps over which a loss is smoothed; steps below which no plateau is judged; its band, as a share of the loss's fall
+#: steps over which a loss is smoothed; steps below which no plateau is judged; its
+#: band, as a share of the loss's fall
 SMOOTHING, SHORTEST, FLAT = 10, 20, 0.02
 
 
@@ -53,7 +65,9 @@ class Evidence:
         self.run = run
 
     def of(self, row: Limit) -> Series:
-        """The series that a criterion judges; empty where too little of it was recorded."""
+        """The series that a criterion judges; empty where too little of it was
+        recorded.
+        """
         if row.figure in DERIVED:
             return DERIVED[row.figure](self)
         series = worst(self, row.figure) if row.layers else self.series(row.figure)
@@ -61,15 +75,23 @@ class Evidence:
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric."""
-        known = [(int(at), value) for at, value in zip(*self.run.curve(metric), strict=True) if value is not None]
+        known = [
+            (int(at), value)
+            for at, value in zip(*self.run.curve(metric), strict=True)
+            if value is not None
+        ]
         return Series.of(known)
 
     def layers(self, metric: str) -> list[str]:
         """The layers for which a metric was recorded, as `metric/LAYER`."""
-        return [key[len(metric) + 1 :] for key in self.run.metrics.names if key.startswith(f"{metric}/")]
+        return [
+            key[len(metric) + 1 :] for key in self.run.metrics.names if key.startswith(f"{metric}/")
+        ]
 
     def worst_layer(self, metric: str, *, lowest: bool = False) -> tuple[str | None, float | None]:
-        """The layer whose mean over the run is highest (lowest), and that mean; (None, None) without layers."""
+        """The layer whose mean over the run is highest (lowest), and that mean; (None,
+        None) without layers.
+        """
         means = {layer: self.series(f"{metric}/{layer}").mean for layer in self.layers(metric)}
         known = {layer: mean for layer, mean in means.items() if mean is not None}
         if not known:
@@ -87,7 +109,9 @@ class Evidence:
         return self.run.status == "failed"
 
     def excuse(self, kind: str) -> str | None:
-        """The reason why this run can't have a class of failure; None where it can, or the config does not say."""
+        """The reason why this run can't have a class of failure; None where it can, or
+        the config does not say.
+        """
         if kind == "stall":
             storage, writeback = self.setting("model.storage"), self.setting("optimizer.writeback")
             if storage is not None and storage not in ROUNDED:
@@ -109,22 +133,32 @@ def read(run: Run | Path) -> Evidence:
 
 
 def worst(evidence: Evidence, metric: str) -> Series:
-    """The largest value of a metric, over the layers, at every measurement; with turns, each layer's latest counts."""
+    """The largest value of a metric, over the layers, at every measurement; with turns,
+    each layer's latest counts.
+    """
     names = (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric)))
-    found = [dict(zip(series.steps, series.values, strict=True)) for series in map(evidence.series, names)]
+    found = [
+        dict(zip(series.steps, series.values, strict=True))
+        for series in map(evidence.series, names)
+    ]
     steps = sorted(set().union(*found))
     turns = evidence.setting("monitor.turns")
     back = turns if isinstance(turns, int) else 1
     peaks = []
     for index in range(len(steps)):
         latest_steps = steps[max(index + 1 - back, 0) : index + 1]
-        latest = (next((values[step] for step in reversed(latest_steps) if step in values), None) for values in found)
+        latest = (
+            next((values[step] for step in reversed(latest_steps) if step in values), None)
+            for values in found
+        )
         peaks.append(max(value for value in latest if value is not None))
     return Series(tuple(steps), tuple(peaks))
 
 
 def _over_median(evidence: Evidence) -> Series:
-    """Every gradient norm but the first, over the median of all before it; left out where the median is 0."""
+    """Every gradient norm but the first, over the median of all before it; left out
+    where the median is 0.
+    """
     norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
     ratios: list[tuple[int, float]] = []
     for step, value in zip(norms.steps, norms.values, strict=True):
@@ -137,7 +171,9 @@ def _over_median(evidence: Evidence) -> Series:
 
 
 def _of_uniform(evidence: Evidence) -> Series:
-    """Attention's entropy, the mean over the heads, over the entropy of uniform attention."""
+    """Attention's entropy, the mean over the heads, over the entropy of uniform
+    attention.
+    """
     series, block = evidence.series(ENTROPY.name), evidence.setting("model.block_size")
     if not isinstance(block, int) or block < 2:
         return Series()
@@ -146,7 +182,8 @@ def _of_uniform(evidence: Evidence) -> Series:
 
 
 def uniform_entropy(block: int) -> float:
-    """Return the mean entropy (nats) of uniform causal attention: the mean of ln i for i up to `block`.
+    """Return the mean entropy (nats) of uniform causal attention: the mean of ln i for
+    i up to `block`.
 
     >>> round(uniform_entropy(2), 4)
     0.3466
@@ -155,19 +192,27 @@ def uniform_entropy(block: int) -> float:
 
 
 def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
-    """A series: 1 where a flag is set, or one of `figures` is null because it was not finite; 0 elsewhere."""
+    """A series: 1 where a flag is set, or one of `figures` is null because it was not
+    finite; 0 elsewhere.
+    """
 
     def flags(evidence: Evidence) -> Series:
         records = evidence.run.metrics
         bad = {row for row, value in records.rows(flag) if value == 1}
         bad |= {row for name in figures for row, value in records.rows(name) if value is None}
-        return Series.of([(int(step or 0), float(row in bad)) for row, step in records.rows("step")])
+        return Series.of(
+            [(int(step or 0), float(row in bad)) for row, step in records.rows("step")]
+        )
 
     return flags
 
 
-def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable[[Evidence], Series]:
-    """The smoothed training loss minus a base that `over` returns for it and the first loss."""
+def _rise(
+    over: Callable[[Sequence[float], float], Sequence[float]],
+) -> Callable[[Evidence], Series]:
+    """The smoothed training loss minus a base that `over` returns for it and the first
+    loss.
+    """
 
     def rises(evidence: Evidence) -> Series:
         series = evidence.series(LOSS)
@@ -175,15 +220,20 @@ def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable
             return Series()
         smoothed = [value for value in smooth(series.values, SMOOTHING) if value is not None]
         base = over(smoothed, series.values[0])
-        return Series(series.steps, tuple(value - low for value, low in zip(smoothed, base, strict=True)))
+        return Series(
+            series.steps, tuple(value - low for value, low in zip(smoothed, base, strict=True))
+        )
 
     return rises
 
 
 def _excess(evidence: Evidence) -> Series:
-    """The excess of the training loss at validations; null means infinite, as over a reference of 0."""
+    """The excess of the training loss at validations; null means infinite, as over a
+    reference of 0.
+    """
     known = [
-        (int(at), math.inf if value is None else value) for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
+        (int(at), math.inf if value is None else value)
+        for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
     ]
     return Series.of(known)
 
@@ -192,10 +242,12 @@ _EXCESS = metrics.EXCESS.name
 
 
 def _rest(evidence: Evidence) -> Series:
-    """One value, at the step where the training loss came to rest: the share of the run until then, 1 if it rose again.
+    """One value, at the step where the training loss came to rest: the share of the run
+    until then, 1 if it rose again.
 
-    It is at rest once its windowed mean is within a band above the lowest such mean. The band is a share (`FLAT`) of
-    the loss's whole fall, or two standard errors of a windowed mean if that is more.
+    It is at rest once its windowed mean is within a band above the lowest such mean.
+    The band is a share (`FLAT`) of the loss's whole fall, or two standard errors of a
+    windowed mean if that is more.
     """
     losses, steps = evidence.series(LOSS).values, evidence.series(LOSS).steps
     if len(losses) < SHORTEST:
@@ -203,13 +255,21 @@ def _rest(evidence: Evidence) -> Series:
     width = max(SMOOTHING, len(losses) // 40)
     means = _centred(losses, width)
     level = min(means)
-    scatter = statistics.pstdev([v - m for v, m in zip(losses[width:], means[width:], strict=True)] or [0.0])
+    scatter = statistics.pstdev(
+        [v - m for v, m in zip(losses[width:], means[width:], strict=True)] or [0.0]
+    )
     band = max(FLAT * max(losses[0] - level, 0.0), 2 * scatter / width**0.5)
     first = next(index for index, mean in enumerate(means) if mean <= level + band)
-    # By chance alone the lowest of many means is about a band below their mean: so two bands are allowed.
+    # By chance alone the lowest of many means is about a band below their mean: so two
+    # bands are allowed.
     stayed = statistics.fmean(losses[-max(len(losses) // 4, 1) :]) <= level + 2 * band
-    # A run that `train.stop_on` ended on a plateau would have stayed there: it counts, however late it came.
-    share = 0.0 if at(evidence.run.summary, "stop.kind") == "plateau" else steps[first] / max(steps[-1], 1)
+    # A run that `train.stop_on` ended on a plateau would have stayed there: it counts,
+    # however late it came.
+    share = (
+        0.0
+        if at(evidence.run.summary, "stop.kind") == "plateau"
+        else steps[first] / max(steps[-1], 1)
+    )
     return Series((steps[first],), (share if stayed else 1.0,))
 
 
@@ -249,7 +309,8 @@ class Criterion:
     bound: float
     #: step at which it began to hold; None: it never did
     step: int | None
-    #: the value at that step, the first value, the one furthest towards the failure and its step, and the mean
+    #: the value at that step, the first value, the one furthest towards the failure and
+    #: its step, and the mean
     value: float | None
     first: float
     extreme: float
@@ -285,7 +346,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of a run's timeline: a criterion began to hold, the first alert of a kind, or the end."""
+    """One line of a run's timeline: a criterion began to hold, the first alert of a
+    kind, or the end.
+    """
 
     step: int
     #: class of failure, kind of alert, or status of the run
@@ -296,10 +359,11 @@ class Event:
 
 
 def holds(row: Limit, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
-    """Return whether, and since when, a criterion of the table holds in a series of at least one value.
+    """Return whether, and since when, a criterion of the table holds in a series of at
+    least one value.
 
-    A series shorter than the criterion's patience has to be beyond its bound throughout; in a run that is still
-    `running` it does not hold.
+    A series shorter than the criterion's patience has to be beyond its bound
+    throughout; in a run that is still `running` it does not hold.
     """
     values = series.values
     first = values[0]
@@ -323,12 +387,18 @@ def holds(row: Limit, series: Series, *, died: bool = False, running: bool = Fal
 
 
 def holds_now(row: Limit, values: Sequence[float]) -> bool:
-    """Return whether the last values, as many as the criterion's patience, are beyond its bound."""
+    """Return whether the last values, as many as the criterion's patience, are beyond
+    its bound.
+    """
     return len(values) >= row.patience and all(map(row.beyond, values[-row.patience :]))
 
 
-def _first_run(beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting: bool) -> int | None:
-    """The index at which the first long enough run of true values begins; None without one."""
+def _first_run(
+    beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting: bool
+) -> int | None:
+    """The index at which the first long enough run of true values begins; None without
+    one.
+    """
     begin = 0
     for index, held in enumerate([*beyond, False]):
         if held:
@@ -352,23 +422,45 @@ def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
     series = [(row, values) for row in rows if (values := evidence.of(row))]
     if not series:
         missing = tuple(row.figure for row in rows)
-        return Finding(kind, NOT_JUDGED, None, f"too little was recorded of {' or '.join(missing)}", missing=missing)
-    criteria = tuple(holds(row, values, died=evidence.died, running=running) for row, values in series)
+        return Finding(
+            kind,
+            NOT_JUDGED,
+            None,
+            f"too little was recorded of {' or '.join(missing)}",
+            missing=missing,
+        )
+    criteria = tuple(
+        holds(row, values, died=evidence.died, running=running) for row, values in series
+    )
     held = [criterion for criterion in criteria if criterion.step is not None]
     if not held:
         return Finding(kind, CLEAR, None, "no criterion held", criteria=criteria)
     first = min(held, key=lambda criterion: criterion.step or 0)
     layer, of_layer = evidence.worst_layer(first.row.figure, lowest=first.row.side != ABOVE)
     message = first.row.says.format(**vars(first)) + (f", most of all in {layer}" if layer else "")
-    facts: Facts = {"metric": first.row.figure, "threshold": first.bound, "value": first.value, "first": first.first}
-    facts |= {"extreme": first.extreme, "extreme_step": first.extreme_step, "mean": first.mean, "looks": first.looks}
+    facts: Facts = {
+        "metric": first.row.figure,
+        "threshold": first.bound,
+        "value": first.value,
+        "first": first.first,
+    }
+    facts |= {
+        "extreme": first.extreme,
+        "extreme_step": first.extreme_step,
+        "mean": first.mean,
+        "looks": first.looks,
+    }
     facts |= {"worst_layer": layer, "worst_value": of_layer}
-    return Finding(kind, FOUND, first.step, f"{message}; from step {first.step} on", facts, criteria)
+    return Finding(
+        kind, FOUND, first.step, f"{message}; from step {first.step} on", facts, criteria
+    )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of a run: a finding for every class of failure, and the order of events."""
+    """The diagnosis of a run: a finding for every class of failure, and the order of
+    events.
+    """
 
     findings: tuple[Finding, ...]
     timeline: tuple[Event, ...]
@@ -376,11 +468,16 @@ class Diagnosis:
     @property
     def found(self) -> tuple[Finding, ...]:
         """The classes that were found, in the order in which they began."""
-        return tuple(sorted((finding for finding in self.findings if finding.found), key=lambda f: f.step or 0))
+        return tuple(
+            sorted(
+                (finding for finding in self.findings if finding.found), key=lambda f: f.step or 0
+            )
+        )
 
 
 def classify(run: Run | Path) -> list[Finding]:
-    """Return a finding for every class of failure, from a run or its folder, in the order of `KINDS`.
+    """Return a finding for every class of failure, from a run or its folder, in the
+    order of `KINDS`.
 
     A class whose metrics were not recorded is "not judged", and `missing` names them.
     """
@@ -395,17 +492,29 @@ def diagnose(run: Run | Path) -> Diagnosis:
 
 
 def failures_of(run: Run | Path) -> list[dict[str, Any]]:
-    """Return the list `failures` of summary.json: the classes found, in the order in which they began."""
+    """Return the list `failures` of summary.json: the classes found, in the order in
+    which they began.
+    """
     found = diagnose(run).found
-    return [{"kind": f.kind, "step": f.step, "evidence": {"message": f.message, **f.evidence}} for f in found]
+    return [
+        {"kind": f.kind, "step": f.step, "evidence": {"message": f.message, **f.evidence}}
+        for f in found
+    ]
 
 
 def _timeline(run: Run, judged: Sequence[Finding]) -> tuple[Event, ...]:
-    """The first step of every criterion that held, of every kind of alert, and the end, in the order of steps."""
+    """The first step of every criterion that held, of every kind of alert, and the end,
+    in the order of steps.
+    """
     held = [(finding.kind, criterion) for finding in judged for criterion in finding.criteria]
-    events = [Event(c.step, kind, "criterion", c.describe()) for kind, c in held if c.step is not None]
+    events = [
+        Event(c.step, kind, "criterion", c.describe()) for kind, c in held if c.step is not None
+    ]
     firsts = {alert.kind: alert for alert in reversed(run.alerts)}
-    events += [Event(alert.step, alert.kind, "alert", alert.message or alert.kind) for alert in firsts.values()]
+    events += [
+        Event(alert.step, alert.kind, "alert", alert.message or alert.kind)
+        for alert in firsts.values()
+    ]
     if run.last_step is not None:
         text = str((run.failure or {}).get("message") or f"the run ended: {run.status}")
         events.append(Event(run.last_step, run.status, "end", text))

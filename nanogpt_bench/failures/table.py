@@ -1,4 +1,6 @@
-"""The table of criteria by which runs are judged: which metric, on which side of which bound, for how long."""
+"""The table of criteria by which runs are judged: which metric, on which side of which
+bound, for how long.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -19,13 +21,15 @@ OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
 ATTENTION: Final = f"{ENTROPY.name} over that of uniform attention"
 REST: Final = f"share of the run until {metrics.TRAIN_LOSS.name} rests"
 FLATNESS: Final = f"{metrics.VAL_LOSS.name} over its lowest before, less one"
-#: kurtosis of the blocks' outputs; other activations exceed any bound on their kurtosis in healthy runs
+#: kurtosis of the blocks' outputs; other activations exceed any bound on their kurtosis
+#: in healthy runs
 OF_BLOCKS: Final = KURTOSIS.by("residual").name
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One criterion. It begins to hold at the first of `patience` values in a row on `side` of `bound`, or equal to it.
+    """One criterion. It begins to hold at the first of `patience` values in a row on
+    `side` of `bound`, or equal to it.
 
     >>> row = Limit("stall", "stall/update_lost", ABOVE, 0.5, 3, "{mean:.1%} of the weights lost a requested update")
     >>> row.beyond(0.5), row.beyond(0.4)
@@ -75,15 +79,47 @@ _RISEN = "the training loss rose {extreme:.3f} nats above its "
 _EXCESS = "the smoothed training loss was {value:.1%} above its own best or the baseline's"
 _OFF = "was up to {extreme:.2g}"
 
-#: the criteria of all classes of failure; a class is found where one of its criteria holds
+#: the criteria of all classes of failure; a class is found where one of its criteria
+#: holds
 CLASSES: Final = (
     Limit("stall", UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
     *(_overflow(metric) for metric in (*OVERFLOW.each, *CLAMPED.each)),
-    Limit("outlier_explosion", OF_BLOCKS, ABOVE, 10.0, 3, _HEAVY, layers=True, growth=3.0, broken_off=True),
+    Limit(
+        "outlier_explosion",
+        OF_BLOCKS,
+        ABOVE,
+        10.0,
+        3,
+        _HEAVY,
+        layers=True,
+        growth=3.0,
+        broken_off=True,
+    ),
     Limit("attention_collapse", ATTENTION, BELOW, 0.1, 3, _NARROW),
-    Limit("zero_gradients", metrics.GRAD_NORM.name, BELOW, 1e-8, 3, "the gradient norm was down to {extreme:.2g}"),
-    Limit("zero_gradients", GRAD_ZERO.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was zero"),
-    Limit("zero_gradients", GRAD_DEAD.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was dead"),
+    Limit(
+        "zero_gradients",
+        metrics.GRAD_NORM.name,
+        BELOW,
+        1e-8,
+        3,
+        "the gradient norm was down to {extreme:.2g}",
+    ),
+    Limit(
+        "zero_gradients",
+        GRAD_ZERO.name,
+        ABOVE,
+        0.9,
+        3,
+        "up to {extreme:.1%} of the gradient was zero",
+    ),
+    Limit(
+        "zero_gradients",
+        GRAD_DEAD.name,
+        ABOVE,
+        0.9,
+        3,
+        "up to {extreme:.1%} of the gradient was dead",
+    ),
     Limit("exploding_gradients", OVER_MEDIAN, ABOVE, 100.0, 3, _STEEP, broken_off=True),
     Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 1, "the loss was not finite"),
     Limit("nan", metrics.GRAD_HAS_NAN.name, ABOVE, 1.0, 1, "the gradient was not finite"),
@@ -91,9 +127,13 @@ CLASSES: Final = (
     Limit("nan", metrics.STATE_HAS_NAN.name, ABOVE, 1.0, 1, "the optimizer's state was not finite"),
     Limit("plateau", REST, BELOW, 0.5, 1, "the training loss had come to rest, and stayed there"),
     Limit("divergence", OVER_FIRST, ABOVE, 0.5, 3, _RISEN + "first", broken_off=True),
-    Limit("divergence", OVER_LOWEST, ABOVE, 0.5, 3, _RISEN + "lowest", broken_off=True, lasting=True),
+    Limit(
+        "divergence", OVER_LOWEST, ABOVE, 0.5, 3, _RISEN + "lowest", broken_off=True, lasting=True
+    ),
     Limit("divergence", metrics.EXCESS.name, ABOVE, 0.1, 3, _EXCESS, filled=True),
-    Limit("off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"),
+    Limit(
+        "off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"
+    ),
     Limit("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
     Limit("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths minus 1 {_OFF}"),
 )
@@ -107,7 +147,8 @@ ENDINGS: Final = {
     "plateau": Limit("plateau", FLATNESS, ABOVE, -0.001, 5, "", filled=True),
 }
 
-#: bounds of a comparison's verdicts: on a row's gap to the reference (mean final validation loss), cosine and stall
+#: bounds of a comparison's verdicts: on a row's gap to the reference (mean final
+#: validation loss), cosine and stall
 VERDICT: Final = {
     "outside": Limit("outside", "gap over the reference's loss", ABOVE, 0.10, 1, ""),
     "behind": Limit("behind", "gap in nats", ABOVE, 0.05, 1, ""),

@@ -1,4 +1,6 @@
-"""Steps in which something is not finite: what it was, where it was first seen, and the state before the step."""
+"""Steps in which something is not finite: what it was, where it was first seen, and the
+state before the step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict
 
 
 class Sentry:
-    """Checks every step of a run, and restores the scales and counters that a skipped step has changed."""
+    """Checks every step of a run, and restores the scales and counters that a skipped
+    step has changed.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -40,17 +44,31 @@ class Sentry:
     def before(self) -> None:
         """Copy the model's buffers; called before a step."""
         self._buffers = [
-            (module, {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None})
+            (
+                module,
+                {
+                    name: buffer.clone()
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None
+                },
+            )
             for module in self._trainer.model.modules()
         ]
 
     def after(self, step: Step) -> Anomaly | None:
-        """Fill in the step's flags and return what was not finite; restore the buffers if the step is skipped."""
+        """Fill in the step's flags and return what was not finite; restore the buffers
+        if the step is skipped.
+        """
         step.record |= {metrics.WEIGHT_HAS_NAN.name: 0, metrics.STATE_HAS_NAN.name: 0}
-        passed = not (step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name])
+        passed = not (
+            step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name]
+        )
         if passed and self._whole():
             return None
-        weight, state = first_bad_weight(self._trainer.model, self._trainer.ranks), first_bad_state(self._trainer)
+        weight, state = (
+            first_bad_weight(self._trainer.model, self._trainer.ranks),
+            first_bad_state(self._trainer),
+        )
         if passed and weight is None and state is None:
             return None  # all is finite, only the norm overflowed
         step.record |= {
@@ -62,23 +80,30 @@ class Sentry:
             for module, buffers in self._buffers:
                 module._buffers.update(buffers)
             return Anomaly(step.number, kinds, first_seen(self._trainer, step))
-        # If the step was taken, a bad state made the weight bad. If not, the bad weight made the loss bad.
+        # If the step was taken, a bad state made the weight bad. If not, the bad weight
+        # made the loss bad.
         first, second = (state, weight) if passed else (weight, state)
         return Anomaly(step.number, kinds, first or second or "")
 
     def _whole(self) -> bool:
-        """Check weights and optimizer state by one norm; False may also mean that the norm overflowed."""
+        """Check weights and optimizer state by one norm; False may also mean that the
+        norm overflowed.
+        """
         weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
-        # Codes are decoded one layer at a time: all at once would take four times the memory of the weights.
+        # Codes are decoded one layer at a time: all at once would take four times the
+        # memory of the weights.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
         floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
         tensors = [*norms, *floats, *(leaf for _, _, leaf in _states(self._trainer))]
-        return not self._trainer.ranks.any(bool(tensors) and not math.isfinite(get_total_norm(tensors).item()))
+        return not self._trainer.ranks.any(
+            bool(tensors) and not math.isfinite(get_total_norm(tensors).item())
+        )
 
 
 @torch.no_grad()
 def first_bad_weight(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
-    """Return the first parameter with a value that is not finite, None where there is none.
+    """Return the first parameter with a value that is not finite, None where there is
+    none.
 
     >>> layer = nn.Linear(2, 1)
     >>> first_bad_weight(layer)
@@ -86,22 +111,31 @@ def first_bad_weight(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
     >>> first_bad_weight(layer)
     'weight of weight'
     """
-    values = {name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)}
+    values = {
+        name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)
+    }
     return _first_bad("weight of ", values, ranks)
 
 
 def first_bad_state(trainer: Trainer) -> str | None:
-    """Return the first entry of the optimizer's state that is not finite, None where there is none."""
+    """Return the first entry of the optimizer's state that is not finite, None where
+    there is none.
+    """
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    states = {f"{entry} of {names.get(owner, 'a parameter')}": leaf for entry, owner, leaf in _states(trainer)}
+    states = {
+        f"{entry} of {names.get(owner, 'a parameter')}": leaf
+        for entry, owner, leaf in _states(trainer)
+    }
     return _first_bad("optimizer state ", states, trainer.ranks)
 
 
 def first_seen(trainer: Trainer, step: Step) -> str:
-    """Return where a loss or gradient that is not finite began: the step is repeated on a copy of the model.
+    """Return where a loss or gradient that is not finite began: the step is repeated on
+    a copy of the model.
 
-    Of activations it is the first in the order of the forward pass, of gradients the first in that of the backward
-    pass. If the repetition stays finite, the gradients of the step itself are searched.
+    Of activations it is the first in the order of the forward pass, of gradients the
+    first in that of the backward pass. If the repetition stays finite, the gradients of
+    the step itself are searched.
     """
     repeated = None
     if trainer.ranks.size == 1:  # several processes could leave the repetition at different places
@@ -119,7 +153,9 @@ def first_seen(trainer: Trainer, step: Step) -> str:
 
 
 def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Tensor]) -> str | None:
-    """Take a micro-batch forward and, if that is finite, backward; gradients accumulate."""
+    """Take a micro-batch forward and, if that is finite, backward; gradients
+    accumulate.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Any:
@@ -129,7 +165,9 @@ def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Ten
 
         return check
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name
+    ]
     with torch.random.fork_rng():
         loss = trainer.loss(*batch, model.loss) / trainer.config.train.accumulation
     for handle in handles:
@@ -141,7 +179,11 @@ def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Ten
 
 
 def _last_bad_gradient(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
-    named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    named = [
+        (name, parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
     return _first_bad("gradient of ", dict(reversed(named)), ranks)
 
 
@@ -153,19 +195,28 @@ def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE)
 
 
 def _can_be_bad(parameter: Tensor) -> bool:
-    """True except for formats without codes for NaN and Inf, whose values are always finite."""
-    return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
+    """True except for formats without codes for NaN and Inf, whose values are always
+    finite.
+    """
+    return (
+        not isinstance(parameter, fm.FP8Tensor)
+        or parameter.format.finite_codes < 2**parameter.format.bits
+    )
 
 
 def _states(trainer: Trainer) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield every float tensor of the optimizer's state: the entry, the parameter it belongs to, the values."""
+    """Yield every float tensor of the optimizer's state: the entry, the parameter it
+    belongs to, the values.
+    """
     for parameter, state in trainer.optimizer.state.items():
         for entry, leaf in _leaves(state):
             yield entry, parameter, leaf
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the float tensors of a tree by their path; tensor subclasses are taken apart."""
+    """Yield the float tensors of a tree by their path; tensor subclasses are taken
+    apart.
+    """
     inner: Sequence[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
         inner = [(str(key), item) for key, item in value.items()]
@@ -183,10 +234,11 @@ _LOG = logging.getLogger("nanogpt_bench")
 
 
 class AnomalyObserver(Observer):
-    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, from which no run is resumed.
+    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, from which no
+    run is resumed.
 
-    If step N was skipped, it has the weights and the optimizer state before the step. `run_dir` is None where another
-    process writes the checkpoint.
+    If step N was skipped, it has the weights and the optimizer state before the step.
+    `run_dir` is None where another process writes the checkpoint.
     """
 
     def __init__(self, run_dir: Path | None, trainer: Trainer) -> None:
@@ -205,7 +257,9 @@ class AnomalyObserver(Observer):
         try:
             commit(self._folder, contents, keep_last=1)
         except CheckpointNotWritten as error:
-            _LOG.warning("anomaly: %s", error)  # the checkpoint is for debugging: the run goes on without it
+            _LOG.warning(
+                "anomaly: %s", error
+            )  # the checkpoint is for debugging: the run goes on without it
 
     def state(self) -> dict[str, Any]:
         return {"saved": self._saved}

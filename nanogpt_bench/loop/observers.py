@@ -1,4 +1,6 @@
-"""Observers of a run beside its monitors: records and alerts, line by line, and the trend; the order of all."""
+"""Observers of a run beside its monitors: records and alerts, line by line, and the
+trend; the order of all.
+"""
 
 import json
 import math
@@ -35,7 +37,9 @@ from nanogpt_bench.system.files import NO_LINKS
 
 
 class LineFile:
-    """A file that grows by whole lines, created with the first one; a resumed run cuts it back first."""
+    """A file that grows by whole lines, created with the first one; a resumed run cuts
+    it back first.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +48,9 @@ class LineFile:
     def append(self, lines: Iterable[str]) -> None:
         """Add lines and flush them."""
         if self._file is None:
-            self._file = os.fdopen(self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
+            self._file = os.fdopen(
+                self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8"
+            )
         try:
             self._file.writelines(line + "\n" for line in lines)
             self._file.flush()
@@ -52,16 +58,22 @@ class LineFile:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def _open(self, flags: int) -> int:
-        """Open the file for writing, but no symbolic link: the folder may come from somebody else."""
+        """Open the file for writing, but no symbolic link: the folder may come from
+        somebody else.
+        """
         try:
             return os.open(self._path, flags | NO_LINKS, 0o666)
         except OSError:
             if self._path.is_symlink():
-                raise BenchError(f"{str(self._path)!r} is a symbolic link; lines are added to a file only") from None
+                raise BenchError(
+                    f"{str(self._path)!r} is a symbolic link; lines are added to a file only"
+                ) from None
             raise
 
     def length(self) -> int:
-        """Return the bytes written so far, once they are on the disk: a checkpoint must not count on lost ones."""
+        """Return the bytes written so far, once they are on the disk: a checkpoint must
+        not count on lost ones.
+        """
         if not self._path.exists():
             return 0
         with self._path.open("rb") as file:
@@ -73,7 +85,10 @@ class LineFile:
         self.close()
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
-            raise BenchError(f"{str(self._path)!r} has {size} bytes and had {length} at the checkpoint: lines are lost")
+            raise BenchError(
+                f"{str(self._path)!r} has {size} bytes and had {length} at the checkpoint: lines "
+                f"are lost"
+            )
         if size > length:
             with os.fdopen(self._open(os.O_WRONLY), "wb") as file:
                 file.truncate(length)
@@ -88,7 +103,9 @@ class LineFile:
 
 
 class JsonlObserver(Observer):
-    """Appends every step's record to a file and flushes it; a value that is not finite is written as null."""
+    """Appends every step's record to a file and flushes it; a value that is not finite
+    is written as null.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines = LineFile(path)
@@ -103,25 +120,39 @@ class JsonlObserver(Observer):
         self._lines.cut(state["bytes"])
 
     def written(self, step: Step) -> None:
-        known = {key: value for key, value in step.record.items() if value is not None and math.isfinite(value)}
+        known = {
+            key: value
+            for key, value in step.record.items()
+            if value is not None and math.isfinite(value)
+        }
         record = {**dict.fromkeys(step.record), **known}
         self._lines.append([json.dumps({"step": step.number, **record}, allow_nan=False)])
 
 
-#: names of the metrics that failures are judged by, and the beginnings of the names of those measured by layer
+#: names of the metrics that failures are judged by, and the beginnings of the names of
+#: those measured by layer
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
-_OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name)
-#: a long run is judged again once it has grown by this share, so that judging takes the same share of its time
+_OF_LAYERS = tuple(
+    f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name
+)
+#: a long run is judged again once it has grown by this share, so that judging takes the
+#: same share of its time
 _GROWTH = 0.05
 
 
 class AlertObserver(Observer):
-    """Judges a run's records after measurements and validations; each kind of alert is raised once."""
+    """Judges a run's records after measurements and validations; each kind of alert is
+    raised once.
+    """
 
-    def __init__(self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None
+    ) -> None:
         self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
         self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
-        self._evidence = Evidence(Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records))
+        self._evidence = Evidence(
+            Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records)
+        )
         self._standstill, self._judged = Standstill(), 0
         #: alerts raised, by kind
         self.counts: Counter[str] = Counter()
@@ -137,7 +168,9 @@ class AlertObserver(Observer):
                     self._raise(_alert(finding, step))
 
     def _is_due(self, step: Step) -> bool:
-        """At the last step, a first one that is not finite, a measurement or a validation; less often in a long run."""
+        """At the last step, a first one that is not finite, a measurement or a
+        validation; less often in a long run.
+        """
         if step.last or (step.anomaly is not None and "nan" not in self.counts):
             return True
         looked = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
@@ -165,15 +198,29 @@ class AlertObserver(Observer):
 
 
 def _judged_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name in _JUDGED or name.startswith(_OF_LAYERS)}
+    return {
+        name: value
+        for name, value in record.items()
+        if name in _JUDGED or name.startswith(_OF_LAYERS)
+    }
 
 
 def _alert(finding: Finding, step: Step) -> Alert:
-    """The alert of a failure just found; for `nan` with the place where it was first seen."""
-    where = f"; first seen in {step.anomaly.where}" if finding.kind == "nan" and step.anomaly else ""
+    """The alert of a failure just found; for `nan` with the place where it was first
+    seen.
+    """
+    where = (
+        f"; first seen in {step.anomaly.where}" if finding.kind == "nan" and step.anomaly else ""
+    )
     first = min((c for c in finding.criteria if c.step is not None), key=lambda c: c.step or 0)
     value = first.value if first.value is not None and math.isfinite(first.value) else None
-    return Alert(step.number, finding.kind, message=finding.message + where, value=value, threshold=first.bound)
+    return Alert(
+        step.number,
+        finding.kind,
+        message=finding.message + where,
+        value=value,
+        threshold=first.bound,
+    )
 
 
 _FLAGS = tuple(flag.name for flag in metrics.FLAGS)
@@ -181,16 +228,20 @@ _FLAGS = tuple(flag.name for flag in metrics.FLAGS)
 
 @dataclass
 class _Snapshot:
-    """The state at a validation: the step's number, the optimizer's count of steps, and a hash of the weights."""
+    """The state at a validation: the step's number, the optimizer's count of steps, and
+    a hash of the weights.
+    """
 
     number: int
-    #: the optimizer's count of steps, summed over parameters; None where it does not count
+    #: the optimizer's count of steps, summed over parameters; None where it does not
+    #: count
     steps: float | None
     weights: int
 
 
 class Standstill:
-    """Finds out at every validation whether weights and optimizer have stood still since the one before.
+    """Finds out at every validation whether weights and optimizer have stood still
+    since the one before.
 
     >>> from nanogpt_bench.monitors.points import Step
     >>> layer = nn.Linear(2, 1)
@@ -207,14 +258,18 @@ class Standstill:
         self._due = 0
 
     def see(self, step: Step) -> Iterator[tuple[str, str]]:
-        """Take in a step whose record is complete; yield kind and message of each standstill."""
+        """Take in a step whose record is complete; yield kind and message of each
+        standstill.
+        """
         if step.number > 0 and not any(step.record.get(flag) for flag in _FLAGS):
             self._due += 1
         if metrics.VAL_LOSS.name not in step.record:
             return
         last, now = self._last, _Snapshot(step.number, _steps(step.optimizer), _hash(step.model))
         if last is not None and self._due:
-            between = f"from step {last.number} to step {now.number}, in {counted(self._due, 'step')}"
+            between = (
+                f"from step {last.number} to step {now.number}, in {counted(self._due, 'step')}"
+            )
             if now.steps is not None and now.steps == last.steps:
                 yield "no_step", f"the optimizer took no step {between}"
             if now.weights == last.weights:
@@ -230,7 +285,11 @@ class Standstill:
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> float | None:
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and "step" in state]
+    states = [
+        state
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping) and "step" in state
+    ]
     return sum(float(state["step"]) for state in states) if states else None
 
 
@@ -240,7 +299,9 @@ def _hash(model: nn.Module) -> int:
     found = 0
     for parameter in model.parameters():
         for part in plain_tensors(parameter) if parameter.requires_grad else ():
-            flat = torch.empty(part.numel(), dtype=part.dtype).copy_(part.detach().reshape(-1))  # of any strides
+            flat = torch.empty(part.numel(), dtype=part.dtype).copy_(
+                part.detach().reshape(-1)
+            )  # of any strides
             found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
     return found
 
@@ -276,7 +337,9 @@ class Smoothed:
 
 
 def baseline_curve(baseline: str | None) -> Mapping[int, float]:
-    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step; empty without a baseline."""
+    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step;
+    empty without a baseline.
+    """
     if baseline is None:
         return {}
     from nanogpt_bench.runs.load import is_run_folder, load_run
@@ -285,7 +348,11 @@ def baseline_curve(baseline: str | None) -> Mapping[int, float]:
     run = load_run(folder) if is_run_folder(folder) else None
     steps, losses = run.curve(metrics.TRAIN_LOSS.name) if run else ([], [])
     average = Smoothed()
-    curve = {int(step): average.add(loss) for step, loss in zip(steps, losses, strict=True) if loss is not None}
+    curve = {
+        int(step): average.add(loss)
+        for step, loss in zip(steps, losses, strict=True)
+        if loss is not None
+    }
     if not curve:
         needed = f"run folder with a {metrics.TRAIN_LOSS.name} in metrics.jsonl"
         raise BenchError(f"alerts.baseline: {baseline!r} is no {needed}")
@@ -293,13 +360,16 @@ def baseline_curve(baseline: str | None) -> Mapping[int, float]:
 
 
 class TrendObserver(Observer):
-    """Adds `train/loss_smoothed` to every record and `train/excess` to those of validations; judges how a run goes."""
+    """Adds `train/loss_smoothed` to every record and `train/excess` to those of
+    validations; judges how a run goes.
+    """
 
     def __init__(self, baseline: Mapping[int, float]) -> None:
         self._baseline = baseline
         self._average, self._smoothed = Smoothed(), math.nan
         self._own_best = self._best_val = math.inf
-        #: at validations: smoothed training loss over its reference, and validation loss over its lowest, each minus 1
+        #: at validations: smoothed training loss over its reference, and validation
+        #: loss over its lowest, each minus 1
         self.excess, self.flatness = list[float](), list[float]()
 
     @property
@@ -348,7 +418,8 @@ class TrendObserver(Observer):
 
 
 def share_above(loss: float, reference: float) -> float:
-    """Return a loss over a reference, minus 1; inf or 0 if the reference is 0, as for a text of one character.
+    """Return a loss over a reference, minus 1; inf or 0 if the reference is 0, as for a
+    text of one character.
 
     >>> share_above(3.0, 2.0), share_above(1.0, 0.0), share_above(0.0, 0.0)
     (0.5, inf, 0.0)
@@ -360,7 +431,9 @@ def share_above(loss: float, reference: float) -> float:
 
 @dataclass
 class Observers:
-    """A run's observers: by name those that the loop reads, and all in the order in which they are called."""
+    """A run's observers: by name those that the loop reads, and all in the order in
+    which they are called.
+    """
 
     trend: TrendObserver | None
     stall: Stall | None
@@ -377,13 +450,23 @@ def build_observers(
     baseline: Mapping[int, float],
     tell: Callable[[Alert], None],
 ) -> Observers:
-    """Return the observers of a resolved configuration; files in `run_dir` are opened, where there is one."""
+    """Return the observers of a resolved configuration; files in `run_dir` are opened,
+    where there is one.
+    """
     watch = config.monitor.watch
     trend = TrendObserver(baseline) if TREND in watch else None
-    alerts = AlertObserver(config, run_dir, tell) if run_dir is not None and config.alerts.enabled else None
+    alerts = (
+        AlertObserver(config, run_dir, tell)
+        if run_dir is not None and config.alerts.enabled
+        else None
+    )
     watched = Watched.of(config, trainer.model, trainer.device, trainer.look)
     shadow = MODULES["shadow"].build(watched) if config.shadow.enabled else None
-    monitors = [built for name in MONITORS if name in watch and (built := MODULES[name].build(watched)) is not None]
+    monitors = [
+        built
+        for name in MONITORS
+        if name in watch and (built := MODULES[name].build(watched)) is not None
+    ]
     # Observers that add to a record come before those that write it.
     sinks: list[Observer | None] = []
     if run_dir is not None:
@@ -393,4 +476,6 @@ def build_observers(
     updates = UpdateObserver(watched, watching) if watching and watched.quantized else None
     ordered = [shadow, watched.capture, updates, *monitors, watched.turns, trend, *sinks, anomaly]
     stall = next((monitor for monitor in monitors if isinstance(monitor, Stall)), None)
-    return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
+    return Observers(
+        trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None]
+    )

@@ -37,7 +37,8 @@ class Progress:
     elapsed_s: float
     #: alerts raised in this step
     alerts: tuple[Alert, ...] = ()
-    #: share of the requested movement that the write-back made, mean over the measurements so far
+    #: share of the requested movement that the write-back made, mean over the
+    #: measurements so far
     arrived: float | None = None
 
 
@@ -64,12 +65,15 @@ class Outcome:
     held_bytes: int | None = None
     #: most bytes that the gradients of a backward pass took at once
     gradient_peak_bytes: int | None = None
-    #: number of steps in a row with a loss or gradient that was not finite, and the first of them
+    #: number of steps in a row with a loss or gradient that was not finite, and the
+    #: first of them
     anomalies: int = 0
     first_anomaly: int = 0
 
     def ended_by(self, *kinds: str) -> bool:
-        """Return whether one of these ended the run early: plateau, time, signal, or disk (a file not written)."""
+        """Return whether one of these ended the run early: plateau, time, signal, or
+        disk (a file not written).
+        """
         return self.stop is not None and self.stop["kind"] in kinds
 
     def fail(self, kind: str, message: str, step: int) -> None:
@@ -86,20 +90,28 @@ class Outcome:
         self.stop = {"kind": kind, "message": message, "step": step}
 
     def end_on_disk(self, message: str, done: int, tokens_in: Callable[[int], int]) -> None:
-        """Record that a file could not be written; steps after `done`, the last recorded one, do not count."""
+        """Record that a file could not be written; steps after `done`, the last
+        recorded one, do not count.
+        """
         self.end_early("disk", message, done)
         while self.steps > done:
             self.tokens -= tokens_in(self.steps)
             self.steps -= 1
 
     def go_on(self, stop_on: Collection[str]) -> None:
-        """Drop the record of an end that is none for a resumed run: one from outside, or a plateau not in `stop_on`."""
+        """Drop the record of an end that is none for a resumed run: one from outside,
+        or a plateau not in `stop_on`.
+        """
         if self.stop is not None and self.stop["kind"] not in stop_on:
             self.status, self.stop = "finished", None
 
 
-def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
-    """Return the content of summary.json; losses are in nats per token or label, None where there is none."""
+def summarize(
+    name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers
+) -> dict[str, Any]:
+    """Return the content of summary.json; losses are in nats per token or label, None
+    where there is none.
+    """
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = _weights(model, config)
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
@@ -163,11 +175,15 @@ def _ratio(amount: float | None, whole: float) -> float | None:
 def _weights(model: nn.Module, config: Config) -> list[Tensor]:
     """The weights that are quantised, by this library or by another package."""
     if config.model.storage == "peer":
-        return [layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)]
+        return [
+            layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)
+        ]
     layers = {} if config.model.storage == "float32" else quantized_layers(model)
     return [layer.weight for layer in layers.values()]
 
 
 def count(parameters: Iterable[Tensor]) -> int:
-    """Return the number of elements; a shared parameter counts once, as `Module.parameters` yields it."""
+    """Return the number of elements; a shared parameter counts once, as
+    `Module.parameters` yields it.
+    """
     return sum(parameter.numel() for parameter in parameters)

@@ -1,4 +1,6 @@
-"""One training run: settings, corpus and folder are prepared; then its steps, validations, records and checkpoints."""
+"""One training run: settings, corpus and folder are prepared; then its steps,
+validations, records and checkpoints.
+"""
 
 import dataclasses
 import logging
@@ -64,23 +66,33 @@ class Loop:
         stop: StopRequest,
         environment: dict[str, Any],
     ) -> None:
-        self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
+        self.config, self.trainer, self.run_dir, self.on_progress = (
+            config,
+            trainer,
+            run_dir,
+            on_progress,
+        )
         self.stop, self.environment = stop, environment
         self.ranks, self.outcome, self.trackers = trainer.ranks, Outcome(), Trackers([])
         self.raised: list[Alert] = []
         written = run_dir if self.ranks.first else None
-        self.watch = build_observers(config, trainer, written, baseline=baseline, tell=self.raised.append)
+        self.watch = build_observers(
+            config, trainer, written, baseline=baseline, tell=self.raised.append
+        )
         self.observers: list[Observer] = [*self.watch.all]
         self.sentry = Sentry(trainer)
         self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
         self.started = perf_counter()
         #: whether this process has taken a step
         self.stepped = False
-        #: number of the last step that is over, skipped or not; None before the first validation
+        #: number of the last step that is over, skipped or not; None before the first
+        #: validation
         self.done: int | None = None
 
     def begin(self, found: Contents | None) -> None:
-        """Prepare the folder and start the trackers, at step 0 or at the step of the checkpoint `found`."""
+        """Prepare the folder and start the trackers, at step 0 or at the step of the
+        checkpoint `found`.
+        """
         if found is not None:
             restore(found, self.trainer, self.watch.all)
             self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
@@ -101,7 +113,9 @@ class Loop:
             for name in (SUMS, "summary.json"):  # they describe the end of a run that now goes on
                 (self.run_dir / name).unlink(missing_ok=True)
         remove_parts(self.run_dir)
-        write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
+        write_text(
+            self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config)
+        )
         write_json(self.run_dir / "environment.json", self.environment)
         write_sums(self.run_dir, AT_START)
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
@@ -133,7 +147,9 @@ class Loop:
         return loss is not None and loss == self.outcome.best_val_loss
 
     def _measure(self) -> None:
-        """Count the bytes once a step has given the optimizer its state; a resumed run knows them already."""
+        """Count the bytes once a step has given the optimizer its state; a resumed run
+        knows them already.
+        """
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
             self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
@@ -150,7 +166,9 @@ class Loop:
         try:
             if self.done is None:
                 self._first_validation()
-            while self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps:
+            while (
+                self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps
+            ):
                 self._one_step((self.done or 0) + 1)
             return self._finish()
         except KeyboardInterrupt:
@@ -173,7 +191,9 @@ class Loop:
         self.trackers.finish(None)
 
     def _one_step(self, number: int) -> None:
-        """Train a step, count or skip it, validate if due, record, end the run if due, and save if due."""
+        """Train a step, count or skip it, validate if due, record, end the run if due,
+        and save if due.
+        """
         begun = perf_counter()
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
         self.sentry.before()
@@ -201,11 +221,21 @@ class Loop:
         outcome.training_seconds += spent
         step.record[metrics.SPEED.name] = tokens / spent
         limit = self.config.train.max_seconds
-        if limit is not None and self.ranks.any(perf_counter() - self.started >= limit) and not step.last:
-            outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
+        if (
+            limit is not None
+            and self.ranks.any(perf_counter() - self.started >= limit)
+            and not step.last
+        ):
+            outcome.end_early(
+                "time",
+                f"train.max_seconds {limit:g} were over after step {step.number}",
+                step.number,
+            )
 
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
-        """Skip a step; fail where weights or state are bad, too, or after as many in a row as patience allows."""
+        """Skip a step; fail where weights or state are bad, too, or after as many in a
+        row as patience allows.
+        """
         outcome, train = self.outcome, self.config.train
         patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
         outcome.first_anomaly = outcome.first_anomaly if outcome.anomalies else step.number
@@ -213,15 +243,26 @@ class Loop:
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
         elif outcome.anomalies >= patience and "nan" in train.stop_on:
-            bad = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
-            rest = f", and not finite in the {counted(patience - 1, 'step')} before" if patience > 1 else ""
+            bad = (
+                metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM
+            ).name
+            rest = (
+                f", and not finite in the {counted(patience - 1, 'step')} before"
+                if patience > 1
+                else ""
+            )
             message = f"{bad} is {step.record[bad]} at step {step.number}{rest}; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
 
     def _end_on_trend(self, step: Step) -> None:
         """End the run at a divergence or plateau that `train.stop_on` names."""
         reasons, trend = self.config.train.stop_on, self.watch.trend
-        if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
+        if (
+            trend is None
+            or self.outcome.status != "finished"
+            or metrics.VAL_LOSS.name not in step.record
+            or step.last
+        ):
             return
         if "divergence" in reasons and trend.diverging:
             against = "the baseline's" if self.config.alerts.baseline else "its own best"
@@ -229,13 +270,17 @@ class Loop:
             self.outcome.fail("divergence", message, step.number)
         elif "plateau" in reasons and trend.flat:
             flat = f"has not fallen for {ENDINGS['plateau'].patience} validations"
-            self.outcome.end_early("plateau", f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}", step.number)
+            self.outcome.end_early(
+                "plateau", f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}", step.number
+            )
 
     def _end_on_signal(self, step: Step) -> None:
         """End the run if a signal came during the step; the last step ends it anyway."""
         number = int(self.ranks.largest(self.stop.number))
         if number and self.outcome.status == "finished" and not step.last:
-            self.outcome.end_early("signal", f"{Signals(number).name} after step {step.number}", step.number)
+            self.outcome.end_early(
+                "signal", f"{Signals(number).name} after step {step.number}", step.number
+            )
 
     def _first_validation(self) -> None:
         step = self.trainer.new_step(0, last=False)
@@ -249,12 +294,17 @@ class Loop:
 
     def _validate(self, step: Step) -> None:
         loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
-        step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
+        step.record |= {
+            metrics.VAL_LOSS.name: loss,
+            metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se,
+        }
         step.record |= self.trainer.also_loss()
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
             if "nan" in self.config.train.stop_on or step.last or self.outcome.status == "stopped":
-                self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
+                self.outcome.fail(
+                    "nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number
+                )
             return
         step.record |= self.trainer.figures(loss)
         self.outcome.final_val_loss = loss
@@ -290,7 +340,9 @@ class Loop:
         )
 
     def _finish(self) -> dict[str, Any]:
-        """Write and return the summary; if the disk has ended the run, files that it refuses are left out."""
+        """Write and return the summary; if the disk has ended the run, files that it
+        refuses are left out.
+        """
         attempt = suppress(OSError, BenchError) if self.outcome.ended_by("disk") else nullcontext()
         self._close()
         self._measure()
@@ -300,9 +352,12 @@ class Loop:
             return summary
         summary["config_history"] = config_history(self.environment)
         with attempt:
-            (self.run_dir / SUMS).unlink(missing_ok=True)  # until all is written, since it has no sum of the summary
+            (self.run_dir / SUMS).unlink(
+                missing_ok=True
+            )  # until all is written, since it has no sum of the summary
             write_json(self.run_dir / "summary.json", summary)
-            # Judged from the folder's files, summary included, so that the result can be computed again later.
+            # Judged from the folder's files, summary included, so that the result can
+            # be computed again later.
             summary["failures"] = failures_of(self.run_dir)
         self.trackers.finish(summary)
         summary["trackers"] = self.trackers.facts
@@ -332,17 +387,20 @@ def run(
     ranks: Ranks = ALONE,
     say: Callable[[str], None] = _LOG.warning,
 ) -> dict[str, Any]:
-    """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
+    """Train as `config` says, write everything into `run_dir` and return the content of
+    summary.json.
 
-    With `resume` the run goes on from the newest checkpoint in `run_dir` that verifies, with the same numbers as if it
-    had never stopped; without a checkpoint it begins at step 0. `say` gets notices, as of skipped checkpoints.
+    With `resume` the run goes on from the newest checkpoint in `run_dir` that verifies,
+    with the same numbers as if it had never stopped; without a checkpoint it begins at
+    step 0. `say` gets notices, as of skipped checkpoints.
 
-    `train.on_anomaly` decides about a step in which something is not finite. A signal noted in `stop` ends the run
-    after the current step, with a checkpoint; a file that can't be written ends it without one. KeyboardInterrupt
-    writes the summary, then interrupts.
+    `train.on_anomaly` decides about a step in which something is not finite. A signal
+    noted in `stop` ends the run after the current step, with a checkpoint; a file that
+    can't be written ends it without one. KeyboardInterrupt writes the summary, then
+    interrupts.
 
-    Each process of `ranks` calls this function, and the first one writes; all stop together and read the same
-    checkpoint. Refused settings leave no files.
+    Each process of `ranks` calls this function, and the first one writes; all stop
+    together and read the same checkpoint. Refused settings leave no files.
     """
     config = resolve_for(config, run_dir, resume=resume)
     check_ranks(config, ranks)
@@ -350,7 +408,9 @@ def run(
         corpus = open_corpus(config)
         check_fits(config, corpus)
         facts = environment(corpus, config.runtime.threads)
-        facts |= {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
+        facts |= (
+            {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
+        )
         if config.model.init_from:
             from nanogpt_bench.setup.start import check_start, start_facts
 
@@ -360,7 +420,11 @@ def run(
         if not resume:
             check_unused(run_dir)
         trainer = Trainer(
-            config, corpus, device, start=build_model(config.begun, 0) if config.begun else None, ranks=ranks
+            config,
+            corpus,
+            device,
+            start=build_model(config.begun, 0) if config.begun else None,
+            ranks=ranks,
         )
         if config.model.pretrained and config.layers and ranks.first:
             say(left_in_float(trainer.model))
@@ -368,11 +432,15 @@ def run(
         with locked(run_dir, "run folder") if ranks.first else nullcontext():
             if not resume and ranks.first:
                 check_unused(run_dir)  # another run may have used the folder meanwhile
-            find = partial(find_checkpoint, run_dir, config, facts, allow_change=allow_config_change, say=say)
+            find = partial(
+                find_checkpoint, run_dir, config, facts, allow_change=allow_config_change, say=say
+            )
             found = found_by_all(ranks, run_dir, find) if resume else None
             if config.model.init_from:
                 check_start(config, found)
-            progress = Loop(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
+            progress = Loop(
+                config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts
+            )
             progress.begin(found)
             del found  # its tensors would take memory during the whole run
             return progress.go()

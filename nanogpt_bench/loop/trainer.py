@@ -1,4 +1,6 @@
-"""One optimizer step and one validation: the arithmetic of the loop, without files and clocks."""
+"""One optimizer step and one validation: the arithmetic of the loop, without files and
+clocks.
+"""
 
 import math
 import statistics
@@ -36,7 +38,9 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
-    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint."""
+    """Return the float model that a resolved configuration starts from: random weights,
+    or those of a checkpoint.
+    """
     check_fits(config, corpus, trained=False)
     if config.model.pretrained:
         from nanogpt_bench.setup.pretrained import pretrained_model
@@ -50,8 +54,12 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
     return build_model(shape, config.seed)
 
 
-def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None) -> Any:
-    """Return the model that a resolved configuration trains: quantised, in its precision, on its device."""
+def trained_model(
+    config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None
+) -> Any:
+    """Return the model that a resolved configuration trains: quantised, in its
+    precision, on its device.
+    """
     model = initial_model(config, corpus) if start is None else start
     dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
     model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
@@ -59,7 +67,8 @@ def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start:
 
 
 def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of losses and its standard error, the standard deviation over the square root of their number.
+    """Return the mean of losses and its standard error, the standard deviation over the
+    square root of their number.
 
     The error is None for a single loss, and if a loss is not finite.
 
@@ -72,10 +81,17 @@ def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
 
 
 class Trainer:
-    """Model, optimizer and batches of a resolved configuration; the processes of `ranks` train the model together."""
+    """Model, optimizer and batches of a resolved configuration; the processes of
+    `ranks` train the model together.
+    """
 
     def __init__(
-        self, config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None, ranks: Ranks = ALONE
+        self,
+        config: Resolved,
+        corpus: Corpus,
+        device: torch.device,
+        start: GPT | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         self.task = task_of(config, corpus)
@@ -83,20 +99,26 @@ class Trainer:
         if ranks.size > 1:  # the first process' model, to the bit
             fm.distributed.sync(self.model)
         unseen = config.train.accumulation  # index of a micro-batch that no step trains on
-        self.optimizer = build_optimizer(self.model, config, lambda step: [self._move(self._draw(step, unseen))])
+        self.optimizer = build_optimizer(
+            self.model, config, lambda step: [self._move(self._draw(step, unseen))]
+        )
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
-        #: the loss of a training step where it averages gradients over processes; None: the model's
+        #: the loss of a training step where it averages gradients over processes; None:
+        #: the model's
         self._replicated = replicated(self.model, self._model_loss) if replicas else None
         #: most bytes of gradients at once, in this process' first step
         self.gradient_peak = GradientPeak(self.model)
         self._clipping = clipping_of(self.model, self.optimizer, config)
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
-        #: whether parameters step and free their gradients during the backward pass: not with several micro-batches
+        #: whether parameters step and free their gradients during the backward pass:
+        #: not with several micro-batches
         self._steps_within = config.train.step_in_backward and config.train.accumulation == 1
-        self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
+        self._also_batches = (
+            [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
+        )
 
     def tokens_in(self, number: int) -> int:
         """Return how many tokens step `number` (from 1) trains on."""
@@ -104,12 +126,17 @@ class Trainer:
 
     def new_step(self, number: int, *, last: bool) -> Step:
         """Return a new record of step `number` (from 1)."""
-        return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
+        return Step(
+            number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation
+        )
 
     def train_step(self, step: Step, observers: Sequence[Observer]) -> float:
-        """Take one step, unless loss or gradient is not finite; record it; return the loss, nats per token or label."""
+        """Take one step, unless loss or gradient is not finite; record it; return the
+        loss, nats per token or label.
+        """
         if self.ranks.size > 1:
-            # this process' generator, for dropout, is seeded by the step, so that its state need not be saved
+            # this process' generator, for dropout, is seeded by the step, so that its
+            # state need not be saved
             drawn = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
             torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]))
         lr = self._set_lr(step.number - 1)
@@ -122,10 +149,14 @@ class Trainer:
         skipped = self._left_out()
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
-        # Steps in the backward pass skip parameters whose gradient is not finite, and count the skips.
+        # Steps in the backward pass skip parameters whose gradient is not finite, and
+        # count the skips.
         whole = self._left_out() == skipped if norm is None else math.isfinite(norm)
         finite = math.isfinite(loss) and whole
-        flags = {metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)), metrics.GRAD_HAS_NAN.name: int(not whole)}
+        flags = {
+            metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
+            metrics.GRAD_HAS_NAN.name: int(not whole),
+        }
         step.record |= {**flags, metrics.TRAIN_LOSS.name: loss, metrics.LR.name: lr}
         if norm is not None:
             step.record |= {metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)}
@@ -147,7 +178,9 @@ class Trainer:
         factor = lr_factor(settings, index, self.config.train.max_steps)
         for group in self.optimizer.param_groups:
             lr = peak_lr(group, settings) * factor
-            if isinstance(group["lr"], Tensor):  # the input of a compiled step: its value is replaced, not the tensor
+            if isinstance(
+                group["lr"], Tensor
+            ):  # the input of a compiled step: its value is replaced, not the tensor
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -172,7 +205,9 @@ class Trainer:
         return self.ranks.mean(total.item())
 
     def _backward(self, loss: Tensor, step: Step, observers: Sequence[Observer]) -> None:
-        """Compute gradients; if parameters step on the way, call observers first, and skip a loss of NaN or Inf."""
+        """Compute gradients; if parameters step on the way, call observers first, and
+        skip a loss of NaN or Inf.
+        """
         if not self._steps_within:
             with self._products():
                 loss.backward()
@@ -180,7 +215,10 @@ class Trainer:
             for observer in observers:
                 observer.before_step(step)
             # The record has what a warning would say.
-            with warnings.catch_warnings(action="ignore", category=RuntimeWarning), self._products():
+            with (
+                warnings.catch_warnings(action="ignore", category=RuntimeWarning),
+                self._products(),
+            ):
                 self._clipping.measure(loss)
                 loss.backward()
                 self._clipping.passed()
@@ -188,7 +226,9 @@ class Trainer:
         self.gradient_peak.known()
 
     def _end_steps(self) -> None:
-        """End the steps of a backward pass, and free the placeholders of their gradients."""
+        """End the steps of a backward pass, and free the placeholders of their
+        gradients.
+        """
         try:
             self.optimizer.step()
         except RuntimeError as error:
@@ -199,7 +239,9 @@ class Trainer:
         return int(getattr(self.optimizer, "skipped_steps", 0))
 
     def loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
-        """Return the loss on a batch, in the precision of the training; `of` is used in place of the model's loss."""
+        """Return the loss on a batch, in the precision of the training; `of` is used in
+        place of the model's loss.
+        """
         with self.precision():
             loss: Tensor = (of or self._model_loss)(tokens, targets)
         return loss
@@ -220,29 +262,45 @@ class Trainer:
             yield self._move(self._draw(number - 1, micro_step))
 
     def validate(self) -> float:
-        """Return the mean loss over the fixed validation batches, in nats per token or label."""
+        """Return the mean loss over the fixed validation batches, in nats per token or
+        label.
+        """
         return mean_and_error(self.validation_losses())[0]
 
     def validation_losses(self) -> list[float]:
-        """Return the losses of the fixed validation batches (nats per token), or of their documents (per label)."""
+        """Return the losses of the fixed validation batches (nats per token), or of
+        their documents (per label).
+        """
         return self._losses(self._eval_batches)
 
     def figures(self, loss: float) -> Figures:
-        """Return the further values of a validation's record, whose mean loss is `loss`."""
+        """Return the further values of a validation's record, whose mean loss is
+        `loss`.
+        """
         with self._evaluating() as passes:
             return self.task.figures(passes, self._eval_batches, loss)
 
     def validation_windows(self) -> Tensor:
         """Return the fixed validation batches as windows, (N, T + 1)."""
-        return torch.cat([torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in self._eval_batches])
+        return torch.cat(
+            [torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in self._eval_batches]
+        )
 
     def also_loss(self) -> dict[str, float]:
-        """Return the record's entry with the mean loss on the text of `eval.also`; empty without one."""
+        """Return the record's entry with the mean loss on the text of `eval.also`;
+        empty without one.
+        """
         batches = self._also_batches
-        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(batches))[0]} if batches else {}
+        return (
+            {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(batches))[0]}
+            if batches
+            else {}
+        )
 
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-        """The losses of batches; several processes divide them, each taking equally many."""
+        """The losses of batches; several processes divide them, each taking equally
+        many.
+        """
         with self._evaluating() as passes:
             if self.ranks.size == 1:
                 return self.task.losses(passes, batches)
@@ -268,7 +326,9 @@ class Trainer:
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:
-        """Run the model on one validation batch in evaluation mode, on one in `one_in` of its sequences."""
+        """Run the model on one validation batch in evaluation mode, on one in `one_in`
+        of its sequences.
+        """
         self.model.eval()
         tokens, targets = self._eval_batches[0]
         try:

@@ -1,10 +1,13 @@
-"""A GPT-2-style model that predicts the next token, or a document's labels, small enough to read in one sitting.
+"""A GPT-2-style model that predicts the next token, or a document's labels, small
+enough to read in one sitting.
 
-Pre-norm transformer blocks, learned positions, causal attention through `scaled_dot_product_attention`, GELU.
-Shapes and initial values follow GPT-2 as nanoGPT trains it. The model has no code for quantisation: its linear layers
-(`attn.qkv`, `attn.proj`, `mlp.fc`, `mlp.proj`, `lm_head`) are replaced after construction.
+Pre-norm transformer blocks, learned positions, causal attention through
+`scaled_dot_product_attention`, GELU. Shapes and initial values follow GPT-2 as nanoGPT
+trains it. The model has no code for quantisation: its linear layers (`attn.qkv`,
+`attn.proj`, `mlp.fc`, `mlp.proj`, `lm_head`) are replaced after construction.
 
-Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary, L labels.
+Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary, L
+labels.
 """
 
 from __future__ import annotations
@@ -44,13 +47,21 @@ class GPTShape:
     labels: int = 0
 
 
-#: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself, with its 50257 tokens
+#: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself,
+#: with its 50257 tokens
 SIZES: dict[str, GPTShape] = {
     "0.8M": GPTShape(n_layer=4, n_head=4, n_embd=128, block_size=64),
     "10M": GPTShape(n_layer=6, n_head=6, n_embd=384, block_size=256),
     "50M": GPTShape(n_layer=16, n_head=8, n_embd=512, block_size=1024),
     "124M": GPTShape(
-        n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True, tie_weights=True, gelu="tanh"
+        n_layer=12,
+        n_head=12,
+        n_embd=768,
+        block_size=1024,
+        vocab_size=50257,
+        bias=True,
+        tie_weights=True,
+        gelu="tanh",
     ),
 }
 
@@ -67,7 +78,9 @@ FLOATS = {
 
 
 def linear_sizes(n_layer: int, n_embd: int, vocab_size: int = 0) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the model's order."""
+    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the
+    model's order.
+    """
     block = {"attn.qkv": (1, 3), "attn.proj": (1, 1), "mlp.fc": (1, 4), "mlp.proj": (4, 1)}
     sizes = {
         f"blocks.{index}.{name}": (inputs * n_embd, outputs * n_embd)
@@ -163,7 +176,9 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
+        """Return the mean cross-entropy in nats of predicting `targets` (B, T) from
+        `tokens` (B, T).
+        """
         return functional.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
@@ -176,11 +191,14 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Yield `count` tokens (B,) int64, one after another, that continue `tokens` (B, T >= 1).
+        """Yield `count` tokens (B,) int64, one after another, that continue `tokens`
+        (B, T >= 1).
 
-        p(next) = softmax(logits / temperature) over the `top_k` largest logits; temperature 0 takes the largest. A
-        token attends to the last `block_size` before it: up to that length keys and values are cached, and beyond it
-        every token takes a whole pass. Layers that scale activations by their input see a single token here.
+        p(next) = softmax(logits / temperature) over the `top_k` largest logits;
+        temperature 0 takes the largest. A token attends to the last `block_size` before
+        it: up to that length keys and values are cached, and beyond it every token
+        takes a whole pass. Layers that scale activations by their input see a single
+        token here.
 
         Raises:
             FloatingPointError: logits that are not finite.
@@ -195,26 +213,36 @@ class GPT(nn.Module):
                 chosen = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
                 yield chosen
                 tokens, new = torch.cat([tokens, chosen[:, None]], 1), chosen[:, None]
-                if cache.length == self.shape.block_size:  # no positions are left: the window moves, from position 0
-                    new, cache = tokens[:, -self.shape.block_size :], KeyValueCache(self.shape.n_layer)
+                if (
+                    cache.length == self.shape.block_size
+                ):  # no positions are left: the window moves, from position 0
+                    new, cache = (
+                        tokens[:, -self.shape.block_size :],
+                        KeyValueCache(self.shape.n_layer),
+                    )
         finally:
             self.train(was_training)
 
     def _init_weights(self) -> None:
-        # The residual stream sums 2 n_layer projections: scaled down so that the variance of the sum is 1 (GPT-2).
+        # The residual stream sums 2 n_layer projections: scaled down so that the
+        # variance of the sum is 1 (GPT-2).
         residual_std = INIT_STD / math.sqrt(2 * self.shape.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=residual_std if name.endswith(".proj") else INIT_STD)
+                nn.init.normal_(
+                    module.weight, std=residual_std if name.endswith(".proj") else INIT_STD
+                )
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
 
 class Classifier(GPT):
-    """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of their labels.
+    """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of
+    their labels.
 
-    The body is that of a language model; its head, still called `lm_head` so that patterns of layers mean the same,
-    gets the mean vector of each document. With causal attention no token attends to the padding behind it.
+    The body is that of a language model; its head, still called `lm_head` so that
+    patterns of layers mean the same, gets the mean vector of each document. With causal
+    attention no token attends to the padding behind it.
 
     >>> Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))(torch.tensor([[1, 2, -1]])).shape
     torch.Size([1, 4])
@@ -228,25 +256,33 @@ class Classifier(GPT):
         return self.lm_head((x * inside.unsqueeze(2)).sum(1) / inside.sum(1, keepdim=True))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean binary cross-entropy, in nats per label, of `targets` (B, L), 0 or 1, for `tokens` (B, T)."""
+        """Return the mean binary cross-entropy, in nats per label, of `targets` (B, L),
+        0 or 1, for `tokens` (B, T).
+        """
         return functional.binary_cross_entropy_with_logits(self(tokens).float(), targets)
 
 
 def build_model(shape: GPTShape, seed: int) -> GPT:
-    """Return a GPT, or a classifier, whose initial weights depend on `seed` only; torch's generator stays as it was."""
+    """Return a GPT, or a classifier, whose initial weights depend on `seed` only;
+    torch's generator stays as it was.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Classifier(shape) if shape.labels else GPT(shape)
 
 
 class KeyValueCache:
-    """The keys and values (B, H, T, C / H) of every block's attention, for tokens that come one at a time."""
+    """The keys and values (B, H, T, C / H) of every block's attention, for tokens that
+    come one at a time.
+    """
 
     def __init__(self, n_layer: int) -> None:
         self._held: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values of new tokens to a block's, and return those of all tokens."""
+        """Add keys and values of new tokens to a block's, and return those of all
+        tokens.
+        """
         if (before := self._held[block]) is not None:
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         self._held[block] = key, value
@@ -259,12 +295,18 @@ class KeyValueCache:
 
 
 def sample(
-    logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, generator: torch.Generator | None = None
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return a token (B,) int64 for every row of logits (B, V) float32, drawn from softmax(logits / temperature).
+    """Return a token (B,) int64 for every row of logits (B, V) float32, drawn from
+    softmax(logits / temperature).
 
-    With `top_k` only the largest so many are drawn from; temperature 0 takes the largest. The draw is made on the CPU,
-    so that a seed gives the same tokens on every device.
+    With `top_k` only the largest so many are drawn from; temperature 0 takes the
+    largest. The draw is made on the CPU, so that a seed gives the same tokens on every
+    device.
 
     Raises:
         FloatingPointError: logits that are not finite.

@@ -15,40 +15,54 @@ from nanogpt_bench.monitors.points import Monitor, Step
 
 _attention = partial(Metric, monitor="attention", bad=BELOW, chart=LINEAR)
 ENTROPY = _attention(
-    "attention/entropy", "Attention entropy", NATS, "Mean over heads, on a validation batch.", over=MEAN
+    "attention/entropy",
+    "Attention entropy",
+    NATS,
+    "Mean over heads, on a validation batch.",
+    over=MEAN,
 )
-ENTROPY_MIN = _attention("attention/entropy_min", "Lowest attention entropy", NATS, "The most collapsed head.")
+ENTROPY_MIN = _attention(
+    "attention/entropy_min", "Lowest attention entropy", NATS, "The most collapsed head."
+)
 #: the most attention scores in memory at a time
 _CHUNK = 1 << 22
 
 
 @torch.no_grad()
 def attention_entropy(query: Tensor, key: Tensor) -> Tensor:
-    """Return the mean entropy of causal attention of each head, in nats: float32 (H,), from (B, H, T, C) each.
+    """Return the mean entropy of causal attention of each head, in nats: float32 (H,),
+    from (B, H, T, C) each.
 
-    It is between 0 (one key gets all attention) and ln T. NaN or Inf in a head gives NaN for it; an empty batch 0.
+    It is between 0 (one key gets all attention) and ln T. NaN or Inf in a head gives
+    NaN for it; an empty batch 0.
 
     >>> attention_entropy(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))  # 0 and ln 2
     tensor([0.3466])
 
-    Source: Zhai et al. 2023 (arXiv 2303.06296), for collapsed entropy as a sign of instability.
+    Source: Zhai et al. 2023 (arXiv 2303.06296), for collapsed entropy as a sign of
+    instability.
     """
     batch, heads, rows, width = query.shape
-    factor, hidden = 1 / math.sqrt(max(width, 1)), torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+    factor, hidden = (
+        1 / math.sqrt(max(width, 1)),
+        torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1),
+    )
     total = torch.zeros(heads, device=query.device)
     size = max(_CHUNK // max(heads * rows * rows, 1), 1)
     for q, k in zip(query.detach().split(size), key.detach().split(size), strict=True):
         scores = (q.float() * factor) @ k.float().transpose(2, 3)
         logarithms = scores.masked_fill_(hidden, -math.inf).log_softmax(-1)
-        total += -(logarithms.exp() * logarithms.clamp(min=-1e4)).sum(-1).sum((0, 2))  # a hidden key adds nothing
+        total += (
+            -(logarithms.exp() * logarithms.clamp(min=-1e4)).sum(-1).sum((0, 2))
+        )  # a hidden key adds nothing
     return total / max(batch * rows, 1)
 
 
 class AttentionEntropy(Monitor):
     """Records `attention/entropy/BLOCK/HEAD` in nats, with their mean and the smallest.
 
-    The model runs on one validation batch, in evaluation mode, as far as the last block whose turn it is. Its buffers,
-    scales among them, are restored afterwards.
+    The model runs on one validation batch, in evaluation mode, as far as the last block
+    whose turn it is. Its buffers, scales among them, are restored afterwards.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -60,14 +74,20 @@ class AttentionEntropy(Monitor):
         if not self.looks(step):
             return
         found: dict[str, Tensor] = {}
-        blocks = [(name, module) for name, module in step.model.named_modules() if isinstance(module, Attention)]
+        blocks = [
+            (name, module)
+            for name, module in step.model.named_modules()
+            if isinstance(module, Attention)
+        ]
         looked_at = [
             (str(index), module)
             for index, (name, module) in enumerate(blocks)
             if self.takes(step, name.rpartition(".")[0])
         ]
         handles = [
-            module.qkv.register_forward_hook(_measure(found, block, module.n_head, last=block == looked_at[-1][0]))
+            module.qkv.register_forward_hook(
+                _measure(found, block, module.n_head, last=block == looked_at[-1][0])
+            )
             for block, module in looked_at
         ]
         try:
@@ -85,14 +105,18 @@ class AttentionEntropy(Monitor):
             step.record[ENTROPY_MIN.name] = min(latest)
 
     def written(self, step: Step) -> None:
-        """Do nothing: the figures were written after the step, and a skipped step has none."""
+        """Do nothing: the figures were written after the step, and a skipped step has
+        none.
+        """
 
 
 class _SeenAll(Exception):  # not an error
     """Ends a forward pass once the last block to be measured has run."""
 
 
-def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) -> Callable[..., None]:
+def _measure(
+    found: dict[str, Tensor], block: str, heads: int, *, last: bool
+) -> Callable[..., None]:
     def measure(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         batch, time, width = output.shape
         parts = output.view(batch, time, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
@@ -106,7 +130,9 @@ def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) ->
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore every buffer: the tensor itself, since a pass may replace it, and its values."""
+    """Restore every buffer: the tensor itself, since a pass may replace it, and its
+    values.
+    """
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

@@ -15,19 +15,28 @@ from nanogpt_bench.monitors.points import Monitor, Scale, Step, unit_blocks
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
 UNIFORMITY = _bits(
-    "bits/uniformity", "Evenness of code use", SHARE, "Entropy over that of an even use of all codes.", chart=LINEAR
+    "bits/uniformity",
+    "Evenness of code use",
+    SHARE,
+    "Entropy over that of an even use of all codes.",
+    chart=LINEAR,
 )
 CODES_USED = _bits("bits/codes_used", "Codes in use", SHARE, "Of all finite codes.", chart=LINEAR)
 TOP_EXPONENT = _bits(
-    "bits/top_exponent", "Share in the top binade", SHARE, "Values with the largest exponent.", chart=LINEAR
+    "bits/top_exponent",
+    "Share in the top binade",
+    SHARE,
+    "Values with the largest exponent.",
+    chart=LINEAR,
 )
 
 
 def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor:
-    """Return how many elements have each code, after rounding `x / scale` to the nearest value: int64, in code order.
+    """Return how many elements have each code, after rounding `x / scale` to the
+    nearest value: int64, in code order.
 
-    `x` may be the uint8 codes themselves. NaN has the code that `fm.encode` gives it, Inf that of the largest value,
-    and -0 its own if the format has one.
+    `x` may be the uint8 codes themselves. NaN has the code that `fm.encode` gives it,
+    Inf that of the largest value, and -0 its own if the format has one.
 
     >>> code_histogram(torch.tensor([1.0, 1.0, -6.0]), fm.FloatFormat.from_string("E2M1")).nonzero().flatten().tolist()
     [2, 15]
@@ -42,7 +51,8 @@ def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor
 
 
 def bit_figures(counts: Tensor, fmt: fm.FloatFormat) -> tuple[int, dict[Metric, float]]:
-    """Return the number of elements with finite codes in a histogram, and its metrics, all shares of that number.
+    """Return the number of elements with finite codes in a histogram, and its metrics,
+    all shares of that number.
 
     +0 and -0 are two codes; all metrics of an empty histogram are 0.
 
@@ -77,11 +87,17 @@ def _entropy(counts: Sequence[int]) -> float:
 
 
 class Bits(Monitor):
-    """Records `bits/FIGURE/OPERAND/LAYER` of operands that are quantised or have a format to be measured against."""
+    """Records `bits/FIGURE/OPERAND/LAYER` of operands that are quantised or have a
+    format to be measured against.
+    """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._capture, self._monitor = watched.layers, watched.capture, watched.config.monitor
+        self._layers, self._capture, self._monitor = (
+            watched.layers,
+            watched.capture,
+            watched.config.monitor,
+        )
         self._counts: dict[tuple[str, str], tuple[fm.FloatFormat, Tensor]] = {}
 
     def after_backward(self, step: Step) -> None:
@@ -104,9 +120,15 @@ class Bits(Monitor):
         super().written(step)
 
     @torch.no_grad()
-    def _weights(self, step: Step) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
+    def _weights(
+        self, step: Step
+    ) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
         for name, layer in self._layers.items():
-            if self.takes(step, name) and isinstance(layer, fm.QuantizedLinear) and is_rounded(layer):
+            if (
+                self.takes(step, name)
+                and isinstance(layer, fm.QuantizedLinear)
+                and is_rounded(layer)
+            ):
                 fmt = layer.weight_format
                 assert fmt is not None
                 yield ("weight", name), (fmt, code_histogram(layer.weight_codes(), fmt))

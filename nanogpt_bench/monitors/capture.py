@@ -1,4 +1,6 @@
-"""Tensors of a step for the monitors: operands of layers, by hooks, and the updates of quantised weights."""
+"""Tensors of a step for the monitors: operands of layers, by hooks, and the updates of
+quantised weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
 
 
 class Capture(Observer):
-    """Holds the tensors of a measured step's last micro-batch, from its forward pass until the step is over.
+    """Holds the tensors of a measured step's last micro-batch, from its forward pass
+    until the step is over.
 
     They are those of the layers and blocks whose turn it is, and not copies.
 
@@ -35,7 +38,8 @@ class Capture(Observer):
         self.inputs: dict[str, Tensor] = {}
         #: gradients with respect to the layers' outputs
         self.gradients: dict[str, Tensor] = {}
-        #: gradients with respect to the layers' weights, where these gradients are quantised
+        #: gradients with respect to the layers' weights, where these gradients are
+        #: quantised
         self.weight_gradients: dict[str, Tensor] = {}
         #: outputs of the blocks, by the block's name
         self.residuals: dict[str, Tensor] = {}
@@ -51,7 +55,9 @@ class Capture(Observer):
             self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
             if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
                 hook = self._keep(self.weight_gradients, name)
-                self._backward_handles.append(layer.weight_gradient_scaler.register_forward_pre_hook(hook))
+                self._backward_handles.append(
+                    layer.weight_gradient_scaler.register_forward_pre_hook(hook)
+                )
         for name, module in step.model.named_modules():
             if isinstance(module, Block) and self._turns.takes(step, name):
                 self._handles.append(module.register_forward_hook(self._keep(self.residuals, name)))
@@ -68,7 +74,13 @@ class Capture(Observer):
         self._backward_handles = []
 
     def written(self, step: Step) -> None:
-        for tensors in (self.inputs, self.gradients, self.weight_gradients, self.residuals, self.output_dtypes):
+        for tensors in (
+            self.inputs,
+            self.gradients,
+            self.weight_gradients,
+            self.residuals,
+            self.output_dtypes,
+        ):
             tensors.clear()
 
     def _keep_layer(self, name: str) -> Callable[..., None]:
@@ -84,7 +96,9 @@ class Capture(Observer):
         return keep
 
     def _keep(self, tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
-        """Return a hook that stores its last tensor: the output of a module, or the input of a scaler."""
+        """Return a hook that stores its last tensor: the output of a module, or the
+        input of a scaler.
+        """
 
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
             tensors[name] = (*inputs, *output)[-1].detach()
@@ -97,7 +111,9 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of one layer in one step: weight, activation, gradient, weight_gradient or residual."""
+    """One operand of one layer in one step: weight, activation, gradient,
+    weight_gradient or residual.
+    """
 
     kind: str
     layer: str
@@ -107,27 +123,45 @@ class Operand:
     scale: Tensor | float = 1.0
 
 
-def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
-    """Yield operands before quantisation: layers' inputs, gradients at outputs and of weights, and blocks' outputs."""
+def flowing(
+    layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig
+) -> Iterator[Operand]:
+    """Yield operands before quantisation: layers' inputs, gradients at outputs and of
+    weights, and blocks' outputs.
+    """
     for name, layer in layers.items():
         if name in capture.inputs:
-            yield _operand("activation", name, layer, capture.inputs[name], monitor.activation_format)
+            yield _operand(
+                "activation", name, layer, capture.inputs[name], monitor.activation_format
+            )
         if name in capture.gradients:
-            yield _operand("gradient", name, layer, capture.gradients[name], monitor.gradient_format)
+            yield _operand(
+                "gradient", name, layer, capture.gradients[name], monitor.gradient_format
+            )
         if name in capture.weight_gradients:
-            yield _operand("weight_gradient", name, layer, capture.weight_gradients[name], monitor.gradient_format)
+            yield _operand(
+                "weight_gradient",
+                name,
+                layer,
+                capture.weight_gradients[name],
+                monitor.gradient_format,
+            )
     for name, output in capture.residuals.items():
         yield _measured("residual", name, _rows(output), monitor.activation_format)
 
 
 def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
-    """Return a layer's weight as an operand; `values` are its master copy, or a step's result before the write-back."""
+    """Return a layer's weight as an operand; `values` are its master copy, or a step's
+    result before the write-back.
+    """
     if isinstance(layer, fm.QuantizedLinear) and layer.weight_format is not None:
         return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach())
     return Operand("weight", name, values)
 
 
-def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None) -> Operand:
+def _operand(
+    kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None
+) -> Operand:
     own: Any = "activation_gradient" if kind == "gradient" else kind  # the layer's name for it
     spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
     rows = _rows(values)
@@ -147,14 +181,18 @@ def _measured(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """(batch, time, features) as rows, for which scales are computed, in float32 or wider, which is fast."""
+    """(batch, time, features) as rows, for which scales are computed, in float32 or
+    wider, which is fast.
+    """
     rows = values.reshape(-1, values.shape[-1])
     return rows.float() if rows.dtype.itemsize < 4 else rows
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A resolved configuration with its model; the function `build` of every monitor takes it."""
+    """A resolved configuration with its model; the function `build` of every monitor
+    takes it.
+    """
 
     config: Config
     model: nn.Module
@@ -168,23 +206,32 @@ class Watched:
 
     @classmethod
     def of(
-        cls, config: Config, model: nn.Module, device: torch.device, look: Callable[[int], object] = lambda one_in: None
+        cls,
+        config: Config,
+        model: nn.Module,
+        device: torch.device,
+        look: Callable[[int], object] = lambda one_in: None,
     ) -> Watched:
         """Return the `Watched` of a model."""
         layers, monitor = linear_layers(model), config.monitor
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
         turns = Turns(monitor.turns, [layers, blocks], monitor.interval)
-        return cls(config, model, device, look, layers, quantized_layers(model), turns, Capture(turns))
+        return cls(
+            config, model, device, look, layers, quantized_layers(model), turns, Capture(turns)
+        )
 
 
 @dataclass(frozen=True)
 class Update:
-    """One layer's weight before and after a step: plain tensors, in value, that must not be changed."""
+    """One layer's weight before and after a step: plain tensors, in value, that must
+    not be changed.
+    """
 
     name: str
     layer: fm.QuantizedLinear
     before: Tensor
-    #: the step's result before the write-back; the same as `after` where nothing is rounded
+    #: the step's result before the write-back; the same as `after` where nothing is
+    #: rounded
     target: Tensor
     after: Tensor
     #: uint8 codes before the step, if the weight is a master copy
@@ -210,7 +257,9 @@ class UpdateMonitor(Monitor):
 
 
 class UpdateObserver(Observer):
-    """Passes quantised weights' updates to monitors at a measurement: the optimizer's, or made from copies."""
+    """Passes quantised weights' updates to monitors at a measurement: the optimizer's,
+    or made from copies.
+    """
 
     def __init__(self, watched: Watched, watching: Sequence[UpdateMonitor]) -> None:
         self._layers, self._watching, self._turns = watched.quantized, watching, watched.turns
@@ -224,11 +273,17 @@ class UpdateObserver(Observer):
             return
         if self._rounded:
             optimizer: Any = step.optimizer
-            optimizer.observer, optimizer.observes = partial(self._hand_over, step), partial(self._sees, step)
+            optimizer.observer, optimizer.observes = (
+                partial(self._hand_over, step),
+                partial(self._sees, step),
+            )
             return
         for name, layer in self._layers.items():
             if self._turns.takes(step, name):
-                self._before[name] = plain(layer.weight).clone(), layer.weight_codes() if self._coded else None
+                self._before[name] = (
+                    plain(layer.weight).clone(),
+                    layer.weight_codes() if self._coded else None,
+                )
 
     def after_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
@@ -254,10 +309,25 @@ class UpdateObserver(Observer):
 
     @torch.no_grad()
     def _show(
-        self, step: Step, name: str, before: Tensor, target: Tensor, after: Tensor, codes: Tensor | None = None
+        self,
+        step: Step,
+        name: str,
+        before: Tensor,
+        target: Tensor,
+        after: Tensor,
+        codes: Tensor | None = None,
     ) -> None:
         layer = self._layers[name]
         assert layer.weight_format is not None
-        update = Update(name, layer, before, target, after, codes, layer.weight_format, layer.weight_scale().detach())
+        update = Update(
+            name,
+            layer,
+            before,
+            target,
+            after,
+            codes,
+            layer.weight_format,
+            layer.weight_scale().detach(),
+        )
         for monitor in self._watching:
             monitor.see(step, update)

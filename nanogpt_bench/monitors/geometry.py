@@ -1,4 +1,6 @@
-"""Geometry: the spacing of the weights' grid, weights off the grid, and distances from geoopt's manifolds."""
+"""Geometry: the spacing of the weights' grid, weights off the grid, and distances from
+geoopt's manifolds.
+"""
 
 from functools import partial
 
@@ -13,21 +15,35 @@ from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Monitor, Scale, Step, inside, scaled_blocks
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
-STIFFNESS_MEAN = _geometry("geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG)
+STIFFNESS_MEAN = _geometry(
+    "geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG
+)
 OFF_GRID = _geometry(
-    "geometry/off_grid", "Off the grid", SHARE, "Weights that are no grid value; must stay 0.", bad=ABOVE, chart=LINEAR
+    "geometry/off_grid",
+    "Off the grid",
+    SHARE,
+    "Weights that are no grid value; must stay 0.",
+    bad=ABOVE,
+    chart=LINEAR,
 )
 _constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
 _ORTHONORMAL = "|Q^T Q - I| of weights on geoopt's manifold."
-ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL)
-OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="|length of a row - 1|, the largest.")
+ORTHOGONALITY = _constraint(
+    "geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL
+)
+OFF_SPHERE = _constraint(
+    "geometry/off_sphere", "Off the sphere", meaning="|length of a row - 1|, the largest."
+)
 _ROUNDED = "The same distances of these weights rounded to their formats."
-CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
+CONSTRAINT_ROUNDED = _constraint(
+    "geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED
+)
 
 
 @torch.no_grad()
 def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict[Metric, float]:
-    """Return the mean spacing S at the weights, in value, and the share of the weights that are off the grid.
+    """Return the mean spacing S at the weights, in value, and the share of the weights
+    that are off the grid.
 
     NaN or Inf makes the mean NaN and is off the grid; for an empty tensor both are 0.
 
@@ -39,9 +55,14 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
         units = part / scales
         near = inside(units, fmt)
         ulps = fm.ulp(near, fmt).add_(units * 0)  # NaN for NaN and Inf
-        # compared in value and in the weights' dtype: dividing by the scale need not undo a multiplication
+        # compared in value and in the weights' dtype: dividing by the scale need not
+        # undo a multiplication
         nearest = near.div_(ulps).round_().mul_(ulps).mul_(scales).to(w.dtype)
-        sums.append(torch.stack([(ulps * scales).sum().double(), (nearest.to(part.dtype) != part).sum().double()]))
+        sums.append(
+            torch.stack(
+                [(ulps * scales).sum().double(), (nearest.to(part.dtype) != part).sum().double()]
+            )
+        )
     stiffness, off = torch.stack(sums).sum(0).tolist()
     n = max(w.numel(), 1)
     return {STIFFNESS_MEAN: stiffness / n, OFF_GRID: off / n}
@@ -49,7 +70,8 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
 
 @torch.no_grad()
 def orthogonality(q: Tensor) -> float:
-    """Return |Q^T Q - I| of a matrix: how far its columns, or its rows if there are fewer, are from orthonormal.
+    """Return |Q^T Q - I| of a matrix: how far its columns, or its rows if there are
+    fewer, are from orthonormal.
 
     NaN gives NaN, an empty matrix 0.
 
@@ -87,20 +109,29 @@ class Geometry(Monitor):
         for name, layer in self._layers.items():
             if self.takes(step, name):
                 self._measure(name, layer)
-        # The distance of a weight from its manifold, and that of the rounded weight by which the layer multiplies.
+        # The distance of a weight from its manifold, and that of the rounded weight by
+        # which the layer multiplies.
         for name, parameter in self._constrained.items():
             on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
             distance = row_length_error if on_sphere else orthogonality
-            self._figures.add(OFF_SPHERE if on_sphere else ORTHOGONALITY, name, distance(plain(parameter)), size)
+            self._figures.add(
+                OFF_SPHERE if on_sphere else ORTHOGONALITY, name, distance(plain(parameter)), size
+            )
             found = self._layers.get(name.removesuffix(".weight"))
             if found is not None and found.weight_scaler is not None:
                 self._figures.add(CONSTRAINT_ROUNDED, name, distance(forward_weight(found)), size)
 
     def _measure(self, name: str, layer: fm.QuantizedLinear) -> None:
-        fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
+        fmt, scale, weight = (
+            layer.weight_format,
+            layer.weight_scale().detach(),
+            forward_weight(layer),
+        )
         assert fmt is not None
         found = geometry_figures(weight, fmt, scale)
-        if layer.storage == "master" or not is_rounded(layer):  # with a scale that is no power of two no grid is exact
+        if layer.storage == "master" or not is_rounded(
+            layer
+        ):  # with a scale that is no power of two no grid is exact
             del found[OFF_GRID]
         for metric, value in found.items():
             self._figures.add(metric, name, value, weight.numel())

@@ -1,4 +1,6 @@
-"""The weights' gradients before clipping: norms, signal to noise, zeros, dead weights, and the noise of rounding."""
+"""The weights' gradients before clipping: norms, signal to noise, zeros, dead weights,
+and the noise of rounding.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +18,24 @@ from nanogpt_bench.monitors.points import BLOCK, Scale, Step, blocks, inside, un
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
 GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")
-GRAD_SNR = _gradients("grad/snr", "Gradient signal to noise", "|mean| / std", "Mean over the layers.", chart=LOG)
+GRAD_SNR = _gradients(
+    "grad/snr", "Gradient signal to noise", "|mean| / std", "Mean over the layers.", chart=LOG
+)
 GRAD_ZERO = _gradients(
-    "grad/zero", "Zero gradients", SHARE, "Gradient elements that are exactly zero.", bad=ABOVE, chart=LINEAR
+    "grad/zero",
+    "Zero gradients",
+    SHARE,
+    "Gradient elements that are exactly zero.",
+    bad=ABOVE,
+    chart=LINEAR,
 )
 GRAD_DEAD = _gradients(
-    "grad/dead", "Dead gradients", SHARE, "Elements below 1e-8 for 100 steps or more.", bad=ABOVE, chart=LINEAR
+    "grad/dead",
+    "Dead gradients",
+    SHARE,
+    "Elements below 1e-8 for 100 steps or more.",
+    bad=ABOVE,
+    chart=LINEAR,
 )
 UPDATE_TO_NOISE = _gradients(
     "grad/update_to_noise",
@@ -35,16 +49,18 @@ UPDATE_TO_NOISE = _gradients(
 DEAD_STEPS, DEAD_BELOW = 100, 1e-8
 #: the longest run that an int16 counts
 _LONGEST = 32767
-#: the variance, relative to the mean square, that rounding in float32 can give a constant
+#: the variance, relative to the mean square, that rounding in float32 can give a
+#: constant
 _ROUNDING = 2.0**-20
 
 
 @torch.no_grad()
 def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
-    """Return the norm of a gradient, the magnitude of its mean over its standard deviation, and its share of zeros.
+    """Return the norm of a gradient, the magnitude of its mean over its standard
+    deviation, and its share of zeros.
 
-    NaN or Inf make the norm NaN or Inf and the ratio None. It is None for a constant, too, and above 1000. -0 is a
-    zero; for an empty tensor the others are 0.
+    NaN or Inf make the norm NaN or Inf and the ratio None. It is None for a constant,
+    too, and above 1000. -0 is a zero; for an empty tensor the others are 0.
 
     >>> list(gradient_figures(torch.tensor([3.0, 4.0, 0.0, 1.0])).values())
     [5.0990195135927845, 1.2649110640673518, 0.25]
@@ -59,7 +75,11 @@ def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
         unit = torch.where((top > 0) & top.isfinite(), top, 1.0)
         scaled = part / unit
         zeros = torch.eq(magnitude, 0.0, out=magnitude).sum(dtype=torch.float64)
-        found.append(torch.stack([unit.double(), scaled.sum().double(), torch.dot(scaled, scaled).double(), zeros]))
+        found.append(
+            torch.stack(
+                [unit.double(), scaled.sum().double(), torch.dot(scaled, scaled).double(), zeros]
+            )
+        )
     unit, sums, squares, zeros = torch.stack(found).unbind(1)
     mean, square, none = torch.stack(
         [(sums * unit).sum() / n, (squares * unit * unit).sum() / n, zeros.sum() / n]
@@ -74,11 +94,15 @@ def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
 
 
 @torch.no_grad()
-def update_to_noise(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> float | None:
-    """Return the power of a step's updates over the variance that stochastic rounding of `target` adds to them.
+def update_to_noise(
+    before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0
+) -> float | None:
+    """Return the power of a step's updates over the variance that stochastic rounding
+    of `target` adds to them.
 
-    With f the part of a spacing S by which a target is above a grid value, the variance is the sum of f (1 - f) S².
-    Inf without variance, as beyond the range, and None if no update was requested. NaN gives NaN, Inf gives Inf.
+    With f the part of a spacing S by which a target is above a grid value, the variance
+    is the sum of f (1 - f) S². Inf without variance, as beyond the range, and None if
+    no update was requested. NaN gives NaN, Inf gives Inf.
 
     >>> e4m3 = fm.FloatFormat.from_string("E4M3")
     >>> update_to_noise(torch.tensor([1.0]), torch.tensor([1.03125]), e4m3)  # f = 1/4 of a step of 1/8
@@ -99,7 +123,8 @@ def update_to_noise(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: 
 
 
 class DeadRuns:
-    """Counts, up to 32767, of the steps in a row in which each element of a gradient has been below `DEAD_BELOW`.
+    """Counts, up to 32767, of the steps in a row in which each element of a gradient
+    has been below `DEAD_BELOW`.
 
     NaN and Inf end a run, -0 is a zero; the share of an empty gradient is 0.
 
@@ -125,14 +150,18 @@ class DeadRuns:
         flat = self.runs.view(-1)
         pieces = flat.split(BLOCK) if g.device.type == "cpu" and g.numel() else [flat]
         for runs, (part,) in zip(pieces, blocks(g), strict=True):
-            small = part.abs().lt_(DEAD_BELOW).to(runs.dtype)  # a comparison into a mask costs four times as much
+            small = (
+                part.abs().lt_(DEAD_BELOW).to(runs.dtype)
+            )  # a comparison into a mask costs four times as much
             if steps > 1:
                 runs.add_(steps - 1)
             torch.addcmul(small, runs, small, out=runs)
 
     @property
     def dead(self) -> float:
-        """The share of elements whose run is at least `DEAD_STEPS` long; 0 before the first update."""
+        """The share of elements whose run is at least `DEAD_STEPS` long; 0 before the
+        first update.
+        """
         if self.runs is None:
             return 0.0
         return int((self.runs >= DEAD_STEPS).sum()) / max(self.runs.numel(), 1)
@@ -147,7 +176,9 @@ class DeadRuns:
 
 
 class Gradients(UpdateMonitor):
-    """Records `grad/FIGURE/LAYER` at measurements; dead gradients are counted every `monitor.dead_interval` steps."""
+    """Records `grad/FIGURE/LAYER` at measurements; dead gradients are counted every
+    `monitor.dead_interval` steps.
+    """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -175,7 +206,10 @@ class Gradients(UpdateMonitor):
         self._figures.add(UPDATE_TO_NOISE, update.name, ratio, update.before.numel())
 
     def state(self) -> dict[str, Any]:
-        return {"dead": {name: runs.state() for name, runs in self._dead.items()}, **super().state()}
+        return {
+            "dead": {name: runs.state() for name, runs in self._dead.items()},
+            **super().state(),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, runs in self._dead.items():
@@ -183,10 +217,15 @@ class Gradients(UpdateMonitor):
         super().load_state(state)
 
     def _measure(self, name: str, gradient: Tensor) -> None:
-        for metric, value in {**gradient_figures(gradient), GRAD_DEAD: self._dead[name].dead}.items():
+        for metric, value in {
+            **gradient_figures(gradient),
+            GRAD_DEAD: self._dead[name].dead,
+        }.items():
             self._figures.add(metric, name, value, gradient.numel())
 
 
 def build(watched: Watched) -> Gradients | None:
-    """Return the monitor of a run; None with steps in the backward pass, which leave no gradients."""
+    """Return the monitor of a run; None with steps in the backward pass, which leave no
+    gradients.
+    """
     return None if watched.config.train.step_in_backward else Gradients(watched)

@@ -1,4 +1,6 @@
-"""Observers: the points of a step at which they are called, layers in turn, and collecting figures for the record."""
+"""Observers: the points of a step at which they are called, layers in turn, and
+collecting figures for the record.
+"""
 
 import math
 from collections import defaultdict
@@ -25,7 +27,9 @@ class Anomaly:
 
     @property
     def lasting(self) -> bool:
-        """True if weights or optimizer state are not finite, so that skipping the step does not help."""
+        """True if weights or optimizer state are not finite, so that skipping the step
+        does not help.
+        """
         return "weight" in self.kinds or "state" in self.kinds
 
 
@@ -44,7 +48,8 @@ class Step:
     micro_step: int = 0
     #: the current micro-batch, int64 (batch, time) each; None before the first
     batch: tuple[Tensor, Tensor] | None = None
-    #: factor by which this micro-batch's gradient was clipped before the weights' gradients were quantised
+    #: factor by which this micro-batch's gradient was clipped before the weights'
+    #: gradients were quantised
     clip_factor: float = 1.0
     #: set if values of this step are not finite
     anomaly: Anomaly | None = None
@@ -68,25 +73,35 @@ class Step:
         over: Callable[[Iterable[float]], float] | None = None,
         of_all: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Record a figure by layer, and over all layers: `over` of them, or their mean, weighted by `sizes`.
+        """Record a figure by layer, and over all layers: `over` of them, or their mean,
+        weighted by `sizes`.
 
-        A layer whose figure is None or not finite is recorded as null and left out of the mean. If this step measured
-        only some layers, `of_all` has the latest figure of each.
+        A layer whose figure is None or not finite is recorded as null and left out of
+        the mean. If this step measured only some layers, `of_all` has the latest figure
+        of each.
         """
         self.record.update({f"{metric}/{layer}": value for layer, value in figures.items()})
         every = figures if of_all is None else of_all
-        known = {layer: value for layer, value in every.items() if value is not None and math.isfinite(value)}
+        known = {
+            layer: value
+            for layer, value in every.items()
+            if value is not None and math.isfinite(value)
+        }
         if not known:
             return
         if over is not None:
             self.record[metric] = over(known.values())
             return
         weights = {layer: sizes[layer] if sizes else 1 for layer in known}
-        self.record[metric] = sum(known[layer] * weights[layer] for layer in known) / max(sum(weights.values()), 1)
+        self.record[metric] = sum(known[layer] * weights[layer] for layer in known) / max(
+            sum(weights.values()), 1
+        )
 
 
 class Observer:
-    """Base of all observers: override the points you need. Weights must be left as they are."""
+    """Base of all observers: override the points you need. Weights must be left as they
+    are.
+    """
 
     def before_forward(self, step: Step) -> None:
         """Called before every micro-step's forward pass."""
@@ -98,10 +113,14 @@ class Observer:
         """Called after every micro-step's backward pass; gradients accumulate."""
 
     def before_step(self, step: Step) -> None:
-        """Called before the optimizer steps, with complete, clipped gradients (or before a pass that steps)."""
+        """Called before the optimizer steps, with complete, clipped gradients (or
+        before a pass that steps).
+        """
 
     def after_step(self, step: Step) -> None:
-        """Called once per step after the weights are updated, before the record is written; not in a skipped step."""
+        """Called once per step after the weights are updated, before the record is
+        written; not in a skipped step.
+        """
 
     def written(self, step: Step) -> None:
         """Called once per step with the finished record, validation included."""
@@ -110,18 +129,24 @@ class Observer:
         """Called once, however the run ends."""
 
     def state(self) -> dict[str, Any]:
-        """Return what later figures depend on, as `checkpoint.format.capture_tree` takes it; called between steps."""
+        """Return what later figures depend on, as `checkpoint.format.capture_tree`
+        takes it; called between steps.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; called before any step. The observer may keep the tensors in it."""
+        """Go on from a `state`; called before any step. The observer may keep the
+        tensors in it.
+        """
 
 
 class Turns(Observer):
-    """Says which layers are measured, every `interval` steps: one in `count`, in turn; the first time all.
+    """Says which layers are measured, every `interval` steps: one in `count`, in turn;
+    the first time all.
 
-    The names in each of `lists` are divided in their order, neighbours together. If the first measured step is not
-    finite, the next one measures all layers again. This observer has to come after those that use it.
+    The names in each of `lists` are divided in their order, neighbours together. If the
+    first measured step is not finite, the next one measures all layers again. This
+    observer has to come after those that use it.
 
     >>> import torch
     >>> turns = Turns(2, [["a", "b", "c"]], 10)
@@ -134,12 +159,16 @@ class Turns(Observer):
     ['c']
     """
 
-    def __init__(self, count: int = 1, lists: Iterable[Iterable[str]] = (), interval: int = 1) -> None:
+    def __init__(
+        self, count: int = 1, lists: Iterable[Iterable[str]] = (), interval: int = 1
+    ) -> None:
         self.count, self.interval = count, interval
         self._part: dict[str, tuple[int, int]] = {}
         for names in map(list, lists):
             parts = min(count, len(names))
-            self._part |= {name: (index * parts // len(names), parts) for index, name in enumerate(names)}
+            self._part |= {
+                name: (index * parts // len(names), parts) for index, name in enumerate(names)
+            }
         self._begun = False
 
     @property
@@ -161,15 +190,23 @@ class Turns(Observer):
             self._begun = True
 
     def state(self) -> dict[str, Any]:
-        return {"count": self.count, "begun": [self.interval] if self._begun else []} if self.count > 1 else {}
+        return (
+            {"count": self.count, "begun": [self.interval] if self._begun else []}
+            if self.count > 1
+            else {}
+        )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; after a change of `count` the next measurement takes all layers."""
+        """Go on from a state; after a change of `count` the next measurement takes all
+        layers.
+        """
         self._begun = bool(state["begun"]) and state["count"] == self.count
 
 
 class Figures:
-    """Figures by metric and layer with their sizes; with `turns`, those over all layers use the latest of each."""
+    """Figures by metric and layer with their sizes; with `turns`, those over all layers
+    use the latest of each.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -191,7 +228,9 @@ class Figures:
         for metric, found in self._now.items():
             latest = self._latest[metric.name]
             latest |= found
-            values, of_all = ({layer: value for layer, (value, _) in part.items()} for part in (found, latest))
+            values, of_all = (
+                {layer: value for layer, (value, _) in part.items()} for part in (found, latest)
+            )
             sizes = {layer: size for layer, (_, size) in latest.items()}
             step.add(metric.name, values, sizes, max if metric.over == LARGEST else None, of_all)
         self._now.clear()
@@ -201,18 +240,26 @@ class Figures:
         return [value for value, _ in self._latest[metric.name].values() if value is not None]
 
     def state(self) -> dict[str, Any]:
-        """Return the latest figures, which later ones over all layers need; empty without turns."""
+        """Return the latest figures, which later ones over all layers need; empty
+        without turns.
+        """
         return (
-            {"latest": {metric: dict(found) for metric, found in self._latest.items()}} if self._turns.count > 1 else {}
+            {"latest": {metric: dict(found) for metric, found in self._latest.items()}}
+            if self._turns.count > 1
+            else {}
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which may be empty."""
-        self._latest = defaultdict(dict, {metric: dict(found) for metric, found in state.get("latest", {}).items()})
+        self._latest = defaultdict(
+            dict, {metric: dict(found) for metric, found in state.get("latest", {}).items()}
+        )
 
 
 class Monitor(Observer):
-    """An observer that measures the layers whose turn it is, and writes the figures into the step's record."""
+    """An observer that measures the layers whose turn it is, and writes the figures
+    into the step's record.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._figures = turns, Figures(turns)
@@ -248,7 +295,9 @@ def fitting(scale: Scale, x: Tensor) -> Tensor:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield flat pieces of tensors of one shape, in float32 or float64; empty tensors have one empty piece."""
+    """Yield flat pieces of tensors of one shape, in float32 or float64; empty tensors
+    have one empty piece.
+    """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     numel = flat[0].numel()
     size = BLOCK if flat[0].device.type == "cpu" else max(numel, 1)

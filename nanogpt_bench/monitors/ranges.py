@@ -1,4 +1,6 @@
-"""Ranges: overflow, underflow and moments of weights, activations, gradients and residual outputs."""
+"""Ranges: overflow, underflow and moments of weights, activations, gradients and
+residual outputs.
+"""
 
 import math
 from functools import partial
@@ -9,16 +11,41 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import plain
-from nanogpt_bench.monitors.capture import Operand, Update, UpdateMonitor, Watched, flowing, of_weight
+from nanogpt_bench.monitors.capture import (
+    Operand,
+    Update,
+    UpdateMonitor,
+    Watched,
+    flowing,
+    of_weight,
+)
 from nanogpt_bench.monitors.points import Scale, Step, blocks, unit_blocks
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
-OVERFLOW = _ranges("quant/overflow", "Overflow", SHARE, "Values that round beyond the format.", bad=ABOVE, chart=LINEAR)
+OVERFLOW = _ranges(
+    "quant/overflow",
+    "Overflow",
+    SHARE,
+    "Values that round beyond the format.",
+    bad=ABOVE,
+    chart=LINEAR,
+)
 UNDERFLOW = _ranges(
-    "quant/underflow", "Underflow", SHARE, "Values other than zero that round to zero.", bad=ABOVE, chart=LINEAR
+    "quant/underflow",
+    "Underflow",
+    SHARE,
+    "Values other than zero that round to zero.",
+    bad=ABOVE,
+    chart=LINEAR,
 )
 KURTOSIS = _ranges(
-    "quant/kurtosis", "Kurtosis", "raw, normal = 3", "The largest of the layers.", over=LARGEST, bad=ABOVE, chart=LOG
+    "quant/kurtosis",
+    "Kurtosis",
+    "raw, normal = 3",
+    "The largest of the layers.",
+    over=LARGEST,
+    bad=ABOVE,
+    chart=LOG,
 )
 LOG2_STD = _ranges(
     "quant/log2_std",
@@ -27,27 +54,41 @@ LOG2_STD = _ranges(
     "Standard deviation of log2 of the magnitudes.",
 )
 LOG2_SKEWNESS = _ranges(
-    "quant/log2_skewness", "Skewness of the logarithms", "normal = -1.54", "0 where magnitudes are log-normal."
+    "quant/log2_skewness",
+    "Skewness of the logarithms",
+    "normal = -1.54",
+    "0 where magnitudes are log-normal.",
 )
-CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the format's largest, by any amount.", bad=ABOVE)
+CLAMPED = _ranges(
+    "quant/clamped",
+    "Clamped",
+    SHARE,
+    "Values beyond the format's largest, by any amount.",
+    bad=ABOVE,
+)
 AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite values.", over=LARGEST)
 
 #: the variance, relative to amax squared, that rounding in float32 can give a constant
 _ROUNDING = 2.0**-44
-#: factor by which rounding of a tensor's own scale may put its largest value beyond the format's
+#: factor by which rounding of a tensor's own scale may put its largest value beyond the
+#: format's
 _OF_SCALES = 1 + 2.0**-20
 #: the largest count that a float32 holds exactly
 _EXACT = 2**24
 
 
 @torch.no_grad()
-def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1.0) -> dict[Metric, float | None]:
-    """Return the shares of a tensor's values that a format, if given, can't hold, and moments of the values.
+def range_figures(
+    x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1.0
+) -> dict[Metric, float | None]:
+    """Return the shares of a tensor's values that a format, if given, can't hold, and
+    moments of the values.
 
-    A value overflows if rounding to nearest with an unbounded exponent would exceed the format's largest; it is clamped
-    if it is beyond the largest by any amount. Kurtosis is the fourth central moment over the squared variance. Inf
-    overflows, NaN is not counted, and moments are those of the finite elements, None without variance. For an empty
-    tensor shares and `amax` are 0.
+    A value overflows if rounding to nearest with an unbounded exponent would exceed the
+    format's largest; it is clamped if it is beyond the largest by any amount. Kurtosis
+    is the fourth central moment over the squared variance. Inf overflows, NaN is not
+    counted, and moments are those of the finite elements, None without variance. For an
+    empty tensor shares and `amax` are 0.
 
     >>> fmt = fm.FloatFormat.from_string("E4M3")
     >>> found = range_figures(torch.tensor([1.0, 450.0, 500.0, 0.004, 0.0]), fmt)
@@ -69,11 +110,15 @@ def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1
 
 
 def _moments(x: Tensor) -> tuple[float, float, float]:
-    """Largest magnitude, and second and fourth central moments of `x` over it: fourth powers could overflow float32."""
+    """Largest magnitude, and second and fourth central moments of `x` over it: fourth
+    powers could overflow float32.
+    """
     n = x.numel()
     if n == 0:
         return 0.0, 0.0, 0.0
-    first = [torch.stack([part.abs().amax().double(), part.sum().double()]) for (part,) in blocks(x)]
+    first = [
+        torch.stack([part.abs().amax().double(), part.sum().double()]) for (part,) in blocks(x)
+    ]
     ends = torch.stack(first)
     amax, mean = ends[:, 0].amax(), ends[:, 1].sum() / n
     unit = amax.clamp(min=2.0**-1000)
@@ -89,7 +134,9 @@ def _powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
 
 
 def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
-    """Standard deviation and skewness of log2 |x| over the finite elements that are not 0."""
+    """Standard deviation and skewness of log2 |x| over the finite elements that are not
+    0.
+    """
     sums = [_powers_of_logs(part) for (part,) in blocks(x)]
     n, first, second, third = torch.stack(sums).sum(0).tolist()
     if not n:
@@ -114,11 +161,18 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
     tie, found = fmt.max + fmt.ulp_max / 2, []
     for _, units in unit_blocks(scale, x):
         magnitude = units.abs_()
-        overflow = _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie  # a tie goes to the even code
+        overflow = (
+            _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie
+        )  # a tie goes to the even code
         limits = overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2
-        scratch, kind = torch.empty_like(magnitude), torch.float64 if magnitude.numel() > _EXACT else None
+        scratch, kind = (
+            torch.empty_like(magnitude),
+            torch.float64 if magnitude.numel() > _EXACT else None,
+        )
         # A comparison into floats costs a quarter of one into a mask.
-        counts = [torch.gt(magnitude, limit, out=scratch).sum(dtype=kind).double() for limit in limits]
+        counts = [
+            torch.gt(magnitude, limit, out=scratch).sum(dtype=kind).double() for limit in limits
+        ]
         found.append(torch.stack(counts))
     beyond, clamped, nonzero, represented = torch.stack(found).sum(0).tolist()
     n = max(x.numel(), 1)
@@ -133,13 +187,18 @@ def _below(value: float, dtype: torch.dtype) -> float:
 class Ranges(UpdateMonitor):
     """Records `quant/FIGURE/OPERAND/LAYER`.
 
-    Weights on a grid are measured before the write-back; master copies as they are. Gradients are those with respect
-    to the layers' outputs. An operand without a format gets moments only.
+    Weights on a grid are measured before the write-back; master copies as they are.
+    Gradients are those with respect to the layers' outputs. An operand without a format
+    gets moments only.
     """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._capture, self._monitor = watched.layers, watched.capture, watched.config.monitor
+        self._layers, self._capture, self._monitor = (
+            watched.layers,
+            watched.capture,
+            watched.config.monitor,
+        )
         self._seen: set[str] = set()
 
     def see(self, step: Step, update: Update) -> None:

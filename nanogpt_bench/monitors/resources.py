@@ -1,4 +1,6 @@
-"""Resources of a run: peak memory, and the share of the GPU's peak arithmetic that it uses."""
+"""Resources of a run: peak memory, and the share of the GPU's peak arithmetic that it
+uses.
+"""
 
 import resource
 import sys
@@ -14,10 +16,15 @@ from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step
 
 _resources = partial(Metric, monitor="resources")
-PEAK_BYTES = _resources("memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's.")
-MFU = _resources("mfu", "Model FLOPs utilisation", SHARE, "At validations, where the GPU's speed is known.")
+PEAK_BYTES = _resources(
+    "memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's."
+)
+MFU = _resources(
+    "mfu", "Model FLOPs utilisation", SHARE, "At validations, where the GPU's speed is known."
+)
 
-#: dense bfloat16 (V100, T4: float16) operations per second of GPUs, by a part of their name, from NVIDIA's data sheets
+#: dense bfloat16 (V100, T4: float16) operations per second of GPUs, by a part of their
+#: name, from NVIDIA's data sheets
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -32,14 +39,18 @@ PEAK_FLOPS = {
 
 
 class Resources(Observer):
-    """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the GPU's speed is known."""
+    """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the GPU's
+    speed is known.
+    """
 
     def __init__(self, watched: Watched) -> None:
         self._device = watched.device
         self._flops = flops_per_token(watched.model, watched.config)
         self._peak = _peak_flops(watched.device)
         if watched.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(watched.device)  # a sweep trains run after run in a process
+            torch.cuda.reset_peak_memory_stats(
+                watched.device
+            )  # a sweep trains run after run in a process
 
     def written(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:
@@ -51,13 +62,16 @@ class Resources(Observer):
 
 
 def flops_per_token(model: nn.Module, config: Config) -> float:
-    """Return the multiplications and additions of training per token: 6 per weight, and attention's products.
+    """Return the multiplications and additions of training per token: 6 per weight, and
+    attention's products.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     weights = sum(layer.weight.numel() for layer in linear_layers(model).values())
     settings = config.model
-    return 6.0 * weights + 12.0 * (settings.n_layer or 0) * (settings.n_embd or 0) * (settings.block_size or 0)
+    return 6.0 * weights + 12.0 * (settings.n_layer or 0) * (settings.n_embd or 0) * (
+        settings.block_size or 0
+    )
 
 
 def _peak_flops(device: torch.device) -> float | None:

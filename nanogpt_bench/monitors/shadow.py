@@ -1,4 +1,6 @@
-"""The shadow: a float32 model with the run's current weights, with whose gradients the run's are compared."""
+"""The shadow: a float32 model with the run's current weights, with whose gradients the
+run's are compared.
+"""
 
 import math
 from collections.abc import Mapping
@@ -43,22 +45,28 @@ QUANT_SNR = _shadow(
     bad=BELOW,
     chart=LINEAR,
 )
-OVERHEAD = _shadow("shadow/overhead", "Time of the shadow", "steps", "Of one comparison.", bad=ABOVE)
+OVERHEAD = _shadow(
+    "shadow/overhead", "Time of the shadow", "steps", "Of one comparison.", bad=ABOVE
+)
 
 
 @torch.no_grad()
 def shadow_figures(g: Tensor, reference: Tensor) -> tuple[float | None, float | None]:
-    """Return the cosine of a gradient and the shadow's, and the power of the shadow's over the difference's, in dB.
+    """Return the cosine of a gradient and the shadow's, and the power of the shadow's
+    over the difference's, in dB.
 
-    Equal gradients have a cosine of exactly 1 and Inf dB. Both are None if either tensor has NaN or Inf, if both
-    tensors are zero, and for empty tensors; the cosine is None if one tensor is zero.
+    Equal gradients have a cosine of exactly 1 and Inf dB. Both are None if either
+    tensor has NaN or Inf, if both tensors are zero, and for empty tensors; the cosine
+    is None if one tensor is zero.
 
     >>> shadow_figures(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]))
     (0.7071067811865475, 3.010299956639812)
     """
     if g.numel() == 0:
         return None, None
-    tops = torch.stack([torch.stack([x.abs().amax().double() for x in pair]) for pair in blocks(g, reference)]).amax(0)
+    tops = torch.stack(
+        [torch.stack([x.abs().amax().double() for x in pair]) for pair in blocks(g, reference)]
+    ).amax(0)
     units = [top if top != 0 else 1.0 for top in tops.tolist()]
     if not all(map(math.isfinite, units)):
         return None, None
@@ -70,7 +78,9 @@ def shadow_figures(g: Tensor, reference: Tensor) -> tuple[float | None, float | 
 
 
 def _products(a: Tensor, b: Tensor, units: list[float]) -> Tensor:
-    """Products of the two tensors, each in its own unit, and the power of their difference in the larger unit."""
+    """Products of the two tensors, each in its own unit, and the power of their
+    difference in the larger unit.
+    """
     first, second, difference = a / units[0], b / units[1], (a - b) / max(units)
     pairs = (first, second), (first, first), (second, second), (difference, difference)
     return torch.stack([torch.dot(*pair) for pair in pairs]).double()
@@ -83,10 +93,12 @@ def _decibels(signal: float, noise: float) -> float | None:
 
 
 class ShadowObserver(Observer):
-    """Passes the same micro-batches through a float32 model every `interval` steps, and compares gradients.
+    """Passes the same micro-batches through a float32 model every `interval` steps, and
+    compares gradients.
 
-    Records, by layer and over all layers, the cosine between the two gradients of the weight and
-    `quant_snr_db` = 10 log10(|g32|^2 / |g - g32|^2), and the time it takes as a share of the step's.
+    Records, by layer and over all layers, the cosine between the two gradients of the
+    weight and `quant_snr_db` = 10 log10(|g32|^2 / |g - g32|^2), and the time it takes
+    as a share of the step's.
     """
 
     def __init__(self, shadow: nn.Module, interval: int) -> None:
@@ -99,7 +111,9 @@ class ShadowObserver(Observer):
 
     @property
     def overhead(self) -> float | None:
-        """Mean time of a comparison as a share of a step without one; None before the first."""
+        """Mean time of a comparison as a share of a step without one; None before the
+        first.
+        """
         return self._overheads / self._looks if self._looks else None
 
     def before_forward(self, step: Step) -> None:
@@ -109,7 +123,9 @@ class ShadowObserver(Observer):
             return
         if step.micro_step == 0:
             self._take(self._copy, step)
-        self._random = _dropout(_device(step)).get_state()  # so that dropout drops the same elements
+        self._random = _dropout(
+            _device(step)
+        ).get_state()  # so that dropout drops the same elements
 
     def after_backward(self, step: Step) -> None:
         if not step.due(self._interval):
@@ -123,14 +139,17 @@ class ShadowObserver(Observer):
         if not step.due(self._interval):
             self._plain_step = rest
             return
-        # Over a step without measurements, if there has been one, since monitors take time in the same steps.
+        # Over a step without measurements, if there has been one, since monitors take
+        # time in the same steps.
         overhead = self._spent / (self._plain_step or rest)
         step.record[OVERHEAD.name] = overhead
         self._overheads += overhead
         self._looks += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the times; the shadow's weights are copied from the model for every comparison."""
+        """Return the times; the shadow's weights are copied from the model for every
+        comparison.
+        """
         return {"overheads": self._overheads, "looks": self._looks, "plain_step": self._plain_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -186,11 +205,17 @@ def _device(step: Step) -> torch.device:
 
 def _dropout(device: torch.device) -> torch.Generator:
     """The generator from which dropout on a device draws."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    return (
+        torch.cuda.default_generators[device.index or 0]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
 
 
 def build(watched: Watched) -> ShadowObserver:
-    """Return the shadow of a run; its head is tied if the run's model, after quantisation, has a tied one."""
+    """Return the shadow of a run; its head is tied if the run's model, after
+    quantisation, has a tied one.
+    """
     model: Any = watched.model
     shape: GPTShape = model.shape
     tied = model.lm_head.weight is model.token_embedding.weight

@@ -1,8 +1,11 @@
-"""Stall: the share of weights that stayed where they were despite an update, and the share of movement that was made.
+"""Stall: the share of weights that stayed where they were despite an update, and the
+share of movement that was made.
 
-On grid and fp8 storage the optimizer hands over each parameter before the step, as requested and after the write-back.
-With master weights a step loses nothing, and the share of updated weights whose *code* did not change is measured.
-Under an unbiased write-back neither is a failure, and the share of the requested movement that was made counts.
+On grid and fp8 storage the optimizer hands over each parameter before the step, as
+requested and after the write-back. With master weights a step loses nothing, and the
+share of updated weights whose *code* did not change is measured. Under an unbiased
+write-back neither is a failure, and the share of the requested movement that was made
+counts.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ UPDATE_LOST = _stall(
     bad=ABOVE,
 )
 CODE_UNCHANGED = _stall(
-    "stall/code_unchanged", "Codes unchanged", SHARE, "Weights whose master copy moved while their code did not."
+    "stall/code_unchanged",
+    "Codes unchanged",
+    SHARE,
+    "Weights whose master copy moved while their code did not.",
 )
 ARRIVED = _stall(
     "stall/arrived",
@@ -41,7 +47,9 @@ ARRIVED = _stall(
     over=TOGETHER,
     chart=LINEAR,
 )
-UPDATE_ULPS = _stall("stall/update_ulps", "Size of the updates", ULPS, "Mean over the requested ones.", chart=LOG)
+UPDATE_ULPS = _stall(
+    "stall/update_ulps", "Size of the updates", ULPS, "Mean over the requested ones.", chart=LOG
+)
 RESIDUAL_SATURATION = _stall(
     "stall/residual_saturation",
     "Residuals at their bound",
@@ -50,14 +58,17 @@ RESIDUAL_SATURATION = _stall(
     bad=ABOVE,
     chart=LINEAR,
 )
-#: the metrics that are called a run's stall: of weights on a grid, and of those with a master copy
+#: the metrics that are called a run's stall: of weights on a grid, and of those with a
+#: master copy
 STALLS = (UPDATE_LOST, CODE_UNCHANGED)
 
 
 def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
-    """Return the share of all weights whose requested update was not zero and was lost in the write-back.
+    """Return the share of all weights whose requested update was not zero and was lost
+    in the write-back.
 
-    A NaN in `target` counts as a request, one in `before` as a move; +0 and -0 are the same weight.
+    A NaN in `target` counts as a request, one in `before` as a move; +0 and -0 are the
+    same weight.
 
     >>> before = torch.tensor([1.0, 1.0, 1.0, 1.0])
     >>> update_lost(before, torch.tensor([1.0, 1.01, 1.01, 1.2]), torch.tensor([1.0, 1.0, 1.125, 1.25]))
@@ -66,7 +77,9 @@ def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
     return share((target != before) & (after == before))
 
 
-def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, after: Tensor) -> float:
+def code_unchanged(
+    before_codes: Tensor, after_codes: Tensor, before: Tensor, after: Tensor
+) -> float:
     """Return the share of all master weights that moved while their code did not.
 
     >>> codes = torch.tensor([56, 56], dtype=torch.uint8)
@@ -78,7 +91,9 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
 
 @dataclass(frozen=True)
 class Arrival:
-    """The sums of `update_arrived` for a step of one tensor; those of several tensors can be added."""
+    """The sums of `update_arrived` for a step of one tensor; those of several tensors
+    can be added.
+    """
 
     #: sum of (after - before) (target - before), in value squared
     projected: float
@@ -87,7 +102,9 @@ class Arrival:
 
     @property
     def share(self) -> float | None:
-        """The share of the requested movement that was made; None where none was requested."""
+        """The share of the requested movement that was made; None where none was
+        requested.
+        """
         return self.projected / self.requested if self.requested else None
 
     def __add__(self, other: Arrival) -> Arrival:
@@ -96,12 +113,15 @@ class Arrival:
 
 @torch.no_grad()
 def update_arrived(before: Tensor, target: Tensor, after: Tensor) -> Arrival:
-    """Return how much of a step's requested movement the write-back made, along the requested direction.
+    """Return how much of a step's requested movement the write-back made, along the
+    requested direction.
 
-    An unbiased write-back, such as stochastic rounding, has an expected share of 1 however many weights stay: the few
-    that move go as much too far as the others fall short. Over n weights with updates of u spacings the share of one
-    step scatters around 1 by about 1 / sqrt(n u). Rounding to nearest has 0 if every update is below half a spacing.
-    Movement beyond the format's largest value is requested, but never made. NaN or Inf make the sums NaN or Inf.
+    An unbiased write-back, such as stochastic rounding, has an expected share of 1
+    however many weights stay: the few that move go as much too far as the others fall
+    short. Over n weights with updates of u spacings the share of one step scatters
+    around 1 by about 1 / sqrt(n u). Rounding to nearest has 0 if every update is below
+    half a spacing. Movement beyond the format's largest value is requested, but never
+    made. NaN or Inf make the sums NaN or Inf.
 
     >>> before = torch.tensor([1.0, 1.0, 1.0, 1.0])
     >>> target = before + 0.03125  # a quarter of a spacing of E4M3: one in four moves
@@ -118,7 +138,8 @@ def update_arrived(before: Tensor, target: Tensor, after: Tensor) -> Arrival:
 
 @torch.no_grad()
 def update_ulps(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> float:
-    """Return the mean size of the requested updates, in spacings at the weight; 0 for an empty tensor.
+    """Return the mean size of the requested updates, in spacings at the weight; 0 for
+    an empty tensor.
 
     >>> update_ulps(torch.tensor([1.0, 1.0]), torch.tensor([1.03125, 0.96875]), fm.FloatFormat.from_string("E4M3"))
     0.25
@@ -130,7 +151,8 @@ def update_ulps(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scal
 
 
 def residual_saturation(residual: Tensor) -> float:
-    """Return the share of int8 ULP residuals at an end of their range; it is 2/256 if they are spread evenly.
+    """Return the share of int8 ULP residuals at an end of their range; it is 2/256 if
+    they are spread evenly.
 
     >>> residual_saturation(torch.tensor([-128, 5, 127, 0], dtype=torch.int8))
     0.5
@@ -139,7 +161,9 @@ def residual_saturation(residual: Tensor) -> float:
 
 
 class Stall(UpdateMonitor):
-    """Records the stall at every measurement, by layer and over all layers; has its mean over the run."""
+    """Records the stall at every measurement, by layer and over all layers; has its
+    mean over the run.
+    """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
@@ -163,14 +187,23 @@ class Stall(UpdateMonitor):
 
     @property
     def arrived(self) -> float | None:
-        """Mean share of requested movement that was made; None with a master copy, or if none was measured last."""
+        """Mean share of requested movement that was made; None with a master copy, or
+        if none was measured last.
+        """
         return None if self._unseen else self._arrived.value
 
     def state(self) -> dict[str, Any]:
         more: dict[str, Any] = super().state()
         if more:
-            more["moved"] = {name: (found.projected, found.requested) for name, found in self._moved.items()}
-        return {**self._stall.state(), "arrived": self._arrived.state(), "unseen": self._unseen, **more}
+            more["moved"] = {
+                name: (found.projected, found.requested) for name, found in self._moved.items()
+            }
+        return {
+            **self._stall.state(),
+            "arrived": self._arrived.state(),
+            "unseen": self._unseen,
+            **more,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._stall.load_state(state)
@@ -195,7 +228,11 @@ class Stall(UpdateMonitor):
             if residual is not None and residual.dtype is torch.int8:
                 self._note(RESIDUAL_SATURATION, update, residual_saturation(residual))
         if update.codes is not None:
-            self._note(CODE_UNCHANGED, update, code_unchanged(update.codes, update.codes_after, before, after))
+            self._note(
+                CODE_UNCHANGED,
+                update,
+                code_unchanged(update.codes, update.codes_after, before, after),
+            )
 
     def _note(self, metric: Metric, update: Update, value: float | None) -> None:
         self._figures.add(metric, update.name, value, update.before.numel())
@@ -206,7 +243,8 @@ class Stall(UpdateMonitor):
         arrivals, found = ARRIVED in self._figures, self._metric in self._figures
         self._figures.write(step)
         if arrivals:
-            # Over all layers together, and not a mean of shares: a layer with hardly any movement says little.
+            # Over all layers together, and not a mean of shares: a layer with hardly
+            # any movement says little.
             moved = sum(self._moved.values(), Arrival(0.0, 0.0))
             step.record[ARRIVED.name] = moved.share
             self._arrived.add(moved.share)

@@ -1,4 +1,6 @@
-"""Zones without gradient: weights that can move half a spacing to either side without changing their layer's output."""
+"""Zones without gradient: weights that can move half a spacing to either side without
+changing their layer's output.
+"""
 
 from collections.abc import Iterator
 
@@ -38,11 +40,14 @@ def zero_gradient_zone(
     output: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
 ) -> float:
-    """Return the share of a linear layer's weights for which half a spacing, up or down, leaves every output unchanged.
+    """Return the share of a linear layer's weights for which half a spacing, up or
+    down, leaves every output unchanged.
 
-    A finite difference of the loss with respect to such a weight is zero. `weight` (O, I) is the one multiplied by, and
-    `output` the dtype of the outputs. Fewer rows of `inputs` (..., I) give a larger share, or the same: 1 without any.
-    An output that is NaN or Inf does not change for any step; a weight NaN, or multiplied by NaN or Inf, is in no zone.
+    A finite difference of the loss with respect to such a weight is zero. `weight` (O,
+    I) is the one multiplied by, and `output` the dtype of the outputs. Fewer rows of
+    `inputs` (..., I) give a larger share, or the same: 1 without any. An output that is
+    NaN or Inf does not change for any step; a weight NaN, or multiplied by NaN or Inf,
+    is in no zone.
 
     >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.01, 0.0]])
     >>> zero_gradient_zone(weight, inputs, fm.FloatFormat.from_string("E4M3"))  # outputs near 1 are 0.0078 apart
@@ -51,13 +56,17 @@ def zero_gradient_zone(
     fitted = fitting(scale, weight)
     half = fm.ulp(weight / fitted, fmt) * (fitted / 2)
     rows = inputs.reshape(-1, weight.shape[1]).float()
-    outputs = torch.nn.functional.linear(rows, weight.float(), None if bias is None else bias.detach().float())
+    outputs = torch.nn.functional.linear(
+        rows, weight.float(), None if bias is None else bias.detach().float()
+    )
     ratios = _largest_ratios(rows, _slack(outputs, output), half.expand(weight.shape))
     return sum(int((ratio * part < 1).sum()) for ratio, part in ratios) / max(weight.numel(), 1)
 
 
 def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The largest |x_tj| / slack_ti over tokens t, for blocks of outputs i, with their part of `half`."""
+    """The largest |x_tj| / slack_ti over tokens t, for blocks of outputs i, with their
+    part of `half`.
+    """
     size = max(BLOCK // max(rows.shape[1], 1), 1)
     inverse = (1 / slack).nan_to_num_(nan=0.0, posinf=_LARGE).clamp_(max=_LARGE)
     rows = rows.abs()
@@ -80,7 +89,9 @@ def _slack(outputs: Tensor, output: torch.dtype) -> Tensor:
 
 
 class Zones(Monitor):
-    """Records `stall/zero_gradient_zone/LAYER`, measured on `ROWS` tokens spread over the batch."""
+    """Records `stall/zero_gradient_zone/LAYER`, measured on `ROWS` tokens spread over
+    the batch.
+    """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)

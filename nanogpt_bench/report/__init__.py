@@ -8,7 +8,14 @@ from typing import Any
 from nanogpt_bench.report.chart import drawn_in, styles, write_figures
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.results_file import Studies, is_export, merged_rows, read_export, read_studies, with_given_up
+from nanogpt_bench.report.results_file import (
+    Studies,
+    is_export,
+    merged_rows,
+    read_export,
+    read_studies,
+    with_given_up,
+)
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.tables import to_csv, to_markdown
@@ -25,9 +32,15 @@ _HEAD = 4096
 
 
 def report(
-    runs: Sequence[Path], *, out: Path, baseline: str | None = None, say: Callable[[str], None] | None = None
+    runs: Sequence[Path],
+    *,
+    out: Path,
+    baseline: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Rebuild page, figures and tables in `out` from run folders, folders of them or results files; return the page."""
+    """Rebuild page, figures and tables in `out` from run folders, folders of them or
+    results files; return the page.
+    """
     files = [read_export(path) for path in runs if is_export(path)]
     given = [path for path in runs if not is_export(path)]
     folders = find_runs(given, say)
@@ -39,7 +52,8 @@ def report(
     # A sweep's own files are in the folder of its runs.
     studies = read_studies([*given, *(folder.parent for folder in folders), out])
     rows = with_given_up(
-        merged_rows(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
+        merged_rows(own, files) if one_file is None else list(map(counted_once, one_file.rows)),
+        studies.tunings,
     )
     if say is not None:
         for row in rows:
@@ -55,12 +69,19 @@ def report(
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
     facts = facts_of(loaded) | ({"Runs": there} if (there := shortfall(rows)) else {})
     return write_report(
-        rows, out, title=title, facts=facts, baseline=baseline, studies=replace(studies, tunings=tunings)
+        rows,
+        out,
+        title=title,
+        facts=facts,
+        baseline=baseline,
+        studies=replace(studies, tunings=tunings),
     )
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder with page, tables or figures that no report wrote: a report's have its page beside them."""
+    """Refuse a folder with page, tables or figures that no report wrote: a report's
+    have its page beside them.
+    """
     page = out / PAGE
     for path in (page, *(out / name for name in TABLES), *drawn_in(out / "figures")):
         refuse_to_replace("--out", path, lambda _: _is_page(page), "another folder")
@@ -83,7 +104,9 @@ def write_report(
     baseline: str | None = None,
     studies: Studies | None = None,
 ) -> Path:
-    """Write report.html, tables and figures; return the page's path. `studies` defaults to those in `out`."""
+    """Write report.html, tables and figures; return the page's path. `studies` defaults
+    to those in `out`.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,12 +119,16 @@ def write_report(
     page = write_text(out / PAGE, render(title, sections))
     for name, table in zip(TABLES, (to_csv(results), to_markdown(results)), strict=True):
         write_text(out / name, table)
-    write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
+    write_figures(
+        [chart for section in sections for chart in section.charts], chosen, out / "figures"
+    )
     return page
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return facts about the runs from their records; if a fact differs, each value is listed once."""
+    """Return facts about the runs from their records; if a fact differs, each value is
+    listed once.
+    """
     records = [run.environment for run in runs]
     found = {
         "Command": _listed(record.get("command") for record in records),
@@ -124,22 +151,32 @@ def _listed(values: Iterable[Any]) -> str:
 
 def _machine(record: Mapping[str, Any]) -> str:
     threads = f"threads per run: {record['threads']}" if record.get("threads") else None
-    return ", ".join(str(part) for part in (*map(record.get, ("gpu", "cpu", "platform")), threads) if part)
+    return ", ".join(
+        str(part) for part in (*map(record.get, ("gpu", "cpu", "platform")), threads) if part
+    )
 
 
 def _dates(records: Sequence[Mapping[str, Any]]) -> str:
     """First and last start, to the minute, in UTC."""
-    starts = sorted(str(record["started"])[:16].replace("T", " ") for record in records if record.get("started"))
+    starts = sorted(
+        str(record["started"])[:16].replace("T", " ") for record in records if record.get("started")
+    )
     return (" to ".join(dict.fromkeys((starts[0], starts[-1]))) + " UTC") if starts else ""
 
 
 def _corpus(record: Mapping[str, Any]) -> str:
-    """The corpus' source, with files by name and the start of their SHA-256, and the tokens of each split."""
+    """The corpus' source, with files by name and the start of their SHA-256, and the
+    tokens of each split.
+    """
     source, splits = at(record, "corpus.source"), at(record, "corpus.splits")
     parts = [] if isinstance(source, Mapping) else [str(source or "")]
     for name, value in source.items() if isinstance(source, Mapping) else ():
         files = value.items() if isinstance(value, Mapping) else ()
-        text = " ".join(f"{file} ({str(digest)[:8]}…)" for file, digest in files) if files else str(value)
+        text = (
+            " ".join(f"{file} ({str(digest)[:8]}…)" for file, digest in files)
+            if files
+            else str(value)
+        )
         parts += [] if value is None else [f"{name}: {text}"]
     sizes = [
         f"{name} {tokens:,} tokens"
@@ -151,7 +188,11 @@ def _corpus(record: Mapping[str, Any]) -> str:
 
 def _model(runs: Sequence[Run]) -> str:
     whole, part = (
-        _listed(f"{n:,.0f}" for run in runs if (n := run.number(key)) is not None and (n or key == "parameters"))
+        _listed(
+            f"{n:,.0f}"
+            for run in runs
+            if (n := run.number(key)) is not None and (n or key == "parameters")
+        )
         for key in ("parameters", "quantized_parameters")
     )
     quantised = f", {part} of them quantised in the rows with a format" if part else ""
@@ -160,5 +201,7 @@ def _model(runs: Sequence[Run]) -> str:
 
 def _versions(record: Mapping[str, Any]) -> str:
     libraries = record.get("libraries")
-    named = {"Python": record.get("python")} | (dict(libraries) if isinstance(libraries, Mapping) else {})
+    named = {"Python": record.get("python")} | (
+        dict(libraries) if isinstance(libraries, Mapping) else {}
+    )
     return ", ".join(f"{name} {version}" for name, version in named.items() if version)

@@ -1,10 +1,13 @@
-"""A chart: a description in Vega-Lite, in the colours and dashes of its rows, drawn by the page or as a picture.
+"""A chart: a description in Vega-Lite, in the colours and dashes of its rows, drawn by
+the page or as a picture.
 
-Pictures are some of the page's charts side by side as SVG files, drawn by Vega without a browser.
+Pictures are some of the page's charts side by side as SVG files, drawn by Vega without
+a browser.
 
-A description has its data as columns (an object per line, with lists that `flatten` expands) and its colours by name,
-as `{"$": "ink"}`; page and pictures insert those of a light or dark theme. Text of a run is only in the data, never in
-the name of a field or in an expression, so that nothing evaluates it.
+A description has its data as columns (an object per line, with lists that `flatten`
+expands) and its colours by name, as `{"$": "ink"}`; page and pictures insert those of a
+light or dark theme. Text of a run is only in the data, never in the name of a field or
+in an expression, so that nothing evaluates it.
 """
 
 import os
@@ -21,7 +24,8 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 
-# Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
+# Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark
+# page).
 COLOURS = (
     ("#D55E00", "#F2853D"),
     ("#0072B2", "#56A9E0"),
@@ -41,19 +45,37 @@ SCALES = {
         ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
     )
 }
-# The order in which rules take colours, so that a rule has the same colour in every report.
+# The order in which rules take colours, so that a rule has the same colour in every
+# report.
 RULE_ORDER = (
-    *("nearest", "stochastic", "riemannian", "stiffness-anneal", "master", "fp32", "muon-stochastic", "muon"),
+    *(
+        "nearest",
+        "stochastic",
+        "riemannian",
+        "stiffness-anneal",
+        "master",
+        "fp32",
+        "muon-stochastic",
+        "muon",
+    ),
     *("muon-residual8", "stiffness", "bf16-pure", "sgd"),
 )
-DASHES = {"solid": [1, 0], "dash": [7, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3], "longdash": [11, 4]}
+DASHES = {
+    "solid": [1, 0],
+    "dash": [7, 4],
+    "dot": [2, 3],
+    "dashdot": [7, 3, 2, 3],
+    "longdash": [11, 4],
+}
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
 DASH_ORDER = tuple(DASHES)
 
 
 @dataclass(frozen=True)
 class Style:
-    """A row's colour (an index into COLOURS, None for ink), dash, marker and line width in pixels."""
+    """A row's colour (an index into COLOURS, None for ink), dash, marker and line width
+    in pixels.
+    """
 
     colour: int | None
     dash: str
@@ -67,7 +89,9 @@ class Style:
 
 
 def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
-    """Return each row's style by label: references in ink, other rows by rule and format, different if possible."""
+    """Return each row's style by label: references in ink, other rows by rule and
+    format, different if possible.
+    """
     inked = list(dict.fromkeys(row.label for row in references if row is not None))
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
     chosen: dict[str, Style] = {}
@@ -79,7 +103,11 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
             chosen[row.label] = Style(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
             continue
         form = formats.index(row.format) if row.format != "none" else 0
-        place = RULE_ORDER.index(row.rule) % len(COLOURS) if row.rule in RULE_ORDER else len(COLOURS) - 1
+        place = (
+            RULE_ORDER.index(row.rule) % len(COLOURS)
+            if row.rule in RULE_ORDER
+            else len(COLOURS) - 1
+        )
         colour, dash = _free(place, form % len(DASH_ORDER), taken)
         taken.add((colour, dash))
         chosen[row.label] = Style(colour, DASH_ORDER[dash], MARKERS[dash], width)
@@ -87,7 +115,9 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
 
 
 def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
-    """Return the pair if it is free, else another dash, else another colour; the pair again if all are taken."""
+    """Return the pair if it is free, else another dash, else another colour; the pair
+    again if all are taken.
+    """
     for c in range(len(COLOURS)):
         for d in range(len(DASH_ORDER)):
             pair = ((colour + c) % len(COLOURS), (dash + d) % len(DASH_ORDER))
@@ -114,10 +144,11 @@ DOTTED = {"strokeDash": [2, 3], "strokeWidth": 1.5}
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its name on the page, title and caption (plain text), description, and height in pixels.
+    """A chart: its name on the page, title and caption (plain text), description, and
+    height in pixels.
 
-    `rows` are the rows that the page's legend can hide, `drag` the axes that dragging magnifies. On a screen narrower
-    than `least` pixels the chart scrolls sideways.
+    `rows` are the rows that the page's legend can hide, `drag` the axes that dragging
+    magnifies. On a screen narrower than `least` pixels the chart scrolls sideways.
     """
 
     name: str
@@ -138,12 +169,18 @@ class Chart:
 
 
 def ink(name: int | str | None) -> dict[str, str]:
-    """Return a colour by name, which differs by theme: an index of COLOURS, or `ink`, `muted`, `page`."""
+    """Return a colour by name, which differs by theme: an index of COLOURS, or `ink`,
+    `muted`, `page`.
+    """
     return {"$": "ink" if name is None else f"c{name}" if isinstance(name, int) else name}
 
 
-def quantity(field: str, title: str | None, ends: Sequence[float] | None = None, /, **more: Any) -> Spec:
-    """Return an axis of numbers, between `ends` if given; `log` and `zero` set its scale, `more` the axis."""
+def quantity(
+    field: str, title: str | None, ends: Sequence[float] | None = None, /, **more: Any
+) -> Spec:
+    """Return an axis of numbers, between `ends` if given; `log` and `zero` set its
+    scale, `more` the axis.
+    """
     scale: Spec = {"zero": more.pop("zero", False)}
     if more.pop("log", False):
         scale = {"type": "log"}
@@ -153,17 +190,27 @@ def quantity(field: str, title: str | None, ends: Sequence[float] | None = None,
 
 
 def category(text: str) -> str:
-    """Return a text as a name on an axis; not `__proto__`, since Vega has names as keys of JavaScript objects."""
+    """Return a text as a name on an axis; not `__proto__`, since Vega has names as keys
+    of JavaScript objects.
+    """
     return f"{text} " if text == "__proto__" else text
 
 
 def names(field: str, order: Iterable[str], /, **more: Any) -> Spec:
     """Return an axis of categories, in their order."""
-    return {"field": field, "type": "nominal", "title": None, "scale": {"domain": list(order)}, "axis": more}
+    return {
+        "field": field,
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": list(order)},
+        "axis": more,
+    }
 
 
 def of_row(channel: str, styles: Mapping[str, Style]) -> Spec:
-    """Return one channel of rows' styles: `color`, `strokeDash`, `strokeWidth` or `shape`."""
+    """Return one channel of rows' styles: `color`, `strokeDash`, `strokeWidth` or
+    `shape`.
+    """
     value: Callable[[Style], Any] = {
         "color": lambda style: ink(style.colour),
         "strokeDash": lambda style: DASHES[style.dash],
@@ -175,8 +222,12 @@ def of_row(channel: str, styles: Mapping[str, Style]) -> Spec:
     return {"field": "row", "type": kind, "scale": scale, "legend": None}
 
 
-def lines(drawn: Sequence[Line], styles: Mapping[str, Style], x: Spec, y: Spec, *, marked: bool = True) -> Spec:
-    """Return curves in their rows' styles, references on top; `marked` shows the points of short curves."""
+def lines(
+    drawn: Sequence[Line], styles: Mapping[str, Style], x: Spec, y: Spec, *, marked: bool = True
+) -> Spec:
+    """Return curves in their rows' styles, references on top; `marked` shows the points
+    of short curves.
+    """
     ordered = sorted(drawn, key=lambda line: styles[line.label].colour is None)
     values = [
         {
@@ -193,7 +244,9 @@ def lines(drawn: Sequence[Line], styles: Mapping[str, Style], x: Spec, y: Spec, 
 
 
 def curves(values: list[dict[str, Any]], styles: Mapping[str, Style], x: Spec, y: Spec) -> Spec:
-    """Return curves from objects with `row`, `name`, `line` (a unique number), `few`, and the lists `x` and `y`."""
+    """Return curves from objects with `row`, `name`, `line` (a unique number), `few`,
+    and the lists `x` and `y`.
+    """
     pen = {channel: of_row(channel, styles) for channel in ("color", "strokeDash", "strokeWidth")}
     line = {
         "mark": {"type": "line", "clip": True},
@@ -203,7 +256,13 @@ def curves(values: list[dict[str, Any]], styles: Mapping[str, Style], x: Spec, y
     if any(value["few"] for value in values):
         dots = {"color": of_row("color", styles), "shape": of_row("shape", styles)}
         point = {"type": "point", "filled": True, "size": 26, "opacity": 1, "clip": True}
-        layers.append({"transform": [{"filter": "datum.few"}], "mark": point, "encoding": {"x": x, "y": y, **dots}})
+        layers.append(
+            {
+                "transform": [{"filter": "datum.few"}],
+                "mark": point,
+                "encoding": {"x": x, "y": y, **dots},
+            }
+        )
     return {"data": {"values": values}, "transform": [{"flatten": ["x", "y"]}], "layer": layers}
 
 
@@ -215,7 +274,9 @@ def over(values: Sequence[Mapping[str, Any]], mark: Mapping[str, Any], **encodin
 def limit_line(at: float, **channel: Spec) -> Spec:
     """Return a dotted line across the chart at a value of the named axis."""
     ((name, axis),) = channel.items()
-    return over([{axis["field"]: at}], {"type": "rule", "color": ink("muted"), **DOTTED}, **{name: axis})
+    return over(
+        [{axis["field"]: at}], {"type": "rule", "color": ink("muted"), **DOTTED}, **{name: axis}
+    )
 
 
 DIGITS = 5  # significant digits of a number in a chart's data: more than a screen shows
@@ -223,8 +284,17 @@ THEMES = {
     "light": {"page": "#FFFFFF", "shade": "#F3F4F6", "rule": "#D9DCE1", "muted": "#5B616B"},
     "dark": {"page": "#15181D", "shade": "#20242B", "rule": "#3A404A", "muted": "#A3AAB5"},
 }
-STATE_COLOURS = {"good": ("#00694B", "#4CD1A5"), "bad": ("#B03A00", "#FF9A5C"), "doubt": ("#7A5B00", "#E8C54A")}
-WORDS = {"labelColor": ink("ink"), "titleColor": ink("ink"), "labelFontSize": 12, "titleFontSize": 12}
+STATE_COLOURS = {
+    "good": ("#00694B", "#4CD1A5"),
+    "bad": ("#B03A00", "#FF9A5C"),
+    "doubt": ("#7A5B00", "#E8C54A"),
+}
+WORDS = {
+    "labelColor": ink("ink"),
+    "titleColor": ink("ink"),
+    "labelFontSize": 12,
+    "titleFontSize": 12,
+}
 CONFIG: dict[str, Any] = {
     "background": None,
     "font": "system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif",
@@ -241,21 +311,27 @@ CONFIG: dict[str, Any] = {
     "legend": {**WORDS, "labelLimit": 280},
     "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},
-    # Texts for screen readers, of thousands of cells and points, would be most of a picture's file.
+    # Texts for screen readers, of thousands of cells and points, would be most of a
+    # picture's file.
     "mark": {"aria": False},
 }
 
 
 def theme_colours(theme: str) -> dict[str, Any]:
-    """Return all colours that a description may name, in one theme; a scale is a list of them."""
+    """Return all colours that a description may name, in one theme; a scale is a list
+    of them.
+    """
     place = list(THEMES).index(theme)
-    pairs: Mapping[str, Sequence[Any]] = {f"c{i}": pair for i, pair in enumerate(COLOURS)} | {"ink": INK}
+    pairs: Mapping[str, Sequence[Any]] = {f"c{i}": pair for i, pair in enumerate(COLOURS)} | {
+        "ink": INK
+    }
     pairs = {**pairs, **STATE_COLOURS, **SCALES}
     return {**THEMES[theme], **{name: pair[place] for name, pair in pairs.items()}}
 
 
 def coloured(node: Any, colours: Mapping[str, Any]) -> Any:
-    """Return a description with its colours inserted; its data, which have none, stay as they are.
+    """Return a description with its colours inserted; its data, which have none, stay
+    as they are.
 
     >>> coloured({"fill": {"$": "ink"}, "data": {"$": "ink"}}, {"ink": "#000"})
     {'fill': '#000', 'data': {'$': 'ink'}}
@@ -264,12 +340,15 @@ def coloured(node: Any, colours: Mapping[str, Any]) -> Any:
         if "$" in node:
             found = colours[node["$"]]
             return list(found) if isinstance(found, tuple) else found
-        return {key: value if key == "data" else coloured(value, colours) for key, value in node.items()}
+        return {
+            key: value if key == "data" else coloured(value, colours) for key, value in node.items()
+        }
     return [coloured(value, colours) for value in node] if isinstance(node, list) else node
 
 
 def short(node: Any) -> Any:
-    """Round every float of plain data to the digits that a chart shows, whole numbers without a point.
+    """Round every float of plain data to the digits that a chart shows, whole numbers
+    without a point.
 
     >>> short({"x": [1.0, 0.123456789, None, 1234567.0]})
     {'x': [1, 0.12346, None, 1234567]}
@@ -316,12 +395,17 @@ def svg(spec: Mapping[str, Any]) -> str:
 
 def _start() -> None:
     if _process and _process[0] != os.getpid():
-        raise BenchError("charts can't be drawn in a process that was forked from one that drew: start it by spawn")
+        raise BenchError(
+            "charts can't be drawn in a process that was forked from one that drew: start it by "
+            "spawn"
+        )
     _process[:] = [os.getpid()]
 
 
 def write_figures(charts: Sequence[Chart], styles: Mapping[str, Style], folder: Path) -> list[Path]:
-    """Draw every figure that has charts into `folder` as NAME.svg; return the files written."""
+    """Draw every figure that has charts into `folder` as NAME.svg; return the files
+    written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {name: svg(figure(shown, styles)) for name, shown in chosen(charts).items()}
     return [write_text(folder / f"{name}.svg", text) for name, text in drawn.items()]
@@ -334,9 +418,16 @@ def drawn_in(folder: Path) -> list[Path]:
 
 
 def chosen(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
-    """Return the charts of each figure by its name; each table of sensitivities is its own figure."""
+    """Return the charts of each figure by its name; each table of sensitivities is its
+    own figure.
+    """
     found = {
-        name: [chart for wanted in names for chart in charts if re.fullmatch(rf"{wanted}(-\d+)?", chart.name)]
+        name: [
+            chart
+            for wanted in names
+            for chart in charts
+            if re.fullmatch(rf"{wanted}(-\d+)?", chart.name)
+        ]
         for name, names in FIGURES.items()
     }
     tables = [chart for chart in charts if chart.name.startswith("sensitivity-")]
@@ -349,7 +440,12 @@ def figure(shown: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
     across = min(ACROSS, len(shown))
     width = PIXELS if across == 1 else PANEL_PIXELS
     panels = [
-        {**chart.spec, "title": chart.title, "width": _whole(chart, width), "height": chart.height - FRAME}
+        {
+            **chart.spec,
+            "title": chart.title,
+            "width": _whole(chart, width),
+            "height": chart.height - FRAME,
+        }
         for chart in shown
     ]
     rows = {row: styles[row] for chart in shown for row in chart.rows}
@@ -361,7 +457,9 @@ def figure(shown: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
 
 
 def _whole(chart: Chart, width: int) -> int:
-    """Return the width, for a heat map rounded so that columns are whole pixels: blurred edges take bytes."""
+    """Return the width, for a heat map rounded so that columns are whole pixels:
+    blurred edges take bytes.
+    """
     columns = len(chart.values[0].get("z", ()))
     return columns * max(1, width // columns) if columns else width
 
@@ -371,7 +469,12 @@ def _legend(styles: Mapping[str, Style], width: int) -> Spec:
     wide = KEY_PIXELS + LETTER_PIXELS * min(max(map(len, styles)), LONGEST_LABEL)
     columns = max(1, width // wide)
     values = [
-        {"row": row, "x": i % columns * wide, "end": i % columns * wide + 36, "y": 10 + i // columns * 20}
+        {
+            "row": row,
+            "x": i % columns * wide,
+            "end": i % columns * wide + 36,
+            "y": 10 + i // columns * 20,
+        }
         for i, row in enumerate(styles)
     ]
     x, y = ({"field": name, "type": "quantitative", "scale": None, "axis": None} for name in "xy")
@@ -383,6 +486,9 @@ def _legend(styles: Mapping[str, Style], width: int) -> Spec:
         "height": 20 * -(-len(styles) // columns),
         "layer": [
             {"mark": {"type": "rule"}, "encoding": {"x": x, "x2": {"field": "end"}, "y": y, **pen}},
-            {"mark": text, "encoding": {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}}},
+            {
+                "mark": text,
+                "encoding": {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}},
+            },
         ],
     }

@@ -1,4 +1,6 @@
-"""The page: sections in one HTML file with data, code and styles, which needs no network."""
+"""The page: sections in one HTML file with data, code and styles, which needs no
+network.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,11 +8,25 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 
-from nanogpt_bench.report.chart import CONFIG, DASHES, THEMES, Chart, Spec, Style, javascript, short, theme_colours
+from nanogpt_bench.report.chart import (
+    CONFIG,
+    DASHES,
+    THEMES,
+    Chart,
+    Spec,
+    Style,
+    javascript,
+    short,
+    theme_colours,
+)
 
-# Only the page's own content may run or be shown: a report from somebody else can't contact a server.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-# The page uses Vega, with its interpreter, which reads expressions and does not compile them.
+# Only the page's own content may run or be shown: a report from somebody else can't
+# contact a server.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+# The page uses Vega, with its interpreter, which reads expressions and does not compile
+# them.
 VEGA = "window.vegaEmbed = vegaEmbed;"
 SHORT_LEGEND = 16  # a longer legend starts closed
 #: a cell of a table: its text and its CSS class
@@ -55,7 +71,10 @@ def css_class(name: str) -> str:
 def table(head: Sequence[Cell], lines: Sequence[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
     """Return a table that scrolls sideways; `kinds` are the CSS classes of its lines."""
     classes = kinds or [""] * len(lines)
-    body = "".join(f"<tr{css_class(kind)}>{_cells('td', line)}</tr>" for kind, line in zip(classes, lines, strict=True))
+    body = "".join(
+        f"<tr{css_class(kind)}>{_cells('td', line)}</tr>"
+        for kind, line in zip(classes, lines, strict=True)
+    )
     return f'<div class="scroll"><table><thead><tr>{_cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -64,34 +83,37 @@ def _cells(tag: str, cells: Sequence[Cell]) -> str:
 
 
 def legend(labels: Sequence[str], styles: Mapping[str, Style], charts: Sequence[Chart]) -> str:
-    """Return the legend of line charts: a button per row, which shows and hides that row everywhere."""
+    """Return the legend of line charts: a button per row, which shows and hides that
+    row everywhere.
+    """
     drawn = {row for chart in charts for row in chart.rows}
     keys = "".join(_key(label, styles[label]) for label in labels if label in drawn)
     if not keys:
         return ""
     opened = " open" if len(drawn) <= SHORT_LEGEND else ""
     return (
-        f'<details class="legend"{opened}><summary>Rows ({len(drawn)}): press to show or hide</summary>'
-        f'<div class="keys">{keys}</div></details>'
+        f'<details class="legend"{opened}><summary>Rows ({len(drawn)}): press to show or '
+        f'hide</summary><div class="keys">{keys}</div></details>'
     )
 
 
 def _key(label: str, style: Style) -> str:
     dash = " ".join(map(str, DASHES[style.dash]))
     sample = (
-        '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
+        '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" '
+        'stroke-width="2.5" '
         f'style="stroke:var({style.variable})" stroke-dasharray="{dash}"/></svg>'
     )
     text = escape(label)
-    return (
-        f'<button class="key" type="button" aria-pressed="true" data-row="{text}">{sample}<span>{text}</span></button>'
-    )
+    return f'<button class="key" type="button" aria-pressed="true" data-row="{text}">{sample}<span>{text}</span></button>'
 
 
 def render(title: str, sections: Sequence[Section]) -> str:
     """Return the page as one string of HTML; all text of a run is escaped."""
     drawn = [chart for section in sections for chart in section.charts]
-    links = "".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)
+    links = "".join(
+        f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections
+    )
     return "".join(
         (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -119,7 +141,9 @@ def _packed(charts: Sequence[Chart]) -> str:
 
 
 def _on_page(chart: Chart) -> Spec:
-    """Return a chart as wide as its place, with rows that can be hidden and axes that dragging magnifies."""
+    """Return a chart as wide as its place, with rows that can be hidden and axes that
+    dragging magnifies.
+    """
     spec = {
         **chart.spec,
         "width": "container",
@@ -130,9 +154,18 @@ def _on_page(chart: Chart) -> Spec:
         spec |= _hiding(spec) | {"params": [{"name": "hidden", "value": []}]}
         spec["layer"] = [_hiding(layer) for layer in spec["layer"]]
     if chart.drag:
-        select = {"type": "interval", "encodings": list(chart.drag), "translate": False, "zoom": False, "clear": False}
+        select = {
+            "type": "interval",
+            "encodings": list(chart.drag),
+            "translate": False,
+            "zoom": False,
+            "clear": False,
+        }
         first = next(i for i, layer in enumerate(spec["layer"]) if "data" not in layer)
-        dragged = {**spec["layer"][first], "params": [{"name": "zoom", "select": select, "bind": "scales"}]}
+        dragged = {
+            **spec["layer"][first],
+            "params": [{"name": "zoom", "select": select, "bind": "scales"}],
+        }
         spec["layer"] = [*spec["layer"][:first], dragged, *spec["layer"][first + 1 :]]
     return {"name": chart.name, "rows": chart.rows, "drag": chart.drag, "spec": spec}
 
@@ -141,13 +174,17 @@ def _hiding(view: Spec) -> Spec:
     """Return a view that leaves out hidden rows, if its own data are of rows."""
     if "row" not in next(iter(view.get("data", {}).get("values", ())), ()):
         return view
-    return view | {"transform": [{"filter": "indexof(hidden, datum.row) < 0"}, *view.get("transform", ())]}
+    return view | {
+        "transform": [{"filter": "indexof(hidden, datum.row) < 0"}, *view.get("transform", ())]
+    }
 
 
 def _theme() -> str:
     """Both themes as CSS variables, from the palette of the pictures."""
     blocks = []
     for theme in THEMES:
-        texts = {n: v if isinstance(v, str) else " ".join(v) for n, v in theme_colours(theme).items()}
+        texts = {
+            n: v if isinstance(v, str) else " ".join(v) for n, v in theme_colours(theme).items()
+        }
         blocks.append(":root{" + "".join(f"--{name}:{text};" for name, text in texts.items()) + "}")
     return f"{blocks[0]}@media (prefers-color-scheme: dark){{{blocks[1]}}}\n"

@@ -1,4 +1,6 @@
-"""Results: each row's measurements over its seeds, its gap and paired difference to the reference, its verdict."""
+"""Results: each row's measurements over its seeds, its gap and paired difference to the
+reference, its verdict.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from typing import Any
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors.shadow import COSINE
-from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
+from nanogpt_bench.report.rows import (
+    REFERENCE_RULE,
+    Row,
+    differences,
+    references_of,
+    row_label,
+    seed_of,
+)
 from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
 
@@ -30,7 +39,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table; losses and gaps in nats (`loss_unit`), `gap_share` relative to the reference's loss."""
+    """One line of the table; losses and gaps in nats (`loss_unit`), `gap_share`
+    relative to the reference's loss.
+    """
 
     row: Row
     reference: bool
@@ -73,7 +84,9 @@ def figure(values: Iterable[float | None]) -> Figure | None:
 
 
 def reference_name(results: Sequence[Result]) -> str:
-    """Return the name of the reference: BF16, or the row's label, or the rule and format of several rows."""
+    """Return the name of the reference: BF16, or the row's label, or the rule and
+    format of several rows.
+    """
     rows = [result.row for result in results if result.reference]
     if not rows:
         return "the reference"
@@ -87,20 +100,26 @@ def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
     against = references_of(rows, reference)
     results = [_measure_row(row, against.get(row.label)) for row in rows]
     family, also = (
-        adjusted([getattr(result, name) for result in results]) for name in ("difference", "also_difference")
+        adjusted([getattr(result, name) for result in results])
+        for name in ("difference", "also_difference")
     )
     each = zip(results, family, also, strict=True)
-    return [replace(result, difference=found, also_difference=other) for result, found, other in each]
+    return [
+        replace(result, difference=found, also_difference=other) for result, found, other in each
+    ]
 
 
-#: measurements of a run that a column averages over the seeds of its row, by their name in `Result`
+#: measurements of a run that a column averages over the seeds of its row, by their name
+#: in `Result`
 FIGURES: dict[str, Callable[[Run], float | None]] = {
     "final_val_loss": lambda run: run.at_end("final_val_loss"),
     "bytes_per_parameter": lambda run: run.number("bytes_per_parameter"),
     "stall": lambda run: run.stall,
     "tokens_per_s": lambda run: run.number("tokens_per_s"),
     "arrived": lambda run: run.number("arrived"),
-    "cosine": lambda run: getattr(figure(run.curve(COSINE.name)[1] or [run.number("cosine")]), "mean", None),
+    "cosine": lambda run: getattr(
+        figure(run.curve(COSINE.name)[1] or [run.number("cosine")]), "mean", None
+    ),
 }
 
 
@@ -108,12 +127,20 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
-    found: dict[str, Any] = {name: figure(map(of_run, row.runs)) for name, of_run in FIGURES.items()}
+    found: dict[str, Any] = {
+        name: figure(map(of_run, row.runs)) for name, of_run in FIGURES.items()
+    }
     size = found.pop("bytes_per_parameter")
-    gaps = [] if measured is None else [each for run in row.runs if (each := gap_to(run, measured.runs)) is not None]
+    gaps = (
+        []
+        if measured is None
+        else [each for run in row.runs if (each := gap_to(run, measured.runs)) is not None]
+    )
     gap = figure(gaps)
     base = figure(map(FIGURES["final_val_loss"], measured.runs)) if measured is not None else None
-    gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
+    gap_share = (
+        gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
+    )
     error = _error(row)
     evidence = Evidence(
         gap_share,
@@ -138,7 +165,9 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         bytes_per_parameter=size.mean if size else None,
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         verdict=Verdict(Judgement.FAILED, row.why) if row.why else judge(row.runs, evidence),
-        alerts=dict(sum((Counter(run.alert_counts) for run in row.runs), Counter[str]()).most_common()),
+        alerts=dict(
+            sum((Counter(run.alert_counts) for run in row.runs), Counter[str]()).most_common()
+        ),
         val_loss_se=error,
         beside={name: value for name, value in beside.items() if value is not None},
         also_difference=_difference(row, measured, VAL_ALSO_LOSS.figure),
@@ -152,7 +181,9 @@ def _error(row: Row) -> float | None:
 
 
 def _difference(row: Row, reference: Row | None, name: str) -> Difference | None:
-    """The paired difference, marked if records say that a seed's two runs were made on different processors."""
+    """The paired difference, marked if records say that a seed's two runs were made on
+    different processors.
+    """
     if reference is None or row is reference:
         return None
     found = difference(_by_seed(row, name), _by_seed(reference, name))
@@ -167,15 +198,22 @@ def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
 
 
 def gap_to(run: Run, others: Sequence[Run]) -> float | None:
-    """Return L - L_ref to the reference's run of the same seed, or else its mean; None for a run that ended early."""
-    twins = [other for other in others if other.status == "finished" and seed_of(other) == seed_of(run)]
-    base = [loss for other in twins or others if (loss := other.at_end("final_val_loss")) is not None]
+    """Return L - L_ref to the reference's run of the same seed, or else its mean; None
+    for a run that ended early.
+    """
+    twins = [
+        other for other in others if other.status == "finished" and seed_of(other) == seed_of(run)
+    ]
+    base = [
+        loss for other in twins or others if (loss := other.at_end("final_val_loss")) is not None
+    ]
     loss = run.at_end("final_val_loss")
     return loss - statistics.fmean(base) if loss is not None and base else None
 
 
 def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | None:
-    """Return the standard error of a row's gap: over its seeds, or for one seed from the two losses' errors.
+    """Return the standard error of a row's gap: over its seeds, or for one seed from
+    the two losses' errors.
 
     The two losses are over the same batches, so that for one seed it is an upper bound.
 
@@ -196,11 +234,13 @@ ALPHA = 1 - CONFIDENCE
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of L - L_ref in nats over the seeds that both rows have; the rest is None for one seed.
+    """The mean of L - L_ref in nats over the seeds that both rows have; the rest is
+    None for one seed.
 
-    `low` and `high` are the ends of its 95% t-interval, `p` is the p-value of the two-sided paired t-test, and `holm`
-    that value adjusted for the number of rows tested. `apart`: a pair's runs were made on different processors, whose
-    kernels sum in different orders, so that pairing by seed removes little noise.
+    `low` and `high` are the ends of its 95% t-interval, `p` is the p-value of the
+    two-sided paired t-test, and `holm` that value adjusted for the number of rows
+    tested. `apart`: a pair's runs were made on different processors, whose kernels sum
+    in different orders, so that pairing by seed removes little noise.
     """
 
     mean: float
@@ -223,7 +263,8 @@ class Difference:
 
 
 def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> Difference | None:
-    """Return the paired difference of two rows' losses by seed; None without a common seed.
+    """Return the paired difference of two rows' losses by seed; None without a common
+    seed.
 
     >>> found = difference({1: 2.0, 2: 2.2, 3: 2.1}, {1: 1.9, 2: 2.05, 4: 2.0})
     >>> found.seeds, round(found.mean, 3), round(found.low, 2), round(found.high, 2), round(found.p, 2)
@@ -251,14 +292,18 @@ def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> D
 
 
 def adjusted(found: Sequence[Difference | None]) -> list[Difference | None]:
-    """Return differences with `holm`: their p-values adjusted by Holm's method (statsmodels)."""
+    """Return differences with `holm`: their p-values adjusted by Holm's method
+    (statsmodels).
+    """
     tested = [each.p for each in found if each is not None and each.p is not None]
     if not tested:
         return list(found)
     from statsmodels.stats.multitest import multipletests
 
     left = iter(multipletests(tested, method="holm")[1].tolist())
-    return [each if each is None or each.p is None else replace(each, holm=next(left)) for each in found]
+    return [
+        each if each is None or each.p is None else replace(each, holm=next(left)) for each in found
+    ]
 
 
 def difference_text(found: Difference | None) -> str:
@@ -283,7 +328,11 @@ def difference_text(found: Difference | None) -> str:
     interval = f"[{found.low:+z.3f}, {found.high:+z.3f}]"
     if not found.is_found:
         return f"no difference found {interval}{mark}"
-    after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
+    after = (
+        ""
+        if found.holm is None
+        else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
+    )
     return f"{found.mean:+z.3f} {interval}{after}{mark}"
 
 
@@ -303,7 +352,9 @@ def class_name(kind: str) -> str:
 
 
 class Judgement(StrEnum):
-    """The comparison of a row with its reference, in a word; also the CSS class of its cell."""
+    """The comparison of a row with its reference, in a word; also the CSS class of its
+    cell.
+    """
 
     REFERENCE = "reference"
     WITHIN = "within"
@@ -327,10 +378,11 @@ class Verdict:
 class Evidence:
     """The measurements on which a verdict is based; None where there is none.
 
-    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` is L - L_ref and `gap_error` its
-    standard error. `stall` is a share of weights, `cosine` the mean cosine of the gradient and the float32 shadow's.
-    `unlike` names further differences from the reference, such as the corpus, which make the gap meaningless.
-    `unmeasured` rows have no reference.
+    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` is
+    L - L_ref and `gap_error` its standard error. `stall` is a share of weights,
+    `cosine` the mean cosine of the gradient and the float32 shadow's. `unlike` names
+    further differences from the reference, such as the corpus, which make the gap
+    meaningless. `unmeasured` rows have no reference.
     """
 
     gap_share: float | None = None
@@ -346,9 +398,11 @@ class Evidence:
 def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     """Return the verdict on the runs of one row (its seeds).
 
-    A failure outranks an early end, which outranks the comparison of losses. A row ahead or within reach of the
-    reference is doubtful if its gradient cosine is beyond the bound or its loss diverged. For a row out of reach the
-    verdict names its failures first, and its stall if that is beyond the bound; with an unknown gap only its loss'.
+    A failure outranks an early end, which outranks the comparison of losses. A row
+    ahead or within reach of the reference is doubtful if its gradient cosine is beyond
+    the bound or its loss diverged. For a row out of reach the verdict names its
+    failures first, and its stall if that is beyond the bound; with an unknown gap only
+    its loss'.
     """
     outcome, text = _ending(runs) or _comparison(evidence)
     compared = outcome not in (Judgement.REFERENCE, Judgement.INCOMPARABLE)
@@ -368,8 +422,12 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
 
 
 def _classes(runs: Sequence[Run], only: Sequence[str] = (), *, stall: str = "") -> list[str]:
-    """The first failures as one text, those of the loss first, without the one that ended a run."""
-    counts = Counter(kind for run in runs for kind in dict.fromkeys(found.kind for found in run.failures))
+    """The first failures as one text, those of the loss first, without the one that
+    ended a run.
+    """
+    counts = Counter(
+        kind for run in runs for kind in dict.fromkeys(found.kind for found in run.failures)
+    )
     ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
     kinds = [kind for kind in counts if kind not in ended_by and (not only or kind in only)]
     kinds.sort(key=lambda kind: kind not in OF_THE_LOSS)
@@ -382,7 +440,9 @@ def _classes(runs: Sequence[Run], only: Sequence[str] = (), *, stall: str = "") 
 
 
 def _ending(runs: Sequence[Run]) -> tuple[Judgement, str] | None:
-    """The judgement on runs that did not reach their planned end, and its text; None if all did."""
+    """The judgement on runs that did not reach their planned end, and its text; None if
+    all did.
+    """
     for status in ("failed", "stopped", "incomplete"):
         affected = [run for run in runs if run.status == status]
         if affected:
@@ -416,7 +476,10 @@ def _comparison(evidence: Evidence) -> tuple[Judgement, str]:
     if evidence.gap_share > bound:
         return Judgement.OUTSIDE, f"outside {bound:.0%}"
     # A gap without a standard error decides only beyond the bound.
-    margin = max(BOUNDS["behind"].bound, 2.0 * (math.inf if evidence.gap_error is None else evidence.gap_error))
+    margin = max(
+        BOUNDS["behind"].bound,
+        2.0 * (math.inf if evidence.gap_error is None else evidence.gap_error),
+    )
     if gap > margin:
         return Judgement.BEHIND, "behind"
     if gap < -margin or evidence.gap_share < -bound:

@@ -1,4 +1,6 @@
-"""Rows of the table: runs of one setting, one per seed, their label, and the reference of each row."""
+"""Rows of the table: runs of one setting, one per seed, their label, and the reference
+of each row.
+"""
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -43,7 +45,8 @@ def row_runs(rows: Iterable[Row]) -> list[tuple[Row, Run]]:
 
 
 def shortfall(rows: Iterable[Row]) -> str:
-    """Return the count of runs out of those planned, in words; "" where none is missing.
+    """Return the count of runs out of those planned, in words; "" where none is
+    missing.
 
     >>> shortfall([Row("fp32", "fp32", "none", (), (1, 2))]), shortfall([])
     ('0 of 2 runs', '')
@@ -63,7 +66,9 @@ def row_label(rule: str, fmt: str) -> str:
 
 
 def group_rows(runs: Sequence[Run]) -> list[Row]:
-    """Group runs that differ only in seeds into rows, in order of first appearance; each seed counts once."""
+    """Group runs that differ only in seeds into rows, in order of first appearance;
+    each seed counts once.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(setting_of(run), []).append(run)
@@ -75,7 +80,9 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def counted_once(row: Row) -> Row:
-    """Return the row with one run per seed, the first of the longest; `aside` has the others."""
+    """Return the row with one run per seed, the first of the longest; `aside` has the
+    others.
+    """
     found: dict[Hashable, list[Run]] = {}
     for run in row.runs:
         seed = seed_of(run)
@@ -91,7 +98,9 @@ def _went(run: Run) -> tuple[bool, bool, int]:
 
 
 def setting_of(run: Run) -> str:
-    """Return a key that runs share if they differ only in seeds; a run without a config shares it with no other."""
+    """Return a key that runs share if they differ only in seeds; a run without a config
+    shares it with no other.
+    """
     if not run.config:
         return f"path:{run.path}"
     # A corpus of the same name that was prepared again may be another one.
@@ -111,9 +120,13 @@ def _settings_without(run: Run, keys: Set[str]) -> dict[str, Any]:
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return labels of rule and format; equal ones get the settings that differ, else names, else paths."""
+    """Return labels of rule and format; equal ones get the settings that differ, else
+    names, else paths.
+    """
     labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
-    differing = [_differing(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
+    differing = [
+        _differing(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)
+    ]
     named = [_listed([run.name for run in group]) for group in groups]
     paths = [_listed([printable(str(run.path)) for run in group]) for group in groups]
     for endings in (differing, named, paths):
@@ -129,15 +142,27 @@ def _listed(names: Sequence[str]) -> str:
     return f" ({', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''})"
 
 
-def _differing(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:
-    """Return the settings in which the groups of one label differ, such as ` lr=0.001`; "" if there are many."""
+def _differing(
+    label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]
+) -> str:
+    """Return the settings in which the groups of one label differ, such as ` lr=0.001`;
+    "" if there are many.
+    """
     own = flat(group[0].config)
-    others = [flat(other[0].config) for other, name in zip(groups, labels, strict=True) if name == label]
-    keys = [k for k in own if k not in SEED_KEYS and any(other.get(k) != own[k] for other in others)]
+    others = [
+        flat(other[0].config) for other, name in zip(groups, labels, strict=True) if name == label
+    ]
+    keys = [
+        k for k in own if k not in SEED_KEYS and any(other.get(k) != own[k] for other in others)
+    ]
     if len(keys) > MOST_SETTINGS:
         return ""
-    words = {k: f"{v:g}" if isinstance(v := own[k], float) else " ".join(str(v).split()) for k in keys}
-    return "".join(f" {k.rsplit('.', 1)[-1]}={shortened(text, LONGEST_SETTING)}" for k, text in words.items())
+    words = {
+        k: f"{v:g}" if isinstance(v := own[k], float) else " ".join(str(v).split()) for k in keys
+    }
+    return "".join(
+        f" {k.rsplit('.', 1)[-1]}={shortened(text, LONGEST_SETTING)}" for k, text in words.items()
+    )
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -160,7 +185,9 @@ def learning_rate(run: Run) -> float | None:
 
 
 def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
-    """Return the row of that label, by default the first BF16 autocast row; None where there is none."""
+    """Return the row of that label, by default the first BF16 autocast row; None where
+    there is none.
+    """
     if label is not None:
         return next((row for row in rows if row.label == label), None)
     return next((row for row in rows if row.rule == REFERENCE_RULE), None)
@@ -169,8 +196,9 @@ def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
 def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
     """Return each row's reference by the row's label; {} without a reference.
 
-    It is `reference` itself. For a row with another corpus, length or size it is the row most like `reference` with
-    that corpus, length and size, of the reference's rule and format.
+    It is `reference` itself. For a row with another corpus, length or size it is the
+    row most like `reference` with that corpus, length and size, of the reference's rule
+    and format.
     """
     if reference is None:
         return {}
@@ -179,39 +207,57 @@ def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
     found = {row.label: others.get(depends_on(row.runs), reference) for row in apart}
     # A row that would only be its own reference is none: it can't be compared.
     needed = {other.label for label, other in found.items() if other.label != label}
-    found = {label: reference if other.label not in needed else other for label, other in found.items()}
+    found = {
+        label: reference if other.label not in needed else other for label, other in found.items()
+    }
     return {row.label: found.get(row.label, reference) for row in rows}
 
 
 def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]:
-    """Return, by what losses depend on, the row of the reference's rule and format that is most like the reference."""
+    """Return, by what losses depend on, the row of the reference's rule and format that
+    is most like the reference.
+    """
     groups: dict[frozenset[str], list[Row]] = {}
     for row in rows:
         if (row.rule, row.format) == (reference.rule, reference.format):
             groups.setdefault(depends_on(row.runs), []).append(row)
-    # Rates may be tuned for each row, so they count least; seeds and the task do not count.
+    # Rates may be tuned for each row, so they count least; seeds and the task do not
+    # count.
     aside, rates = {*SEED_KEYS, *keys_where("of_task")}, set(keys_where("is_rate"))
 
     def apart(row: Row) -> tuple[int, int]:
-        one, other = ({} if not each.runs else flat(each.runs[0].config) for each in (row, reference))
-        differing = {key for key in (one.keys() | other.keys()) - aside if one.get(key) != other.get(key)}
+        one, other = (
+            {} if not each.runs else flat(each.runs[0].config) for each in (row, reference)
+        )
+        differing = {
+            key for key in (one.keys() | other.keys()) - aside if one.get(key) != other.get(key)
+        }
         return len(differing - rates), len(differing)
 
     return {key: min(group, key=apart) for key, group in groups.items()}
 
 
 def loss_unit(rows: Iterable[Row]) -> str:
-    """Return the unit of the rows' losses: nats per token, or per label where documents are classified.
+    """Return the unit of the rows' losses: nats per token, or per label where documents
+    are classified.
 
     >>> loss_unit([])
     'nats per token'
     """
     tasks = {run.config.get("task", "language") for row in rows for run in row.runs}
-    return "nats per label" if tasks == {"classify"} else "nats" if "classify" in tasks else "nats per token"
+    return (
+        "nats per label"
+        if tasks == {"classify"}
+        else "nats"
+        if "classify" in tasks
+        else "nats per token"
+    )
 
 
 def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
-    """Return the first run of a comparable reference as a row to draw beside the run; [] without one."""
+    """Return the first run of a comparable reference as a row to draw beside the run;
+    [] without one.
+    """
     for reference in references:
         if not differences([run], reference.runs[:1]):
             return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
@@ -219,13 +265,16 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
 
 
 def identity(run: Run) -> Hashable:
-    """Return a key that all records of one run share, and no other run's: settings, name, seed, first validation."""
+    """Return a key that all records of one run share, and no other run's: settings,
+    name, seed, first validation.
+    """
     times, losses = run.curve(VAL_LOSS.name, ELAPSED.name)
     return (setting_of(run), run.name, run.seed, times[0], losses[0]) if times else str(run.path)
 
 
 def seed_of(run: Run) -> Hashable | None:
-    """Return the seeds of run, data and model, in which the runs of one setting differ; None if unknown.
+    """Return the seeds of run, data and model, in which the runs of one setting differ;
+    None if unknown.
 
     >>> from pathlib import Path
     >>> seed_of(Run(Path("a"), summary={"seed": 3})) == seed_of(Run(Path("b"), {"seed": 3, "data": {"seed": 3}}))
@@ -234,16 +283,27 @@ def seed_of(run: Run) -> Hashable | None:
     if run.seed is None:
         return None
     own = (at(run.config, key) for key in ("data.seed", "model.seed"))
-    return (run.seed, *(run.seed if seed is None else seed if isinstance(seed, int) else repr(seed) for seed in own))
+    return (
+        run.seed,
+        *(
+            run.seed if seed is None else seed if isinstance(seed, int) else repr(seed)
+            for seed in own
+        ),
+    )
 
 
 def left_aside(row: Row) -> list[str]:
-    """Return a line for each run in `aside`: its seed, the run that counts instead, and why."""
+    """Return a line for each run in `aside`: its seed, the run that counts instead, and
+    why.
+    """
     lines = []
     for run in row.aside:
         other = next(each for each in row.runs if seed_of(each) == seed_of(run))
         why = "went further" if _went(other) > _went(run) else "went as far and comes first"
-        lines.append(f"{row.label}: {run.path} is not counted; {other.path} has seed {run.seed} too, and {why}")
+        lines.append(
+            f"{row.label}: {run.path} is not counted; {other.path} has seed {run.seed} too, and "
+            f"{why}"
+        )
     return lines
 
 
@@ -252,7 +312,8 @@ Fact = Callable[[Run], Any]
 
 
 def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
-    """Return the names of facts in which runs differ from others, so that a gap of their losses means nothing.
+    """Return the names of facts in which runs differ from others, so that a gap of
+    their losses means nothing.
 
     A fact that either run's records lack is skipped.
 
@@ -260,17 +321,22 @@ def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
     ()
     """
     pairs = [(run, other) for run in runs for other in others]
-    return tuple(name for name, fact in FACTS.items() if any(_differ(fact, *pair) for pair in pairs))
+    return tuple(
+        name for name, fact in FACTS.items() if any(_differ(fact, *pair) for pair in pairs)
+    )
 
 
 def depends_on(runs: Sequence[Run]) -> frozenset[str]:
-    """Return as one value everything that runs' losses depend on, except format, rule, learning rate and seed."""
+    """Return as one value everything that runs' losses depend on, except format, rule,
+    learning rate and seed.
+    """
     return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
 
 
 def _differ(fact: Fact, run: Run, other: Run) -> bool:
     if fact is _tokens and _differ(FACTS["tokenizer"], run, other):
-        # Two tokenizers make different tokens of one text, so the sources of the text are compared instead.
+        # Two tokenizers make different tokens of one text, so the sources of the text
+        # are compared instead.
         return _differ(lambda each: at(each.environment, "corpus.source"), run, other)
     own, its = fact(run), fact(other)
     return own is not None and its is not None and own != its
@@ -280,7 +346,9 @@ def _tokens(run: Run) -> dict[str, Any] | None:
     splits = at(run.environment, "corpus.splits")
     if not isinstance(splits, Mapping):
         return None
-    digests = {name: part.get("sha256") for name, part in splits.items() if isinstance(part, Mapping)}
+    digests = {
+        name: part.get("sha256") for name, part in splits.items() if isinstance(part, Mapping)
+    }
     return digests | digests_of(splits) if digests and all(digests.values()) else None
 
 
@@ -291,7 +359,9 @@ def _all(run: Run, *keys: str) -> list[Any] | None:
 
 
 def _given(run: Run, key: str) -> list[Any] | None:
-    """The value of a setting, which may be null, in a list; None where the config lacks it."""
+    """The value of a setting, which may be null, in a list; None where the config lacks
+    it.
+    """
     absent = object()
     found = at(run.config, key, absent)
     return None if found is absent else [found]
@@ -303,19 +373,30 @@ def _steps(run: Run) -> Any:
 
 
 def _batch(run: Run) -> Any:
-    known = [part for part in _all(run, "train.batch_size", "train.accumulation") or () if isinstance(part, int)]
+    known = [
+        part
+        for part in _all(run, "train.batch_size", "train.accumulation") or ()
+        if isinstance(part, int)
+    ]
     return known[0] * known[1] if len(known) == 2 else None
 
 
-#: facts in which compared runs have to agree, from their records; settings among them are marked `of_task`
+#: facts in which compared runs have to agree, from their records; settings among them
+#: are marked `of_task`
 FACTS: Mapping[str, Fact] = {
     "task": lambda run: run.config.get("task"),
     "corpus": _tokens,
     "training tokens": lambda run: _given(run, "data.train_tokens"),
     "tokenizer": lambda run: run.environment.get("tokenizer"),
-    "size": lambda run: _all(run, *(f"model.{key}" for key in ("n_layer", "n_head", "n_embd", "block_size"))),
-    "first weights": lambda run: _given(run, "model.init_from"),  # random weights of all seeds count as equal
+    "size": lambda run: _all(
+        run, *(f"model.{key}" for key in ("n_layer", "n_head", "n_embd", "block_size"))
+    ),
+    "first weights": lambda run: _given(
+        run, "model.init_from"
+    ),  # random weights of all seeds count as equal
     "steps": _steps,
     "batch size": _batch,
-    "validation": lambda run: _all(run, "eval.batches", "train.batch_size", "eval.seed"),  # what its draw depends on
+    "validation": lambda run: _all(
+        run, "eval.batches", "train.batch_size", "eval.seed"
+    ),  # what its draw depends on
 }

@@ -47,7 +47,9 @@ OPEN_PAGES = 4  # more failure pages start closed
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page: facts about the runs (in order), results, styles of the rows, and studies."""
+    """The content of the page: facts about the runs (in order), results, styles of the
+    rows, and studies.
+    """
 
     facts: Mapping[str, str]
     results: Sequence[Result]
@@ -68,7 +70,9 @@ class Page:
 
 def all_sections(page: Page) -> list[Section]:
     """Return all sections with data, in reading order."""
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items())
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items()
+    )
     settings = "".join(_config(row.label, run) for row, run in row_runs(page.rows))
     found: list[Section | None] = [
         Section("what", "What was run", f"<dl>{facts}</dl>"),
@@ -95,14 +99,19 @@ def _results(page: Page) -> Section:
         cells = [column.cell(result) for column in columns]
         lines.append(list(zip(cells, [*kinds, f"words {result.verdict.outcome}"], strict=True)))
     drawn = table(head, lines, ["reference" if result.reference else "" for result in page.results])
-    return Section("results", "Results", f'{drawn}<p class="muted">{escape(_results_note(page))}</p>')
+    return Section(
+        "results", "Results", f'{drawn}<p class="muted">{escape(_results_note(page))}</p>'
+    )
 
 
 def _results_note(page: Page) -> str:
     """The unit of the losses, and the notes of the columns."""
     seeds = max((len(result.row.runs) for result in page.results), default=1)
     measured = bool(page.references)
-    first = f"Losses in {loss_unit(page.rows)}" + "; the gap is that of the final validation losses" * measured
+    first = (
+        f"Losses in {loss_unit(page.rows)}"
+        + "; the gap is that of the final validation losses" * measured
+    )
     first += f", ± the standard deviation over {seeds} seeds" if seeds > 1 else ""
     silent = set() if measured else {VERDICT}
     silent |= set() if any(result.difference is not None for result in page.results) else {PAIRED}
@@ -120,8 +129,14 @@ def _loss(page: Page) -> Section | None:
 def _curves(
     page: Page, name: str, title: str, drawn: Sequence[Chart], *, above: str = "", below: str = ""
 ) -> Section | None:
-    """Return a section of curves, with text above and below their legend; None without any."""
-    return Section(name, title, f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}", drawn) if drawn else None
+    """Return a section of curves, with text above and below their legend; None without
+    any.
+    """
+    return (
+        Section(name, title, f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}", drawn)
+        if drawn
+        else None
+    )
 
 
 def _studies(page: Page) -> Section | None:
@@ -142,17 +157,20 @@ def _stall(page: Page) -> Section | None:
     watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
     drawn = [*stall_chart(page.rows, page.styles), *watched]
     words = (
-        "Share of all quantised weights that a nonzero requested update left on the same grid value, at single steps. "
-        "With nearest rounding such an update is lost; a master copy (code unchanged) has it in float32. With "
-        "stochastic rounding a weight moves with probability |update| / ULP: it stays at most steps and is right on "
-        "average, so look at the movement that arrived."
+        "Share of all quantised weights that a nonzero requested update left on the same grid "
+        "value, at single steps. With nearest rounding such an update is lost; a master copy (code "
+        "unchanged) has it in float32. With stochastic rounding a weight moves with probability "
+        "|update| / ULP: it stays at most steps and is right on average, so look at the movement "
+        "that arrived."
     )
     return _curves(page, "stall", "Stall", drawn, above=f'<p class="muted">{words}</p>')
 
 
 def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
-    drawn = watched_charts(page.rows, page.styles, charted(namespace), {COSINE.name: BOUNDS["cosine"].bound})
+    drawn = watched_charts(
+        page.rows, page.styles, charted(namespace), {COSINE.name: BOUNDS["cosine"].bound}
+    )
     return _curves(page, title.lower(), title, drawn)
 
 
@@ -161,10 +179,14 @@ def _alerts(page: Page) -> Section | None:
     for row, run in row_runs(page.rows):
         for kind, count in run.alert_counts.items():
             first = next((alert for alert in run.alerts if alert.kind == kind), None)
-            level, step, message = (first.level, str(first.step), first.message) if first else ("", "", "")
+            level, step, message = (
+                (first.level, str(first.step), first.message) if first else ("", "", "")
+            )
             cells = (f"{row.label} · {run.name}", kind, level, step, str(count), message)
             lines.append([(text, "words") for text in cells])
-    head = [(name, "") for name in ("run", "alert", "level", "first step", "times", "first message")]
+    head = [
+        (name, "") for name in ("run", "alert", "level", "first step", "times", "first message")
+    ]
     return Section("alerts", "Alerts", table(head, lines)) if lines else None
 
 
@@ -175,27 +197,42 @@ def _endings(page: Page) -> Section | None:
     items += [line for row in page.rows for line in left_aside(row)]
     items += [f"{row.label}: {row.why or 'not run'}" for row in page.rows if not row.runs]
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None
+    return (
+        Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>")
+        if items
+        else None
+    )
 
 
 def _config(label: str, run: Run) -> str:
     text: Any = dict(run.config)
-    listed = yaml.safe_dump(text, sort_keys=False, allow_unicode=True) if text else "no configuration on disk\n"
+    listed = (
+        yaml.safe_dump(text, sort_keys=False, allow_unicode=True)
+        if text
+        else "no configuration on disk\n"
+    )
     listed = history_comment(run.environment) + listed
     return f"<details><summary>{escape(label)} — {escape(run.name)}</summary><pre>{escape(listed)}</pre></details>"
 
 
 def _tuned(page: Page) -> Section | None:
     words = (
-        "Every row of the table above was trained at the values in the column best: of those tried, from neighbour to "
-        "neighbour, they had the lowest final validation loss, averaged over the tuning's own seeds."
+        "Every row of the table above was trained at the values in the column best: of those "
+        "tried, from neighbour to neighbour, they had the lowest final validation loss, averaged "
+        "over the tuning's own seeds."
     )
     kinds = [""] * TUNING_WORDS + ["number"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
     tables = ""
     for tuning in page.studies.tunings:
-        head, *lines = ([*zip(cells, kinds, strict=True)] for cells in (TUNING_HEADINGS, *tuning_cells(tuning)))
+        head, *lines = (
+            [*zip(cells, kinds, strict=True)] for cells in (TUNING_HEADINGS, *tuning_cells(tuning))
+        )
         tables += table(head, lines)
-    return Section("tuned", "What was tuned", f'<p class="muted">{words}</p>{tables}') if tables else None
+    return (
+        Section("tuned", "What was tuned", f'<p class="muted">{words}</p>{tables}')
+        if tables
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +245,9 @@ class FailedRun:
 
 
 def _failures(page: Page) -> Section | None:
-    """One page for each run that failed or in whose records a failure was found, in the order of the table."""
+    """One page for each run that failed or in whose records a failure was found, in the
+    order of the table.
+    """
     judged = [
         FailedRun(row.label, run, diagnose(run))
         for row, run in row_runs(page.rows)
@@ -234,10 +273,14 @@ def _failure_page(place: int, failed: FailedRun, charts: Sequence[Chart], *, ope
     ending = "" if run.status == "finished" else f"<p>The run {escape(describe_ending(run))}.</p>"
     last = max([event.step for event in diagnosis.timeline] + [run.last_step or 0, 1])
     events = "".join(_event(event, last) for event in diagnosis.timeline)
-    timeline = f'<h4>Timeline, step 0 to {last}</h4><div class="timeline">{events}</div>' if events else ""
+    timeline = (
+        f'<h4>Timeline, step 0 to {last}</h4><div class="timeline">{events}</div>' if events else ""
+    )
     found = "".join(map(_finding, diagnosis.found))
     clear = _others("Clear", [f for f in diagnosis.findings if f.state == "clear"])
-    rest = _others("Not judged", [f for f in diagnosis.findings if f.state not in ("clear", "found")])
+    rest = _others(
+        "Not judged", [f for f in diagnosis.findings if f.state not in ("clear", "found")]
+    )
     return (
         f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
         f"<summary><h3>{escape(title)}</h3><span>{escape(how)}</span></summary>"
@@ -248,32 +291,41 @@ def _failure_page(place: int, failed: FailedRun, charts: Sequence[Chart], *, ope
 def _event(event: Event, last: int) -> str:
     """An event of the timeline, on a track from the first step to the last."""
     return (
-        f'<div class="event {escape(event.source)}"><span class="event-name">{escape(class_name(event.kind))}</span>'
-        f'<span class="event-track"><i style="left:{100 * event.step / last:.2f}%"></i></span>'
-        f'<span class="event-step">step {event.step}</span>'
-        f'<span class="event-text">{escape(event.source)}: {escape(event.text)}</span></div>'
+        f'<div class="event {escape(event.source)}"><span '
+        f'class="event-name">{escape(class_name(event.kind))}</span><span class="event-track"><i '
+        f'style="left:{100 * event.step / last:.2f}%"></i></span><span class="event-step">step '
+        f'{event.step}</span><span class="event-text">{escape(event.source)}: '
+        f"{escape(event.text)}</span></div>"
     )
 
 
 def _finding(finding: Finding) -> str:
     known = {name: value for name, value in finding.evidence.items() if value is not None}
-    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in known.items()}
+    texts = {
+        name: f"{value:.4g}" if isinstance(value, float) else str(value)
+        for name, value in known.items()
+    }
     figures = ", ".join(f"{name} {text}" for name, text in texts.items())
     message = finding.message
     sentence = message[:1].upper() + message[1:].rstrip(".") + "." if message else ""
     return (
-        f'<div class="finding"><b>{escape(class_name(finding.kind))}</b> <span>from step {finding.step}</span>'
-        f'<p>{escape(sentence)}</p><p class="muted">{escape(figures)}</p></div>'
+        f'<div class="finding"><b>{escape(class_name(finding.kind))}</b> <span>from step '
+        f"{finding.step}</span><p>{escape(sentence)}</p><p "
+        f'class="muted">{escape(figures)}</p></div>'
     )
 
 
 def _others(title: str, listed: Sequence[Finding]) -> str:
-    items = [class_name(f.kind) + (f" (no {', '.join(f.missing)})" if f.missing else "") for f in listed]
+    items = [
+        class_name(f.kind) + (f" (no {', '.join(f.missing)})" if f.missing else "") for f in listed
+    ]
     return f'<p class="muted">{title}: {escape("; ".join(items))}.</p>' if items else ""
 
 
 def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart]:
-    """The run's training loss and the reference's, with a line at the onset of every class, its name staggered."""
+    """The run's training loss and the reference's, with a line at the onset of every
+    class, its name staggered.
+    """
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
     other = reference_beside(failed.run, page.references)
     drawn = lines_of([own, *other], TRAIN_LOSS.name, smoothed=True, points=POINTS)

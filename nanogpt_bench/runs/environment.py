@@ -1,4 +1,6 @@
-"""environment.json: what a result depends on beside its settings, and what changed when a run was resumed."""
+"""environment.json: what a result depends on beside its settings, and what changed when
+a run was resumed.
+"""
 
 import datetime
 import json
@@ -27,13 +29,16 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
         "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **machine(threads),
-        "corpus": {"source": corpus.meta.get("source")} | {k: v for k, v in corpus.meta.items() if k in _OF_CORPUS},
+        "corpus": {"source": corpus.meta.get("source")}
+        | {k: v for k, v in corpus.meta.items() if k in _OF_CORPUS},
         "tokenizer": corpus.meta["tokenizer"],
     }
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return versions and processors, on which the results of all runs on this machine depend."""
+    """Return versions and processors, on which the results of all runs on this machine
+    depend.
+    """
     import torch  # not at the top: reading a run folder does not need it
 
     versions = dict.fromkeys(_LIBRARIES)
@@ -55,22 +60,35 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 def command_line() -> str:
     """Return the running command as it would be typed, the program without its path."""
     program = Path(sys.argv[0]).name
-    return shlex.join(["nanogpt-bench" if program == "__main__.py" else program, *sys.argv[1:]])  # python -m
+    return shlex.join(
+        ["nanogpt-bench" if program == "__main__.py" else program, *sys.argv[1:]]
+    )  # python -m
 
 
 @cache
 def commit() -> str | None:
-    """Return the commit that is installed or checked out, with `+` if files were changed; None if unknown."""
+    """Return the commit that is installed or checked out, with `+` if files were
+    changed; None if unknown.
+    """
     with suppress(metadata.PackageNotFoundError, ValueError, TypeError, AttributeError):
-        origin = json.loads(metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}")
+        origin = json.loads(
+            metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}"
+        )
         if found := origin.get("vcs_info", {}).get("commit_id"):
             return str(found)
     here = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.SubprocessError):
-        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+        options: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 10,
+            "check": True,
+        }
         # An installed copy may be inside another project's checkout.
         subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)
-        found = subprocess.run([*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options)
+        found = subprocess.run(
+            [*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options
+        )
         return str(found.stdout).strip() or None
     return None
 
@@ -86,7 +104,9 @@ def cpu_model() -> str:
 
 
 def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether two runs were made on different processors or systems, judged by what both records have."""
+    """Return whether two runs were made on different processors or systems, judged by
+    what both records have.
+    """
     pairs = [(there.get(key), here.get(key)) for key in ("cpu", "cpu_capability", "platform")]
     return any(then != now for then, now in pairs if None not in (then, now))
 
@@ -109,9 +129,11 @@ LONGEST_VALUE = 200
 
 
 def config_history(environment: Any) -> list[dict[str, Any]]:
-    """Return the changes on resuming, by step, each as {"step": N, "changed": {key: [before, after]}}.
+    """Return the changes on resuming, by step, each as {"step": N, "changed": {key:
+    [before, after]}}.
 
-    The keys are settings that change the numbers, and the corpus. Malformed entries are left out.
+    The keys are settings that change the numbers, and the corpus. Malformed entries are
+    left out.
 
     >>> config_history({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}, {"step": 6}]})
     [{'step': 3, 'changed': {'optimizer.lr': [0.1, 0.2]}}]
@@ -120,7 +142,11 @@ def config_history(environment: Any) -> list[dict[str, Any]]:
     for entry in _resumed(environment):
         changed = entry.get("changed")
         pairs = changed.items() if isinstance(changed, Mapping) else ()
-        known = {str(key): list(pair) for key, pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2}
+        known = {
+            str(key): list(pair)
+            for key, pair in pairs
+            if isinstance(pair, list | tuple) and len(pair) == 2
+        }
         if known and isinstance(entry.get("step"), int):
             history.append({"step": entry["step"], "changed": known})
     return history
@@ -129,11 +155,16 @@ def config_history(environment: Any) -> list[dict[str, Any]]:
 def _resumed(environment: Any) -> list[Mapping[str, Any]]:
     """The entries of all starts after the first."""
     listed = at(environment, "resumed")
-    return [entry for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
+    return (
+        [entry for entry in listed if isinstance(entry, Mapping)]
+        if isinstance(listed, list)
+        else []
+    )
 
 
 def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json as it was at the last start: machine, versions, threads and corpus.
+    """Return environment.json as it was at the last start: machine, versions, threads
+    and corpus.
 
     >>> latest({"threads": 2, "cpu": "a", "resumed": [{"step": 3, "threads": 1}]})["threads"]
     1
@@ -151,11 +182,16 @@ def history_lines(environment: Any) -> Iterator[str]:
     ['settings were changed after step 3: optimizer.lr was 0.1, is 0.2; config.yaml alone does not repeat the run']
     """
     for entry in config_history(environment):
-        texts = {key: [shortened(json.dumps(v), LONGEST_VALUE) for v in pair] for key, pair in entry["changed"].items()}
+        texts = {
+            key: [shortened(json.dumps(v), LONGEST_VALUE) for v in pair]
+            for key, pair in entry["changed"].items()
+        }
         changes = ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in texts.items())
         yield f"settings were changed after step {entry['step']}: {changes}; config.yaml alone does not repeat the run"
 
 
 def history_comment(environment: Any) -> str:
-    """Return `history_lines` as comments for the top of config.yaml; empty where nothing changed."""
+    """Return `history_lines` as comments for the top of config.yaml; empty where
+    nothing changed.
+    """
     return "".join(f"# {line}\n" for line in history_lines(environment))

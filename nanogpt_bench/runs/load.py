@@ -1,4 +1,6 @@
-"""Run folders: finding them, reading them, deciding whether to run again; and curves of a run, thinned and smoothed."""
+"""Run folders: finding them, reading them, deciding whether to run again; and curves of
+a run, thinned and smoothed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
     notes: tuple[str, ...] = ()
-    #: monitors' measurements by step, of a run from a results file, which has no other records of them
+    #: monitors' measurements by step, of a run from a results file, which has no other
+    #: records of them
     looks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -74,7 +77,9 @@ class Run:
 
     @property
     def alert_counts(self) -> Mapping[str, int]:
-        """The number of alerts of each kind, from alerts.jsonl or, where that has none, from the summary."""
+        """The number of alerts of each kind, from alerts.jsonl or, where that has none,
+        from the summary.
+        """
         if self.alerts:
             return Counter(alert.kind for alert in self.alerts)
         named = self.summary.get("alerts")
@@ -87,7 +92,9 @@ class Run:
 
     @property
     def stall_metric(self) -> str | None:
-        """The stall metric that this run recorded; None for float weights, which don't stall."""
+        """The stall metric that this run recorded; None for float weights, which don't
+        stall.
+        """
         named = self.summary.get("stall_metric")
         if named:
             name = str(named)
@@ -96,13 +103,20 @@ class Run:
 
     @property
     def stall_counts(self) -> bool:
-        """True if a stall is a failure under this run's rule, see `config.rules.stall_counts`."""
-        storage, writeback = at(self.config, "model.storage"), at(self.config, "optimizer.writeback")
+        """True if a stall is a failure under this run's rule, see
+        `config.rules.stall_counts`.
+        """
+        storage, writeback = (
+            at(self.config, "model.storage"),
+            at(self.config, "optimizer.writeback"),
+        )
         return stall_counts(str(storage), None if writeback is None else str(writeback))
 
     @property
     def stall(self) -> float | None:
-        """The mean stall over the run; None where it was not recorded, or is no failure."""
+        """The mean stall over the run; None where it was not recorded, or is no
+        failure.
+        """
         return self.number("stall") if self.stall_counts else None
 
     def number(self, key: str) -> float | None:
@@ -110,16 +124,22 @@ class Run:
         return finite(self.summary.get(key))
 
     def at_end(self, key: str) -> float | None:
-        """The summary's number if the run reached its planned end, else None: runs of other lengths don't compare."""
+        """The summary's number if the run reached its planned end, else None: runs of
+        other lengths don't compare.
+        """
         return self.number(key) if self.status == "finished" else None
 
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
-        """The values of `key` over those of `against`; None, a gap in the curve, for a value that is not finite."""
+        """The values of `key` over those of `against`; None, a gap in the curve, for a
+        value that is not finite.
+        """
         return self.metrics.curve(key, against)
 
 
 def _one_word(value: object) -> str:
-    """A name as tables and legends show it: one line of printable text of at most `LONGEST_NAME` characters."""
+    """A name as tables and legends show it: one line of printable text of at most
+    `LONGEST_NAME` characters.
+    """
     return shortened(printable(one_line(str(value))), LONGEST_NAME)
 
 
@@ -139,7 +159,9 @@ def is_run_folder(path: Path) -> bool:
 
 
 def load_run(path: Path) -> Run:
-    """Return the run in a folder; files that are missing or damaged are left out and named in its `notes`."""
+    """Return the run in a folder; files that are missing or damaged are left out and
+    named in its `notes`.
+    """
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
     notes: list[str] = []
@@ -149,7 +171,15 @@ def load_run(path: Path) -> Run:
     metrics = _metrics(path / "metrics.jsonl", notes)
     summary = mapping(path / "summary.json", notes)
     alerts = read_alerts(path / ALERTS, notes)
-    return Run(path, config, environment, metrics, summary or _summary_so_far(metrics), alerts, tuple(notes))
+    return Run(
+        path,
+        config,
+        environment,
+        metrics,
+        summary or _summary_so_far(metrics),
+        alerts,
+        tuple(notes),
+    )
 
 
 def _metrics(path: Path, notes: list[str]) -> Records:
@@ -157,7 +187,9 @@ def _metrics(path: Path, notes: list[str]) -> Records:
     found, last = Records(), -1.0
     for number, record in records(path, notes):
         if record["step"] <= last:
-            notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
+            notes.append(
+                f"{path.name}: line {number} repeats step {record['step']} and was left out"
+            )
         else:
             last = record["step"]
             found.add(record)
@@ -169,7 +201,11 @@ def _summary_so_far(metrics: Records) -> dict[str, Any]:
     so_far: dict[str, Any] = {}
     if losses := metrics.curve(VAL_LOSS.name)[1]:
         known = [loss for loss in losses if loss is not None]
-        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(known, default=None)}
+        so_far |= {
+            "first_val_loss": losses[0],
+            "final_val_loss": losses[-1],
+            "best_val_loss": min(known, default=None),
+        }
     for name, metric in (("tokens_per_s", SPEED), ("arrived", ARRIVED)):
         if seen := metrics.values(metric.name):
             so_far[name] = sum(seen) / len(seen)
@@ -184,7 +220,9 @@ ALERTS = "alerts.jsonl"
 
 @dataclass(frozen=True)
 class Alert:
-    """One line of alerts.jsonl; `value` and `threshold` are None where the alert has none."""
+    """One line of alerts.jsonl; `value` and `threshold` are None where the alert has
+    none.
+    """
 
     step: int
     kind: str
@@ -196,7 +234,9 @@ class Alert:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of some kind found in a run, the first step at which its criterion held, and the evidence."""
+    """A failure of some kind found in a run, the first step at which its criterion
+    held, and the evidence.
+    """
 
     kind: str
     step: int | None = None
@@ -204,7 +244,9 @@ class Failure:
 
 
 def read_alerts(path: Path, notes: list[str]) -> tuple[Alert, ...]:
-    """Return the alerts of a run in the order in which they were raised; empty without a file."""
+    """Return the alerts of a run in the order in which they were raised; empty without
+    a file.
+    """
     listed = records(path, notes) if path.is_file() else ()
     return tuple(
         Alert(
@@ -235,7 +277,8 @@ MAX_POINTS = 500
 
 
 def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
-    """Return the indices of at most `limit` of `count` points, evenly spread, with the first and the last.
+    """Return the indices of at most `limit` of `count` points, evenly spread, with the
+    first and the last.
 
     >>> decimate(5, 3), decimate(2, 3)
     ([0, 2, 4], [0, 1])
@@ -248,9 +291,11 @@ def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
 
 
 def smooth(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Return the exponential moving average over about `window` points, without a bias to 0; None stays None.
+    """Return the exponential moving average over about `window` points, without a bias
+    to 0; None stays None.
 
-    s_t = sum_i a^(t-i) y_i / sum_i a^(t-i) with a = 1 - 2/(window+1), over the points that are not None.
+    s_t = sum_i a^(t-i) y_i / sum_i a^(t-i) with a = 1 - 2/(window+1), over the points
+    that are not None.
 
     >>> smooth([2.0, None, 2.0], 10)
     [2.0, None, 2.0]
@@ -268,7 +313,8 @@ def smooth(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def smoothing_window(count: int) -> int:
-    """Return the smoothing window for a training loss of `count` steps: a fortieth of them, 1 to 50 steps.
+    """Return the smoothing window for a training loss of `count` steps: a fortieth of
+    them, 1 to 50 steps.
 
     >>> smoothing_window(400)
     10
@@ -276,15 +322,18 @@ def smoothing_window(count: int) -> int:
     return min(50, max(1, count // 40))
 
 
-#: a file that every sweep's folder has, and the folder in it with the trials of its tuning
+#: a file that every sweep's folder has, and the folder in it with the trials of its
+#: tuning
 SWEEP, TRIALS = "sweep.json", "trials"
 
 
 def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -> list[Path]:
-    """Return the run folders among `paths`, each once; any other folder stands for all run folders below it.
+    """Return the run folders among `paths`, each once; any other folder stands for all
+    run folders below it.
 
-    Inside run folders, hidden folders, links and trials of a sweep nothing is searched. `say` gets a line about each
-    searched folder: runs found, links not followed, folders that could not be read.
+    Inside run folders, hidden folders, links and trials of a sweep nothing is searched.
+    `say` gets a line about each searched folder: runs found, links not followed,
+    folders that could not be read.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -296,7 +345,9 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
         below, left_out = _runs_below(path)
         if not below:
             files = ", ".join(RUN_FILES)
-            raise BenchError(f"{str(path)!r} is not a run folder and holds none{left_out}: expected {files}")
+            raise BenchError(
+                f"{str(path)!r} is not a run folder and holds none{left_out}: expected {files}"
+            )
         for run in below:
             found.setdefault(run.resolve(), run)
         if say is not None:
@@ -307,7 +358,9 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
 
 
 def _runs_below(top: Path) -> tuple[list[Path], str]:
-    """The run folders below `top`, those in a folder by name before those further down; and what was not searched."""
+    """The run folders below `top`, those in a folder by name before those further down;
+    and what was not searched.
+    """
     found: list[Path] = []
     linked: list[Path] = []
     closed: list[OSError] = []
@@ -333,9 +386,13 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run can be resumed from a checkpoint; if not, remove its folder."""
+    """Return whether an unfinished run can be resumed from a checkpoint; if not, remove
+    its folder.
+    """
     if run_dir.is_symlink():
-        raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
+        raise BenchError(
+            f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it"
+        )
     if not run_dir.exists():
         return False
     from nanogpt_bench.checkpoint.format import steps  # not at the top: it imports torch
@@ -348,14 +405,18 @@ def make_ready(run_dir: Path) -> bool:
 
 
 def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` is set; a failed run's may show why."""
+    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` is set;
+    a failed run's may show why.
+    """
     folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
     asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
     if asked or summary_of(run_dir).get("status") != "finished":
         return
     with suppress(OSError):  # the next start tries again
         if folder.is_dir() and not gone.exists():
-            folder.rename(gone)  # all at once: after a kill amid the removal the run is not resumed from the rest
+            folder.rename(
+                gone
+            )  # all at once: after a kill amid the removal the run is not resumed from the rest
         if gone.is_dir():
             shutil.rmtree(gone)
 
@@ -369,14 +430,16 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-#: kinds of `failure` that the same settings cause again; others (a crash, too little memory) come from outside
+#: kinds of `failure` that the same settings cause again; others (a crash, too little
+#: memory) come from outside
 OF_TRAINING = ("nan", "divergence")
 #: kinds of `stop` that settings cause; others (a signal, a full disk) come from outside
 AS_ASKED = ("plateau", "time")
 
 
 def has_ended(summary: Mapping[str, Any]) -> bool:
-    """Return whether a run ended by itself, and not from outside; False for one without a summary ({}).
+    """Return whether a run ended by itself, and not from outside; False for one without
+    a summary ({}).
 
     >>> nan, gone = ({"status": "failed", "failure": {"kind": kind}} for kind in ("nan", "FileNotFoundError"))
     >>> has_ended(nan), has_ended(gone), has_ended({"status": "stopped", "stop": {"kind": "signal"}}), has_ended({})

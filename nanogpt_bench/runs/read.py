@@ -1,4 +1,6 @@
-"""Reading the files of a run folder, also of an interrupted run: mappings, JSON lines, columns, digests."""
+"""Reading the files of a run folder, also of an interrupted run: mappings, JSON lines,
+columns, digests.
+"""
 
 import math
 import re
@@ -22,7 +24,8 @@ CUT_OFF = "the last line is cut off"
 
 
 def finite(value: Any) -> float | None:
-    """Return `value` as a float if it is a finite number, else None; a bool is not a number here.
+    """Return `value` as a float if it is a finite number, else None; a bool is not a
+    number here.
 
     >>> finite(2), finite(float("nan")), finite("2"), finite(True)
     (2.0, None, None, None)
@@ -36,7 +39,8 @@ def finite(value: Any) -> float | None:
 
 
 def cleaned(content: Any) -> Any:
-    """Return plain data with control characters, in texts and keys, replaced by their escapes.
+    """Return plain data with control characters, in texts and keys, replaced by their
+    escapes.
 
     Line breaks and tabs stay; keys that YAML read as numbers or dates become texts.
 
@@ -44,7 +48,11 @@ def cleaned(content: Any) -> Any:
     {'a\\\\x1b': ['\\\\x00', 1, 'b\\nc']}
     """
     if isinstance(content, str):
-        return content if content.isprintable() else _BREAKS.sub(lambda part: printable(part[0]), content)
+        return (
+            content
+            if content.isprintable()
+            else _BREAKS.sub(lambda part: printable(part[0]), content)
+        )
     if isinstance(content, dict):
         return {cleaned(str(key)): cleaned(value) for key, value in content.items()}
     return [cleaned(item) for item in content] if isinstance(content, list) else content
@@ -56,7 +64,9 @@ _BREAKS = re.compile(r"[^\n\t]+")
 def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the mapping in a JSON or YAML file; {} and a note if there is none."""
     try:
-        content = (untrusted.read_yaml if path.suffix == ".yaml" else untrusted.read_json)(path, links=False)
+        content = (untrusted.read_yaml if path.suffix == ".yaml" else untrusted.read_json)(
+            path, links=False
+        )
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
@@ -70,7 +80,9 @@ def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of every whole line with a step in a JSON lines file; other lines are noted."""
+    """Yield (line number, object) of every whole line with a step in a JSON lines file;
+    other lines are noted.
+    """
     try:
         file = untrusted.open_file(path, links=False)
     except FileNotFoundError:
@@ -91,7 +103,9 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
             elif not line.endswith(b"\n"):
                 notes.append(f"{path.name}: {CUT_OFF}; the {whole} whole records were read")
             else:
-                notes.append(f"{path.name}: line {number} is not a record with a step and was left out")
+                notes.append(
+                    f"{path.name}: line {number} is not a record with a step and was left out"
+                )
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -116,7 +130,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class Records:
-    """The numbers in a run's records, by name and record; texts and nested values are left out.
+    """The numbers in a run's records, by name and record; texts and nested values are
+    left out.
 
     >>> records = Records([{"step": 0, "val/loss": 2.0}, {"step": 1, "lr": 0.1}, {"step": 2, "val/loss": None}])
     >>> records.names, records.curve("val/loss")
@@ -155,7 +170,9 @@ class Records:
         return int(self._columns["step"][1][-1]) if "step" in self._columns else None
 
     def rows(self, name: str) -> Iterator[tuple[int, float | None]]:
-        """Yield the index of every record with this name, and its value, None where it is not finite."""
+        """Yield the index of every record with this name, and its value, None where it
+        is not finite.
+        """
         for row, value in zip(*self._columns.get(name, ((), ())), strict=True):
             yield row, value if math.isfinite(value) else None
 
@@ -164,7 +181,9 @@ class Records:
         return [value for _, value in self.rows(name) if value is not None]
 
     def curve(self, name: str, against: str = "step") -> tuple[list[float], list[float | None]]:
-        """Return x and y: `name` over `against`, where `against` is finite; None where `name` is not finite."""
+        """Return x and y: `name` over `against`, where `against` is finite; None where
+        `name` is not finite.
+        """
         known = {row: place for row, place in self.rows(against) if place is not None}
         points = [(known[row], value) for row, value in self.rows(name) if row in known]
         return [x for x, _ in points], [y for _, y in points]
@@ -183,9 +202,11 @@ def write_sums(run_dir: Path, names: Sequence[str] = AT_END) -> None:
 
 
 def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
-    """Yield name and error of every file that is not as it was written; nothing if the run has no digests.
+    """Yield name and error of every file that is not as it was written; nothing if the
+    run has no digests.
 
-    For a run that has not `ended` only the files from its start are compared, since the others grow.
+    For a run that has not `ended` only the files from its start are compared, since the
+    others grow.
     """
     try:
         known = _read(run_dir / SUMS)
@@ -194,14 +215,21 @@ def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
     except (OSError, ValueError) as error:
         yield SUMS, f"can't be read: {one_line(error)}"
         return
-    if ended and (without := [name for name in AT_END if name not in known and (run_dir / name).is_file()]):
+    if ended and (
+        without := [name for name in AT_END if name not in known and (run_dir / name).is_file()]
+    ):
         yield SUMS, f"has no sha256 of {', '.join(without)}: it was cut off or changed"
     for name, digest in known.items():
         if not ended and name not in AT_START:
             continue
         path = run_dir / name
         if not path.is_file() or path.is_symlink():
-            yield name, f"is no ordinary file, and {SUMS} has its sha256" if path.exists() else "is missing"
+            yield (
+                name,
+                f"is no ordinary file, and {SUMS} has its sha256"
+                if path.exists()
+                else "is missing",
+            )
         elif sha256(path) != digest:
             yield name, f"does not have the sha256 that {SUMS} gives: it was cut off or changed"
 

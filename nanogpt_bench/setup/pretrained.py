@@ -1,4 +1,6 @@
-"""`model.pretrained`: a model of transformers in the GPT's place, with float weights or the codes in its files."""
+"""`model.pretrained`: a model of transformers in the GPT's place, with float weights or
+the codes in its files.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +21,9 @@ _OTHERWISE = ("embeddings", "headroom", "products", "constraint")
 
 
 def trains_stored(model: ModelConfig) -> bool:
-    """Return whether a resolved configuration trains the codes in a published model's files."""
+    """Return whether a resolved configuration trains the codes in a published model's
+    files.
+    """
     return model.storage == "fp8" and bool(_stored(model))
 
 
@@ -28,33 +32,45 @@ def _stored(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def fill_stored(model: ModelConfig) -> bool:
-    """Fill in formats and granularity from a published model's files; return whether its codes are trained."""
+    """Fill in formats and granularity from a published model's files; return whether
+    its codes are trained.
+    """
     stored = _stored(model)
     if not stored:
         return False
     called = f"{model.pretrained!r}, whose weights are stored in codes"
     if model.storage not in ("fp8", "float32"):
         raise BenchError(
-            f"model.storage: {model.storage!r} can't be used with {called}; give fp8 (they are trained as they are) or "
+            f"model.storage: {model.storage!r} can't be used with {called}; give fp8 (they are "
+            f"trained as they are) or "
             "--rule fp32 --model.format null (they are decoded)"
         )
     if model.storage == "float32":
         return False
-    names, kinds = sorted(set(map(_format_of, stored.values()))), sorted({str(e.granularity) for e in stored.values()})
+    names, kinds = (
+        sorted(set(map(_format_of, stored.values()))),
+        sorted({str(e.granularity) for e in stored.values()}),
+    )
     formats = (
-        {"*": names[0]} if len(names) == 1 else {name: _format_of(each) for name, each in _of_layers(model).items()}
+        {"*": names[0]}
+        if len(names) == 1
+        else {name: _format_of(each) for name, each in _of_layers(model).items()}
     )
     if model.formats not in ({}, formats):
         said = f"is not that of {called} ({', '.join(names)})"
-        raise BenchError(f"model.formats: {model.formats!r} {said}; add --model.format null --model.formats {{}}")
+        raise BenchError(
+            f"model.formats: {model.formats!r} {said}; add --model.format null --model.formats {{}}"
+        )
     if model.granularity is not None and [model.granularity] != kinds:
         raise BenchError(
-            f"model.granularity: {model.granularity!r} is not that of {called} ({', '.join(kinds)}); "
-            f"add {without('model.granularity')}"
+            f"model.granularity: {model.granularity!r} is not that of {called} "
+            f"({', '.join(kinds)}); add {without('model.granularity')}"
         )
     for key in _OTHERWISE:
         if (given := getattr(model, key)) is not None:
-            raise BenchError(f"model.{key}: {given!r} can't be used with {called}; add {without(f'model.{key}')}")
+            raise BenchError(
+                f"model.{key}: {given!r} can't be used with {called}; add {without(f'model.{key}')}"
+            )
     if model.tied == "untie":
         raise BenchError(f"model.tied: 'untie' can't be used with {called}; add --model.tied null")
     model.formats, model.granularity = formats, kinds[0] if len(kinds) == 1 else None
@@ -67,28 +83,44 @@ def _format_of(stored: Any) -> str:
 
 def _of_layers(model: ModelConfig) -> dict[str, Any]:
     found = outline(model.pretrained or "")
-    return {name: found.stored[f"{name}.weight"] for name in found.layers if f"{name}.weight" in found.stored}
+    return {
+        name: found.stored[f"{name}.weight"]
+        for name in found.layers
+        if f"{name}.weight" in found.stored
+    }
 
 
 def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
     """Return the formats in which a published model stores its linear layers."""
-    return {name: fm.LayerSpec(each.format, granularity=each.granularity) for name, each in _of_layers(model).items()}
+    return {
+        name: fm.LayerSpec(each.format, granularity=each.granularity)
+        for name, each in _of_layers(model).items()
+    }
 
 
 def outlined_shape(name: str) -> GPTShape:
-    """Return a pretrained model's shape as far as a GPT's has it; `block_size` is its number of positions."""
+    """Return a pretrained model's shape as far as a GPT's has it; `block_size` is its
+    number of positions.
+    """
     found = outline(name)
     sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
 
 
 def pretrained_model(config: Config, corpus: Corpus) -> Any:
-    """Return the pretrained model of a resolved configuration, in codes where it can be read into codes."""
+    """Return the pretrained model of a resolved configuration, in codes where it can be
+    read into codes.
+    """
     name = config.model.pretrained or ""
     also = open_also(config, corpus)
-    for text, splits in [(corpus, (corpus.train, corpus.val)), *([(also, (also.val,))] if also else [])]:
+    for text, splits in [
+        (corpus, (corpus.train, corpus.val)),
+        *([(also, (also.val,))] if also else []),
+    ]:
         largest = max(int(tokens.max()) for tokens in splits)
-        check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(text.folder), largest)
+        check_tokens(
+            str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(text.folder), largest
+        )
     model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
     if config.train.recompute:
         recompute_activations(model)
@@ -96,7 +128,9 @@ def pretrained_model(config: Config, corpus: Corpus) -> Any:
 
 
 def _bytes_each(config: Config) -> float:
-    """Return the bytes per parameter: weight, gradient and averages; while it is read, at least a float and a code."""
+    """Return the bytes per parameter: weight, gradient and averages; while it is read,
+    at least a float and a code.
+    """
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     summed = 2 if config.train.accumulation > 1 else 0  # in bfloat16
     gradients = summed if config.train.step_in_backward else 4
@@ -107,17 +141,22 @@ def _bytes_each(config: Config) -> float:
     found = outline(config.model.pretrained or "")
     if found.stored:
         return found.stored_bytes / found.parameters + state + gradients
-    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
+    in_codes = sum(
+        rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"]
+    )
     return 4 - 3 * in_codes / found.parameters + state + gradients
 
 
 def read_as_codes(config: Config) -> dict[str, Any] | None:
-    """Return the `quantization` into which a pretrained model can be read; None where its floats are needed first."""
+    """Return the `quantization` into which a pretrained model can be read; None where
+    its floats are needed first.
+    """
     if not isinstance(config, Resolved) or config.model.storage != "fp8":
         return None
     if not config.layers and not trains_stored(config.model):
         return None
-    # Scales of activations depend on all tokens, so the check that a model is causal needs the floats.
+    # Scales of activations depend on all tokens, so the check that a model is causal
+    # needs the floats.
     if any(spec.activation is not None for spec in config.layers.values()):
         return None
     return quantization(config)

@@ -1,4 +1,6 @@
-"""Filling in what a configuration leaves null, and refusing combinations that make no sense."""
+"""Filling in what a configuration leaves null, and refusing combinations that make no
+sense.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +8,14 @@ from typing import Any
 from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts, refuse_disagreement
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.rules import RULES, Rule, check_available, unit
-from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, OWN_OPTIMIZERS, ROUNDED, Config, ModelConfig
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    OPTIONS,
+    OWN_OPTIMIZERS,
+    ROUNDED,
+    Config,
+    ModelConfig,
+)
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
@@ -18,9 +27,11 @@ _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
 def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
-    """Return the configuration with its null keys filled in: from the rule, the model's size, formats and defaults.
+    """Return the configuration with its null keys filled in: from the rule, the model's
+    size, formats and defaults.
 
-    `start` is the shape of the model of `model.init_from`, given where that checkpoint is gone.
+    `start` is the shape of the model of `model.init_from`, given where that checkpoint
+    is gone.
 
     Raises:
         TypeError: `config` is resolved already.
@@ -58,7 +69,9 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
 
 
 def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
-    """Return a configuration resolved for the run in `run_dir`; a resumed one starts from the weights it began with."""
+    """Return a configuration resolved for the run in `run_dir`; a resumed one starts
+    from the weights it began with.
+    """
     if isinstance(config, Resolved):
         return config
     path = run_dir / "config.yaml"
@@ -88,8 +101,9 @@ def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
     assert model.n_head is not None
     if model.n_embd % model.n_head:
         raise BenchError(
-            f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; "
-            f"give a multiple of {model.n_head}, such as {-(-model.n_embd // model.n_head) * model.n_head}"
+            f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; give "
+            f"a multiple of {model.n_head}, such as "
+            f"{-(-model.n_embd // model.n_head) * model.n_head}"
         )
 
 
@@ -98,7 +112,9 @@ _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "
 
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
-    """Return the shape of the checkpoint to start from; refuse settings of another shape."""
+    """Return the shape of the checkpoint to start from; refuse settings of another
+    shape.
+    """
     from nanogpt_bench.setup.start import pinned, start_shape
 
     assert model.init_from is not None
@@ -107,7 +123,10 @@ def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     _check_named_size(model, shape)
     _check_shape(model, shape, f"the checkpoint {model.init_from!r}")
     if model.tie_weights and not shape.tie_weights:
-        raise BenchError(f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; give false")
+        raise BenchError(
+            f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; "
+            f"give false"
+        )
     return shape
 
 
@@ -116,7 +135,8 @@ def _own_shape(model: ModelConfig) -> GPTShape:
     for name in ("init_from", "size"):
         if getattr(model, name) is not None:
             raise BenchError(
-                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; add --model.{name} null"
+                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; add "
+                f"--model.{name} null"
             )
     from nanogpt_bench.setup.pretrained import outlined_shape
 
@@ -125,7 +145,8 @@ def _own_shape(model: ModelConfig) -> GPTShape:
     _check_shape(model, shape, f"{model.pretrained!r}")
     if model.tie_weights not in (None, shape.tie_weights):
         raise BenchError(
-            f"model.tie_weights: {model.pretrained!r} has {shape.tie_weights}; model.tied says what formats do"
+            f"model.tie_weights: {model.pretrained!r} has {shape.tie_weights}; model.tied says "
+            f"what formats do"
         )
     return shape
 
@@ -136,7 +157,10 @@ def _check_shape(model: ModelConfig, shape: GPTShape, called: str) -> None:
         if given not in (None, own):
             raise BenchError(f"model.{name}: {given!r} is not that of {called}: {own!r}")
     if model.block_size is not None and model.block_size > shape.block_size:
-        raise BenchError(f"model.block_size: {model.block_size} exceeds the {shape.block_size} positions of {called}")
+        raise BenchError(
+            f"model.block_size: {model.block_size} exceeds the {shape.block_size} positions of "
+            f"{called}"
+        )
 
 
 def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
@@ -145,7 +169,8 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
     for name in ("n_layer", "n_head", "n_embd"):
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
             raise BenchError(
-                f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
+                f"model.size: {model.size!r} can't be used with model.init_from "
+                f"{model.init_from!r}, "
                 "whose checkpoint has a size of its own; add --model.size null"
             )
     model.size = None
@@ -172,12 +197,21 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     options = OPTIONS[optimizer.name or ""]
     rates = keys_where("is_rate")
     fill_rates(config)
-    _fill(optimizer, **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates})
-    if config.model.pretrained and "float_lr" in options and unit(optimizer.name or "") == unit("adamw"):
+    _fill(
+        optimizer,
+        **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates},
+    )
+    if (
+        config.model.pretrained
+        and "float_lr" in options
+        and unit(optimizer.name or "") == unit("adamw")
+    ):
         _fill(
             optimizer, float_lr=optimizer.lr
         )  # one rate for all, not that of embeddings which are learnt from nothing
-    if (name := rule_name(config)) in RULES:  # also where the settings of a rule were given one by one
+    if (
+        name := rule_name(config)
+    ) in RULES:  # also where the settings of a rule were given one by one
         _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
     _fill(optimizer, **options)
 
@@ -192,15 +226,21 @@ def _default_storage(config: Config) -> str:
 
 
 def _read_format(section: Any, name: str, key: str) -> None:
-    """Give a format that is not of linear layers its canonical name; "none" becomes None."""
+    """Give a format that is not of linear layers its canonical name; "none" becomes
+    None.
+    """
     if getattr(section, name) is not None:
         read = format_name(getattr(section, name), key)
         setattr(section, name, None if read == "none" else read)
 
 
 def rule_name(config: Config) -> str:
-    """Return the rule of a resolved configuration: the one it names, one with the same settings, or "custom"."""
-    return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
+    """Return the rule of a resolved configuration: the one it names, one with the same
+    settings, or "custom".
+    """
+    return config.rule or next(
+        (name for name, entry in RULES.items() if _follows(config, entry)), "custom"
+    )
 
 
 def _follows(config: Config, entry: Rule) -> bool:
@@ -208,7 +248,9 @@ def _follows(config: Config, entry: Rule) -> bool:
     return (
         (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
         and optimizer.name == entry.optimizer
-        and (entry.storage != "float32" or config.train.precision == entry.precision)  # other rules allow any precision
+        and (
+            entry.storage != "float32" or config.train.precision == entry.precision
+        )  # other rules allow any precision
         and config.model.torchao_float8 == entry.torchao_float8
         and config.model.products == entry.products
         and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)

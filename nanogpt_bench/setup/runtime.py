@@ -1,4 +1,6 @@
-"""The runtime of a run: threads, seed, device, one process or several, compilation, bfloat16 products on old CPUs."""
+"""The runtime of a run: threads, seed, device, one process or several, compilation,
+bfloat16 products on old CPUs.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -43,34 +45,44 @@ def runtime(config: Config) -> Iterator[torch.device]:
         torch.set_num_threads(threads)
 
 
-#: torch's names of CPU capabilities with which its bfloat16 product takes ten times as long as float32's
+#: torch's names of CPU capabilities with which its bfloat16 product takes ten times as
+#: long as float32's
 WITHOUT = ("NO AVX", "AVX2")
 _ATEN = torch.ops.aten
 PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
 
 
 class ProductsByFloat32(TorchDispatchMode):
-    """Take products of bfloat16 matrices as products of float32 ones, rounded once at the end.
+    """Take products of bfloat16 matrices as products of float32 ones, rounded once at
+    the end.
 
-    A product of two bfloat16 numbers is exact in float32, and bfloat16 hardware sums in float32, too: only the order
-    of summation differs. Other operations are left alone.
+    A product of two bfloat16 numbers is exact in float32, and bfloat16 hardware sums in
+    float32, too: only the order of summation differs. Other operations are left alone.
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call one operation of torch."""
         plain: Callable[..., Any] = func
-        if func in PRODUCTS and all(type(x) is torch.Tensor and x.dtype is torch.bfloat16 for x in args):
+        if func in PRODUCTS and all(
+            type(x) is torch.Tensor and x.dtype is torch.bfloat16 for x in args
+        ):
             return plain(*(x.float() for x in args), **(kwargs or {})).bfloat16()
         return plain(*args, **(kwargs or {}))
 
 
 def bfloat16_products(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a run's products of bfloat16 matrices are taken, forward and backward.
+    """Return the context in which a run's products of bfloat16 matrices are taken,
+    forward and backward.
 
-    It is a `ProductsByFloat32` where the run has such products and the processor no instructions for them, and
-    otherwise does nothing. In compiled models it would be without effect.
+    It is a `ProductsByFloat32` where the run has such products and the processor no
+    instructions for them, and otherwise does nothing. In compiled models it would be
+    without effect.
     """
     wanted = config.train.precision in ("bf16-mixed", "bf16-pure") and not config.runtime.compile
     if wanted and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in WITHOUT:
@@ -79,7 +91,9 @@ def bfloat16_products(config: Config, device: torch.device) -> AbstractContextMa
 
 
 class CompiledLoss:
-    """`model.loss`, compiled; uncompiled while monitors have hooks in layers, which would force a new compilation."""
+    """`model.loss`, compiled; uncompiled while monitors have hooks in layers, which
+    would force a new compilation.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -107,19 +121,22 @@ def _hooks(model: nn.Module) -> int:
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse `train.parallel` in one process, a batch that processes can't share evenly, and too few GPUs."""
+    """Refuse `train.parallel` in one process, a batch that processes can't share
+    evenly, and too few GPUs.
+    """
     size = ranks.size
     if ranks is ALONE:
         refuse_parallel(config.train.parallel, "this")
     if config.train.batch_size % size:
         raise BenchError(
-            f"train.batch_size: {counted(config.train.batch_size, 'sequence')} can't be divided among {size} "
-            f"processes; give a multiple of {size}"
+            f"train.batch_size: {counted(config.train.batch_size, 'sequence')} can't be divided "
+            f"among {size} processes; give a multiple of {size}"
         )
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
     if size > 1 and config.runtime.device != "cpu" and 0 < gpus < here:
         raise BenchError(
-            f"runtime.device: {here} processes need a GPU each, and {gpus} are here; start fewer, or give "
+            f"runtime.device: {here} processes need a GPU each, and {gpus} are here; start fewer, "
+            f"or give "
             "--runtime.device cpu"
         )
 
@@ -128,7 +145,8 @@ def refuse_parallel(mode: str | None, who: str) -> None:
     """Refuse `train.parallel` where runs are trained in one process."""
     if mode is not None:
         raise BenchError(
-            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; add "
+            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one "
+            f"process; add "
             "--train.parallel null"
         )
 
@@ -137,7 +155,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def replicated(model: nn.Module, loss: Loss) -> Loss:
-    """Return a loss whose backward pass leaves the mean of all processes' gradients in each of them."""
+    """Return a loss whose backward pass leaves the mean of all processes' gradients in
+    each of them.
+    """
     wrapped: Loss = nn.parallel.DistributedDataParallel(_Loss(model, loss), init_sync=False)
     return wrapped
 

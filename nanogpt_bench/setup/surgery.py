@@ -1,4 +1,6 @@
-"""From `model.formats` to quantised layers, and from `model.constraint` to constrained weights, in a finished model."""
+"""From `model.formats` to quantised layers, and from `model.constraint` to constrained
+weights, in a finished model.
+"""
 
 from typing import Any
 
@@ -7,7 +9,14 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    OPTIONS,
+    RIEMANNIAN,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+)
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers, rows_of_outputs
@@ -18,9 +27,13 @@ _NAMED = 4
 
 
 def quantize(model: nn.Module, config: Resolved) -> nn.Module:
-    """Replace the linear layers that `model.formats` names, and constrain the weights of `model.constraint`."""
+    """Replace the linear layers that `model.formats` names, and constrain the weights
+    of `model.constraint`.
+    """
     settings = config.model
-    if config.layers and not quantized_layers(model):  # a pretrained model may have been read into codes
+    if config.layers and not quantized_layers(
+        model
+    ):  # a pretrained model may have been read into codes
         model = _in_formats(model, config)
     constrain(model, settings)
     return model
@@ -66,12 +79,15 @@ def _grid_options(config: Config) -> dict[str, Any]:
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)
     if settings.storage == "fp8" and rule.residual_bits:
-        options["keep_remainder"] = True  # the residual starts from the remainder of rounding the initial weights
+        options["keep_remainder"] = (
+            True  # the residual starts from the remainder of rounding the initial weights
+        )
     return options
 
 
 def left_in_float(model: nn.Module) -> str:
-    """Say what share of a model's weights is not quantised, and in which layers most of it is.
+    """Say what share of a model's weights is not quantised, and in which layers most of
+    it is.
 
     >>> left_in_float(fm.quantize_model(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), "E4M3"))
     'left in float: 69% of the weights, 36 of 52; most in 0 (32)'
@@ -87,7 +103,8 @@ def left_in_float(model: nn.Module) -> str:
 
 #: the layers that `model.constraint` constrains
 ATTENTION = ("attn.qkv", "attn.proj")
-#: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient under SGD
+#: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient
+#: under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
 
 
@@ -102,7 +119,9 @@ def fill_constraint(config: Config) -> None:
 
 
 def fill_rates(config: Config) -> None:
-    """Fill in the rate of constrained weights; where no weight is stepped by ULPs, also one rate and no decay."""
+    """Fill in the rate of constrained weights; where no weight is stepped by ULPs, also
+    one rate and no decay.
+    """
     model, optimizer = config.model, config.optimizer
     if model.constraint is None or optimizer.name not in RIEMANNIAN:
         return
@@ -116,24 +135,33 @@ def fill_rates(config: Config) -> None:
 def check_constrained_layers(config: Resolved) -> None:
     """Refuse constrained weights that would also have to lie on a grid."""
     model = config.model
-    for name in constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ():
+    for name in (
+        constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ()
+    ):
         spec = config.layers.get(name)
         if spec is not None and spec.weight is not None:
             raise BenchError(
-                f"model.constraint: the weight of {name!r} has format {spec.weight.format.name} under model.storage "
-                f"{model.storage!r}, whose values are not on the manifold; add --model.formats.attn none, or give "
+                f"model.constraint: the weight of {name!r} has format {spec.weight.format.name} "
+                f"under model.storage {model.storage!r}, whose values are not on the manifold; add "
+                f"--model.formats.attn none, or give "
                 "--model.storage master, whose copy is on it"
             )
 
 
 def constrained_layers(model: ModelConfig) -> list[str]:
     """Return the names of the layers that a constraint is for, in the model's order."""
-    return [name for name in linear_sizes(model.n_layer or 0, model.n_embd or 0) if name.endswith(ATTENTION)]
+    return [
+        name
+        for name in linear_sizes(model.n_layer or 0, model.n_embd or 0)
+        if name.endswith(ATTENTION)
+    ]
 
 
 @torch.no_grad()
 def constrain(model: nn.Module, settings: ModelConfig) -> None:
-    """Move the weights that a resolved configuration constrains to the nearest point of their manifold."""
+    """Move the weights that a resolved configuration constrains to the nearest point of
+    their manifold.
+    """
     if settings.constraint is None:
         return
     for name in constrained_layers(settings):
@@ -141,15 +169,18 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
         manifold = geoopt.Sphere() if settings.constraint == "sphere" else geoopt.EuclideanStiefel()
         point = manifold.projx(layer.weight.detach().double()).to(layer.weight.dtype)
         if not bool(point.isfinite().all()):
-            raise BenchError(f"model.constraint: the weight of {name!r} has a row of zeros, or is not finite")
+            raise BenchError(
+                f"model.constraint: the weight of {name!r} has a row of zeros, or is not finite"
+            )
         layer.weight = geoopt.ManifoldParameter(point, manifold=manifold)
 
 
 def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:
-    """Return the rate with which geoopt's step turns each row or column of a weight by `optimizer.constrained_lr`.
+    """Return the rate with which geoopt's step turns each row or column of a weight by
+    `optimizer.constrained_lr`.
 
-    Under Adam a step is as long as its rate: per row on the sphere, and for the whole matrix on the Stiefel manifold,
-    where it is divided among orthonormal vectors.
+    Under Adam a step is as long as its rate: per row on the sphere, and for the whole
+    matrix on the Stiefel manifold, where it is divided among orthonormal vectors.
     """
     rate = settings.constrained_lr or 0.0
     one = settings.name != "riemannian_adam" or isinstance(weight.manifold, geoopt.Sphere)

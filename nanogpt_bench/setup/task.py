@@ -1,4 +1,6 @@
-"""The task of a run, a text or documents with labels: the shape of its model, batches, losses and other measures."""
+"""The task of a run, a text or documents with labels: the shape of its model, batches,
+losses and other measures.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +14,15 @@ from torch.nn import functional
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, documents_of, drawn, eval_batches, held_out, label_names
+from nanogpt_bench.data.batches import (
+    Corpus,
+    batch,
+    documents_of,
+    drawn,
+    eval_batches,
+    held_out,
+    label_names,
+)
 from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.system.free_memory import check_memory
 
@@ -24,15 +34,21 @@ Figures = dict[str, float | None]
 
 
 def document_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross-entropy of every document (N,), the mean over its labels, in nats per label."""
-    return functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(1)
+    """Return the binary cross-entropy of every document (N,), the mean over its labels,
+    in nats per label.
+    """
+    return functional.binary_cross_entropy_with_logits(
+        logits.float(), labels, reduction="none"
+    ).mean(1)
 
 
 def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of logits (N, L), which predict a label above 0, against labels (N, L) of 0 and 1.
+    """Return micro and macro F1 of logits (N, L), which predict a label above 0,
+    against labels (N, L) of 0 and 1.
 
-    F1 = 2 TP / (2 TP + FP + FN): micro over all labels together, macro the mean over the labels. A label that no
-    document has and that is never predicted, so that the denominator is 0, counts 0, as in scikit-learn.
+    F1 = 2 TP / (2 TP + FP + FN): micro over all labels together, macro the mean over
+    the labels. A label that no document has and that is never predicted, so that the
+    denominator is 0, counts 0, as in scikit-learn.
 
     >>> f1_scores(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
     (0.6666666666666666, 0.3333333333333333)
@@ -45,14 +61,17 @@ def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def r_precision(logits: Tensor, labels: Tensor) -> float | None:
-    """Return the mean over documents of the share of a document's R labels that is among its R highest logits.
+    """Return the mean over documents of the share of a document's R labels that is
+    among its R highest logits.
 
-    Of equal logits the first counts as higher. Documents without labels are left out; None if there are no others.
+    Of equal logits the first counts as higher. Documents without labels are left out;
+    None if there are no others.
 
     >>> r_precision(torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
     0.5
 
-    Source: Chalkidis et al. 2019, Large-Scale Multi-Label Text Classification on EU Legislation.
+    Source: Chalkidis et al. 2019, Large-Scale Multi-Label Text Classification on EU
+    Legislation.
     """
     counts = labels.sum(1)
     known = counts > 0
@@ -65,7 +84,9 @@ def r_precision(logits: Tensor, labels: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class Passes:
-    """A model's forward passes, in evaluation mode and in the precision of the training."""
+    """A model's forward passes, in evaluation mode and in the precision of the
+    training.
+    """
 
     #: mean loss of a batch, from its inputs and targets
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -78,16 +99,22 @@ EVAL_SEED = 1337
 
 
 class Language:
-    """The task of predicting the next token in blocks of a text; losses are in nats per token."""
+    """The task of predicting the next token in blocks of a text; losses are in nats per
+    token.
+    """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self._config, self._corpus = config, corpus
         self._block = config.model.block_size or 0
 
     def batch(self, step: int, micro_step: int) -> Pair:
-        """Return a micro-batch of a step (from 0): a pure function of the seed, the step and the micro-step."""
+        """Return a micro-batch of a step (from 0): a pure function of the seed, the
+        step and the micro-step.
+        """
         size, seed = self._config.train.batch_size, self._config.seed
-        return batch(self._corpus.train, size, self._block, seed=seed, step=step, micro_step=micro_step)
+        return batch(
+            self._corpus.train, size, self._block, seed=seed, step=step, micro_step=micro_step
+        )
 
     def tokens(self, step: int) -> int:
         """Return how many tokens a step (from 0) trains on."""
@@ -118,7 +145,9 @@ class Language:
 
 
 class Classify:
-    """The task of predicting a document's labels from its first tokens; losses in nats per label. As `Language`."""
+    """The task of predicting a document's labels from its first tokens; losses in nats
+    per label. As `Language`.
+    """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self._config, self._block = config, config.model.block_size or 0
@@ -129,11 +158,15 @@ class Classify:
 
     def tokens(self, step: int) -> int:
         """Return how many tokens a step trains on, padding left out."""
-        drawn = (self._drawn(step, micro_step) for micro_step in range(self._config.train.accumulation))
+        drawn = (
+            self._drawn(step, micro_step) for micro_step in range(self._config.train.accumulation)
+        )
         return sum(int(self._train.lengths(which, self._block).sum()) for which in drawn)
 
     def held_out(self) -> list[Pair]:
-        """Return the fixed validation batches: no document is in two of them, and the last may be smaller."""
+        """Return the fixed validation batches: no document is in two of them, and the
+        last may be smaller.
+        """
         evaluation, size = self._config.eval, self._config.train.batch_size
         drawn = held_out(self._val, evaluation.batches, size, seed=EVAL_SEED)
         return [self._val.rows(which, self._block) for which in drawn]
@@ -164,7 +197,9 @@ def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:
 
 
 def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
-    """Return the shape of a resolved configuration's model, with vocabulary and labels of a corpus, if given."""
+    """Return the shape of a resolved configuration's model, with vocabulary and labels
+    of a corpus, if given.
+    """
     settings = config.model
     return GPTShape(
         n_layer=settings.n_layer or 0,

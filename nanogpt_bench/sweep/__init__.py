@@ -1,1 +1,3 @@
-"""Runs over any settings: a grid or random points, tuned rates, the sensitivity of layers."""
+"""Runs over any settings: a grid or random points, tuned rates, the sensitivity of
+layers.
+"""

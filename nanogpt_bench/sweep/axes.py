@@ -23,7 +23,9 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, evenly spaced or drawn on a linear or a logarithmic scale."""
+    """Numbers from `low` to `high`, evenly spaced or drawn on a linear or a logarithmic
+    scale.
+    """
 
     low: float
     high: float
@@ -42,7 +44,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting by dotted key (`model.formats.PATTERN` and `model.formats.PATTERN.OPTION` included) and its values."""
+    """A setting by dotted key (`model.formats.PATTERN` and
+    `model.formats.PATTERN.OPTION` included) and its values.
+    """
 
     key: str
     values: tuple[Any, ...] | Range
@@ -60,11 +64,15 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """The most values in a grid; values of a range may coincide when they are rounded to whole numbers."""
+        """The most values in a grid; values of a range may coincide when they are
+        rounded to whole numbers.
+        """
         if not isinstance(self.values, Range):
             return len(self.values)
         if self.values.points is None:
-            raise BenchError(f"axes.{self.key}: a grid needs points, the number of values from min to max")
+            raise BenchError(
+                f"axes.{self.key}: a grid needs points, the number of values from min to max"
+            )
         return self.values.points
 
     def draw(self, source: random.Random) -> Any:
@@ -72,7 +80,10 @@ class Axis:
         if not isinstance(self.values, Range):
             return source.choice(self.values)
         if self.values.points is not None:
-            raise BenchError(f"axes.{self.key}: points goes with search: grid, a random search takes samples instead")
+            raise BenchError(
+                f"axes.{self.key}: points goes with search: grid, a random search takes samples "
+                f"instead"
+            )
         return self.values.at(source.random())
 
 
@@ -83,14 +94,18 @@ def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
 
 
 def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[Point]:
-    """Yield `samples` random points, each at every value of the axis `seed` if there is one.
+    """Yield `samples` random points, each at every value of the axis `seed` if there is
+    one.
 
-    A point depends only on its number, `seed` and the keys: with more samples the earlier ones stay the same.
+    A point depends only on its number, `seed` and the keys: with more samples the
+    earlier ones stay the same.
     """
     drawn = tuple(axis for axis in axes if axis.key != "seed")
     seeds = tuple(axis for axis in axes if axis.key == "seed")
     for number in range(samples):
-        point = {axis.key: axis.draw(random.Random(f"{seed}/{number}/{axis.key}")) for axis in drawn}
+        point = {
+            axis.key: axis.draw(random.Random(f"{seed}/{number}/{axis.key}")) for axis in drawn
+        }
         for same in grid_points(seeds):
             yield point | same
 
@@ -102,7 +117,9 @@ def read_axis(key: str, values: Any) -> Axis:
     if isinstance(values, Mapping):
         return Axis(key, _range(key, values))
     if not isinstance(values, list) or not values:
-        raise BenchError(f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max")
+        raise BenchError(
+            f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max"
+        )
     seen: set[Any] = set()
     for value in values:
         if (known := _hashable(value)) in seen:
@@ -127,10 +144,15 @@ def _range(key: str, values: Mapping[Any, Any]) -> Range:
     scale, points = values.get("scale", "log"), values.get("points")
     if scale not in SCALES:
         raise unknown(f"axes.{key}.scale", scale, SCALES)
-    if points is not None and (not isinstance(points, int) or isinstance(points, bool) or points < 2):
+    if points is not None and (
+        not isinstance(points, int) or isinstance(points, bool) or points < 2
+    ):
         raise BenchError(f"axes.{key}.points: {points!r} is not allowed; give a whole number >= 2")
     if not low < high or (scale == "log" and low <= 0):
-        raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a log scale")
+        raise BenchError(
+            f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a "
+            f"log scale"
+        )
     if not math.isfinite(high / low if scale == "log" else high - low):
         raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are too far apart")
     return Range(low, high, scale, points, whole=key in FIELDS and FIELDS[key].kind is int)
@@ -147,9 +169,11 @@ def _number(key: str, name: str, value: Any) -> float:
 
 
 def read_settings(content: Mapping[Any, Any]) -> Point:
-    """Return settings, nested or dotted, also single entries of model.formats, as {dotted key: value}.
+    """Return settings, nested or dotted, also single entries of model.formats, as
+    {dotted key: value}.
 
-    Raises `GivenTwice` for a setting, or an entry of a mapping, that is given both dotted and nested.
+    Raises `GivenTwice` for a setting, or an entry of a mapping, that is given both
+    dotted and nested.
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
@@ -161,15 +185,21 @@ def read_settings(content: Mapping[Any, Any]) -> Point:
     )
     for key in settings:
         mapping = mapping_above(key)
-        if mapping and mapping in settings and key[len(mapping) + 1 :] in entries_of(settings, mapping):
+        if (
+            mapping
+            and mapping in settings
+            and key[len(mapping) + 1 :] in entries_of(settings, mapping)
+        ):
             raise GivenTwice(key)
     return settings
 
 
 def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """Return `base` with the settings of a point, and single entries of `model.formats` merged into that mapping.
+    """Return `base` with the settings of a point, and single entries of `model.formats`
+    merged into that mapping.
 
-    An entry's format is that of the weights; `model.formats.PATTERN.OPTION` sets another option of the layers.
+    An entry's format is that of the weights; `model.formats.PATTERN.OPTION` sets
+    another option of the layers.
 
     >>> assemble({"model.format": "E4M3"}, {"model.formats.*.ste": "clipped", "model.format": "E5M2"})
     {'model.formats': {'*': {'weight': 'E5M2', 'ste': 'clipped'}}}
@@ -177,7 +207,11 @@ def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
     given = {**base, **point}
     formats = dict(entries_of(given, "model.formats"))
     given.pop("model.formats", None)
-    entries = [(key, given.pop(key)) for key in list(given) if key == "model.format" or key.startswith(FORMATS)]
+    entries = [
+        (key, given.pop(key))
+        for key in list(given)
+        if key == "model.format" or key.startswith(FORMATS)
+    ]
     for key, value in sorted(entries, key=lambda entry: _option(entry[0]) is not None):
         if value is not None or key != "model.format":
             _put(formats, key, value)
@@ -192,7 +226,9 @@ def _option(key: str) -> str | None:
     import fp8manifold as fm
 
     last = key.rsplit(".", 1)[-1]
-    return last if key.count(".") > 2 and last in inspect.signature(fm.LayerSpec).parameters else None
+    return (
+        last if key.count(".") > 2 and last in inspect.signature(fm.LayerSpec).parameters else None
+    )
 
 
 def _put(formats: dict[str, Any], key: str, value: Any) -> None:

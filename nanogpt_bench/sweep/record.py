@@ -37,7 +37,15 @@ from nanogpt_bench.system.untrusted import read_json
 DATE = "%Y-%m-%d %H:%M UTC"
 #: entries of a run's summary.json that sweep.json repeats
 OUTCOMES = (
-    *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
+    *(
+        "status",
+        "steps",
+        "final_val_loss",
+        "best_val_loss",
+        "first_val_loss",
+        "bytes_per_parameter",
+        "stall",
+    ),
     *("arrived", "tokens_per_s", "seconds"),
 )
 
@@ -45,9 +53,10 @@ OUTCOMES = (
 class SweepRecord:
     """The runs of a sweep in `folder`: a folder per run, sweep.json, the report.
 
-    Runs are added one by one, since some are planned from the results of others. `mode` is grid, random, compare,
-    tune or sensitivity. Gaps are measured to the row labelled `baseline`, without one to the first BF16 row. The table
-    has the rows labelled `order` first.
+    Runs are added one by one, since some are planned from the results of others. `mode`
+    is grid, random, compare, tune or sensitivity. Gaps are measured to the row labelled
+    `baseline`, without one to the first BF16 row. The table has the rows labelled
+    `order` first.
     """
 
     def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
@@ -62,7 +71,9 @@ class SweepRecord:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; return whether it has ended already. Else remove its folder, unless it has a checkpoint."""
+        """Add a run; return whether it has ended already. Else remove its folder,
+        unless it has a checkpoint.
+        """
         self.check(run)
         self.planned.append(run)
         if self._read(run):
@@ -84,7 +95,11 @@ class SweepRecord:
             "axes": plain(run.axes),
             "ended": self._ended[run.name],
             **{key: summary.get(key) for key in OUTCOMES},
-            **{metric.figure: summary[metric.figure] for metric in BESIDE_LOSS if metric.figure in summary},
+            **{
+                metric.figure: summary[metric.figure]
+                for metric in BESIDE_LOSS
+                if metric.figure in summary
+            },
             "failure": (summary.get("failure") or {}).get("kind"),
             "failures": list(dict.fromkeys(finding.kind for finding in failures_in(summary))),
             "settings": plain(run.settings),
@@ -103,12 +118,18 @@ class SweepRecord:
         return summary_of(self.run_dir(run))
 
     def final_loss(self, run: PlannedRun) -> float | None:
-        """Return the final loss of a run that reached its last step; None if it failed or ended early."""
+        """Return the final loss of a run that reached its last step; None if it failed
+        or ended early.
+        """
         summary = self.summary(run)
-        return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
+        return (
+            finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
+        )
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, and its `error` if it could not write its own summary; write sweep.json."""
+        """Record the end of a run, and its `error` if it could not write its own
+        summary; write sweep.json.
+        """
         if error is not None:
             self.note_failure(run, error)
         self._read(run)
@@ -119,11 +140,15 @@ class SweepRecord:
         return self._ended[run.name]
 
     def left(self) -> list[PlannedRun]:
-        """Return the runs that have not ended by themselves, and those whose results are gone."""
+        """Return the runs that have not ended by themselves, and those whose results
+        are gone.
+        """
         return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
-        """Record the state of every run once all workers have stopped, also of runs whose end was not reported."""
+        """Record the state of every run once all workers have stopped, also of runs
+        whose end was not reported.
+        """
         for run in self.planned:
             if not self.ended(run):
                 self._read(run)
@@ -133,14 +158,18 @@ class SweepRecord:
         self.write_manifest()
 
     def rows(self) -> list[Row]:
-        """Return the rows in the order of the table, each with its runs that have begun; a row given up has none."""
+        """Return the rows in the order of the table, each with its runs that have
+        begun; a row given up has none.
+        """
         grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
             if not run.aside:
                 grouped.setdefault(run.label, []).append(run)
         begun = []
         for runs in filter(None, grouped.values()):
-            loaded = (load_run(self.run_dir(run)) for run in runs if is_run_folder(self.run_dir(run)))
+            loaded = (
+                load_run(self.run_dir(run)) for run in runs if is_run_folder(self.run_dir(run))
+            )
             begun.append(Row(runs[0].label, runs[0].rule, runs[0].format, tuple(loaded)))
         return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
 
@@ -157,10 +186,12 @@ class SweepRecord:
         return write_report(rows, self.folder, title=title, facts=facts, baseline=self.baseline)
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
-        """Write a summary for a run that could not do so itself, so that its folder shows how it failed.
+        """Write a summary for a run that could not do so itself, so that its folder
+        shows how it failed.
 
-        A kill or a full disk is no failure of the run, which can be resumed; nothing more is written to a full disk.
-        Any other error is a failure and is written with its traceback; that run is tried again, too.
+        A kill or a full disk is no failure of the run, which can be resumed; nothing
+        more is written to a full disk. Any other error is a failure and is written with
+        its traceback; that run is tried again, too.
         """
         known = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
@@ -172,7 +203,12 @@ class SweepRecord:
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
     def _write_summary(
-        self, run: PlannedRun, status: str, *, failure: dict[str, Any] | None = None, stop: dict[str, Any] | None = None
+        self,
+        run: PlannedRun,
+        status: str,
+        *,
+        failure: dict[str, Any] | None = None,
+        stop: dict[str, Any] | None = None,
     ) -> None:
         folder = self.run_dir(run)
         if (folder / "summary.json").exists():
@@ -202,19 +238,27 @@ class SweepRecord:
         path = self.folder / SWEEP
         if not path.exists():
             if not is_unused(self.folder):
-                raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
+                raise BenchError(
+                    f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder"
+                )
             return {}
         try:
             before = read_json(path, times=8)
             entries, mode = {entry["name"]: entry for entry in before["runs"]}, before["mode"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out") from None
+            raise BenchError(
+                f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out"
+            ) from None
         if mode != self.mode:
-            raise BenchError(f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}; give a new folder")
+            raise BenchError(
+                f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}; give a new folder"
+            )
         return entries
 
     def check(self, run: PlannedRun) -> None:
-        """Refuse a run that an earlier start of the sweep has trained with other settings."""
+        """Refuse a run that an earlier start of the sweep has trained with other
+        settings.
+        """
         before = self._before.get(run.name)
         if before is None:
             return
@@ -222,21 +266,27 @@ class SweepRecord:
         for key in {**now, **then}:
             if now.get(key) != then.get(key):
                 raise BenchError(
-                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
-                    f"{now.get(key)!r}; give a new folder"
+                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, "
+                    f"now {now.get(key)!r}; give a new folder"
                 )
 
     def check_texts(self, folders: Collection[str]) -> None:
-        """Refuse a corpus that has been prepared anew since an earlier start of the sweep trained on it."""
+        """Refuse a corpus that has been prepared anew since an earlier start of the
+        sweep trained on it.
+        """
         from nanogpt_bench.data.batches import digests_of
 
-        now = {folder: digests_of(read_json(Path(folder) / "meta.json")["splits"]) for folder in folders}
+        now = {
+            folder: digests_of(read_json(Path(folder) / "meta.json")["splits"])
+            for folder in folders
+        }
         for name, entry in self._before.items():
             folder = (entry.get("settings") or {}).get("data.dir", DEFAULT_DATA_DIR)
             then = at(mapping(self.folder / name / "environment.json", []), "corpus.splits")
             if then and now.get(folder, digests_of(then)) != digests_of(then):
                 raise BenchError(
-                    f"data.dir: {folder!r} is not the text that {name!r} in {str(self.folder)!r} was trained on (its "
+                    f"data.dir: {folder!r} is not the text that {name!r} in {str(self.folder)!r} "
+                    f"was trained on (its "
                     "sha256 differs); give that one, or a new folder with --out"
                 )
 
@@ -244,8 +294,13 @@ class SweepRecord:
         """Write sweep.json as of now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = [self._entries[run.name] for run in self.planned]
-        # Entries of earlier starts beyond this plan stay: `check` compares their settings when they are planned again.
-        entries += [{**entry, "of_plan": False} for name, entry in self._before.items() if name not in self._entries]
+        # Entries of earlier starts beyond this plan stay: `check` compares their
+        # settings when they are planned again.
+        entries += [
+            {**entry, "of_plan": False}
+            for name, entry in self._before.items()
+            if name not in self._entries
+        ]
         facts = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
         content = {**facts, "command": command_line(), "runs": entries}
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,6 @@
-"""`sweep --sensitivity`: training with one layer pattern, or block, quantised at a time."""
+"""`sweep --sensitivity`: training with one layer pattern, or block, quantised at a
+time.
+"""
 
 import json
 import statistics
@@ -25,7 +27,9 @@ AXES = ("model.format", "seed")
 
 @dataclass(frozen=True)
 class Study:
-    """The runs of a sensitivity table: for every seed the reference, and every pattern x format."""
+    """The runs of a sensitivity table: for every seed the reference, and every pattern
+    x format.
+    """
 
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
@@ -40,7 +44,9 @@ class Study:
 
 
 def plan_study(sweep: SweepFile) -> Study:
-    """Return the study that a sweep file describes; its axes may only be model.format and seed."""
+    """Return the study that a sweep file describes; its axes may only be model.format
+    and seed.
+    """
     for axis in sweep.axes:
         if axis.key not in AXES:
             raise BenchError(
@@ -48,16 +54,29 @@ def plan_study(sweep: SweepFile) -> Study:
                 f"give {axis.key} in the settings of {sweep.path.name}"
             )
     if (formats := sweep.axis("model.format")) is None:
-        raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
+        raise BenchError(
+            f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]"
+        )
     seeds = sweep.axis("seed")
-    check_count(formats.size * (seeds.size if seeds is not None else 1), f"{sweep.path.name} (--sensitivity)")
+    check_count(
+        formats.size * (seeds.size if seeds is not None else 1),
+        f"{sweep.path.name} (--sensitivity)",
+    )
     names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
     if "none" in names:
-        raise BenchError("axes.model.format: 'none' is what the gaps are measured against; leave it out")
+        raise BenchError(
+            "axes.model.format: 'none' is what the gaps are measured against; leave it out"
+        )
     points = list(grid_points((seeds,) if seeds is not None else ()))
-    base = {key: value for key, value in sweep.base.items() if key not in ("model.format", "model.formats")}
+    base = {
+        key: value
+        for key, value in sweep.base.items()
+        if key not in ("model.format", "model.formats")
+    }
     config, options = resolve(build_config({**base, "model.format": names[0]})), sweep.sensitivity
-    blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
+    blocks = (
+        [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
+    )
     patterns = tuple(dict.fromkeys([*options.patterns, *blocks]))
     check_count(len(patterns) * len(names) * len(points), f"{sweep.path.name} (--sensitivity)")
     cells = {
@@ -71,30 +90,43 @@ def plan_study(sweep: SweepFile) -> Study:
 def _references(
     sweep: SweepFile, base: Mapping[str, Any], config: Config, points: Sequence[Mapping[str, Any]]
 ) -> tuple[PlannedRun, ...]:
-    """The same training with float weights: by the file's reference, or AdamW in the precision of the others."""
+    """The same training with float weights: by the file's reference, or AdamW in the
+    precision of the others.
+    """
     own = sweep.reference
     if own is None:
         own = {"rule": "fp32" if config.train.precision == "float32" else "bf16-mixed"}
     if isinstance(own, str):
-        raise BenchError(f"reference: {own!r} names a row; --sensitivity takes settings, such as {{rule: fp32}}")
+        raise BenchError(
+            f"reference: {own!r} names a row; --sensitivity takes settings, such as {{rule: fp32}}"
+        )
     settings = reference_settings(base, own)
     return tuple(plan_point(settings, point) for point in points)
 
 
 def _cell_run(
-    base: Mapping[str, Any], options: SensitivityOptions, pattern: str, fmt: str, point: Mapping[str, Any]
+    base: Mapping[str, Any],
+    options: SensitivityOptions,
+    pattern: str,
+    fmt: str,
+    point: Mapping[str, Any],
 ) -> PlannedRun:
-    settings = {**base, "model.formats": {pattern: fmt if options.operand == "weight" else {options.operand: fmt}}}
+    settings = {
+        **base,
+        "model.formats": {pattern: fmt if options.operand == "weight" else {options.operand: fmt}},
+    }
     where = {"pattern": pattern, "model.format": fmt}
     run = plan_point(settings, point, f"{fmt} {pattern}")
     return replace(run, format=fmt, axes={**where, **run.axes})
 
 
 def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
-    """Return the content of sensitivity.json: gaps in nats, pattern by format, null where no run has a final loss.
+    """Return the content of sensitivity.json: gaps in nats, pattern by format, null
+    where no run has a final loss.
 
-    A gap is the mean over seeds of the final validation loss minus that of the reference at the same seed; `spread` is
-    its sample standard deviation, null with one seed; `status` names the ends of a cell's unfinished runs.
+    A gap is the mean over seeds of the final validation loss minus that of the
+    reference at the same seed; `spread` is its sample standard deviation, null with one
+    seed; `status` names the ends of a cell's unfinished runs.
     """
     base = {run.seed: record.final_loss(run) for run in study.reference}
     run = study.cells[study.patterns[0], study.formats[0]][0]
@@ -115,8 +147,13 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     rows = [[gaps[pattern, name] for name in study.formats] for pattern in study.patterns]
     return content | {
         "gap": [[_mean(cell) for cell in row] for row in rows],
-        "spread": [[statistics.stdev(cell) if len(cell) > 1 else None for cell in row] for row in rows],
-        "status": [[_status(record, study.cells[p, name]) for name in study.formats] for p in study.patterns],
+        "spread": [
+            [statistics.stdev(cell) if len(cell) > 1 else None for cell in row] for row in rows
+        ],
+        "status": [
+            [_status(record, study.cells[p, name]) for name in study.formats]
+            for p in study.patterns
+        ],
     }
 
 
@@ -125,15 +162,21 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
-    """The ends of a cell's unfinished runs: the kind of failure, or the status; None if all finished."""
+    """The ends of a cell's unfinished runs: the kind of failure, or the status; None if
+    all finished.
+    """
     ends = []
     for run in runs:
         summary = record.summary(run)
         status = summary.get("status") or "not run"
-        ends += [] if status == "finished" else [(summary.get("failure") or {}).get("kind") or status]
+        ends += (
+            [] if status == "finished" else [(summary.get("failure") or {}).get("kind") or status]
+        )
     return ", ".join(dict.fromkeys(ends)) or None
 
 
 def write_gaps(study: Study, record: SweepRecord) -> Path:
     """Write sensitivity.json as of now."""
-    return write_text(record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n")
+    return write_text(
+        record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n"
+    )

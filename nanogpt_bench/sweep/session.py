@@ -1,4 +1,5 @@
-"""A sweep from its plan to its report: grid or random points, rates tuned and confirmed, the sensitivity of layers.
+"""A sweep from its plan to its report: grid or random points, rates tuned and
+confirmed, the sensitivity of layers.
 
 Runs train in worker processes, with one progress bar.
 """
@@ -25,7 +26,13 @@ from nanogpt_bench.report.tables import to_text, tuning_table
 from nanogpt_bench.runs.load import PASSING, has_ended
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import SweepFile
-from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
+from nanogpt_bench.sweep.plan import (
+    PlannedRun,
+    baseline_of,
+    check_inputs,
+    left_out_of_reference,
+    plan_sweep,
+)
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.tuning import Tuning
@@ -33,16 +40,19 @@ from nanogpt_bench.sweep.workers import Event, Local, Pool, check_workers, divid
 from nanogpt_bench.system.errors import counted, one_line, printable, rough_time
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
-#: without a terminal: seconds before the first estimate of the time left, and the least between two of them, which are
-#: at least this share of the elapsed time apart
+#: without a terminal: seconds before the first estimate of the time left, and the least
+#: between two of them, which are at least this share of the elapsed time apart
 FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
-#: a function that is called with a run that has ended, and returns the runs that follow from it
+#: a function that is called with a run that has ended, and returns the runs that follow
+#: from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
 
 
 @dataclass
 class Entry:
-    """One run of the progress bar: its size, in the unit of the other runs' sizes, and the share that is done."""
+    """One run of the progress bar: its size, in the unit of the other runs' sizes, and
+    the share that is done.
+    """
 
     name: str
     size: float = 1.0
@@ -52,7 +62,9 @@ class Entry:
 
 
 class Bar:
-    """The progress bar, which shows the events of a pool; a context manager, since the terminal has to be restored."""
+    """The progress bar, which shows the events of a pool; a context manager, since the
+    terminal has to be restored.
+    """
 
     def __init__(self, console: Console) -> None:
         self.entries: list[Entry] = []
@@ -63,7 +75,9 @@ class Bar:
         #: time and share at the first steps; before, processes were starting
         self._first: tuple[float, float] | None = None
         words = TextColumn("{task.description}")
-        self._bar = Progress(BarColumn(), words, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = Progress(
+            BarColumn(), words, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._bar.add_task("", total=1.0)
 
     def __enter__(self) -> Bar:
@@ -85,12 +99,19 @@ class Bar:
         if event.job is not None:
             entry = self.entries[event.job]
             if event.kind == "progress":
-                entry.done, entry.loss = event.data["step"] / event.data["max_steps"], event.data.get("val_loss")
+                entry.done, entry.loss = (
+                    event.data["step"] / event.data["max_steps"],
+                    event.data.get("val_loss"),
+                )
                 self._first = self._first or (self.elapsed(), self.share())
             elif event.kind != "started":
                 entry.ended, entry.done = True, 1.0
                 loss = "" if entry.loss is None else f"  val {entry.loss:.3f}"
-                failed = f"failed  {one_line(event.data['error']['message'])}" if event.kind == "failed" else None
+                failed = (
+                    f"failed  {one_line(event.data['error']['message'])}"
+                    if event.kind == "failed"
+                    else None
+                )
                 self.say(f"{entry.name}: {failed or f'done{loss}'}")
         self._bar.update(self._task, completed=self.share(), description=self.words())
         elapsed = self.elapsed()
@@ -107,11 +128,17 @@ class Bar:
         return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
 
     def left(self) -> str:
-        """Return the time left in words, at the pace since the first steps; too short by about a run; "" if unknown."""
+        """Return the time left in words, at the pace since the first steps; too short
+        by about a run; "" if unknown.
+        """
         since, before = self._first or (0.0, self.share())
         done = self.share() - before
         rest = 1.0 - self.share()
-        return f", {rough_time((self.elapsed() - since) * rest / done)} left" if done > 0 and rest > 0 else ""
+        return (
+            f", {rough_time((self.elapsed() - since) * rest / done)} left"
+            if done > 0 and rest > 0
+            else ""
+        )
 
 
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
@@ -120,22 +147,33 @@ def threads_set(runs: Iterable[PlannedRun]) -> int | None:
 
 
 def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
-    """Refuse a device that the executor does not have, or runs that need more memory than is free on this machine."""
+    """Refuse a device that the executor does not have, or runs that need more memory
+    than is free on this machine.
+    """
     from nanogpt_bench.setup.memory import DECIDING, check_fits
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
         executor.check_device(device)
     keys = tuple(DECIDING)
-    different = {repr([item for item in run.settings.items() if item[0].startswith(keys)]): run for run in runs}
+    different = {
+        repr([item for item in run.settings.items() if item[0].startswith(keys)]): run
+        for run in runs
+    }
     for run in different.values():
         check_fits(resolve(build_config(run.settings)))
 
 
 class Session:
-    """Trains the runs that a record does not have yet, several at a time; `to_come` as in `Bar`."""
+    """Trains the runs that a record does not have yet, several at a time; `to_come` as
+    in `Bar`.
+    """
 
     def __init__(
-        self, record: SweepRecord, workers: int | None, executor: Local, to_come: Callable[[], Sequence[float]] = tuple
+        self,
+        record: SweepRecord,
+        workers: int | None,
+        executor: Local,
+        to_come: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self._record, self._workers, self._executor = record, workers, executor
         self._jobs: list[dict[str, Any]] = []
@@ -147,12 +185,16 @@ class Session:
         self._threads = 1
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
-        """Train the runs and those that follow from them; return False if a signal ended it early."""
+        """Train the runs and those that follow from them; return False if a signal
+        ended it early.
+        """
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
         self._record.write_manifest()
         if not todo:
-            print(f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr)
+            print(
+                f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr
+            )
             return True
         size, self._threads = divide(
             self._workers, len(todo), threads_set(todo), threads_asked(), self._executor.cores()
@@ -174,7 +216,9 @@ class Session:
         return True
 
     def _left(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
-        """Return the run if it has to be trained; else those to be trained of the runs that follow from it."""
+        """Return the run if it has to be trained; else those to be trained of the runs
+        that follow from it.
+        """
         if not self._record.add(run):
             return [run]
         return [left for following in on_end(run) for left in self._left(following, on_end)]
@@ -183,11 +227,15 @@ class Session:
         for run in runs:
             run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
             threads = self._threads
-            if resume and (before := run_dir / "config.yaml").is_file():  # as many threads give the same numbers
+            if (
+                resume and (before := run_dir / "config.yaml").is_file()
+            ):  # as many threads give the same numbers
                 threads = load_config(before).runtime.threads or threads
             settings = {"runtime.threads": threads, **PASSING, **run.settings}
             self._waiting.append(len(self._jobs))
-            self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
+            self._jobs.append(
+                {"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume}
+            )
             self._runs.append(run)
             self._bar.entries.append(Entry(f"{run.label} · seed {run.seed}", run.cost))
         order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
@@ -199,28 +247,43 @@ class Session:
             if stop.asked:
                 return
             run = None if event.job is None else self._runs[event.job]
-            if run is not None and event.kind == "done":  # the worker is done, but the training may have failed
+            if (
+                run is not None and event.kind == "done"
+            ):  # the worker is done, but the training may have failed
                 summary = self._record.summary(run)
                 if summary.get("status") == "failed" and summary.get("failure"):
                     event = Event(event.job, "failed", {"error": summary["failure"]})
             self._bar.show(event)
             if run is not None and event.kind in ("done", "failed"):
                 self._record.end(run, event.data["error"] if event.kind == "failed" else None)
-                if self._record.ended(run):  # nothing follows from a run that was ended from outside
-                    self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
+                if self._record.ended(
+                    run
+                ):  # nothing follows from a run that was ended from outside
+                    self._enqueue(
+                        left for following in on_end(run) for left in self._left(following, on_end)
+                    )
 
 
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
-    """The sort key of runs: trials, then one seed of all rows before the next seed, long runs before short ones."""
+    """The sort key of runs: trials, then one seed of all rows before the next seed,
+    long runs before short ones.
+    """
     return (not run.aside, run.seed, -run.cost)
 
 
 def close(
-    record: SweepRecord, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
+    record: SweepRecord,
+    *,
+    whole: bool,
+    table: str | None = None,
+    rows: bool = False,
+    command: str | None = None,
 ) -> int:
-    """Write the report, print `table` and, without it or with `rows`, that of all runs; return the exit code.
+    """Write the report, print `table` and, without it or with `rows`, that of all runs;
+    return the exit code.
 
-    The last line is the page's path. Standard error names the runs that are left, and the `command` to continue.
+    The last line is the page's path. Standard error names the runs that are left, and
+    the `command` to continue.
     """
     page = record.write_page()
     if table is not None:
@@ -236,7 +299,9 @@ def close(
         going_on = "the same command continues them" if command is None else f"to go on: {command}"
         print(f"runs that did not reach their end: {len(left)}; {going_on}", file=sys.stderr)
         return 1
-    return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
+    return (
+        0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
+    )
 
 
 def sweep_grid(
@@ -248,9 +313,11 @@ def sweep_grid(
     mode: str | None = None,
     again: str | None = None,
 ) -> int:
-    """Train every point of the file and report; the last printed line is the report's path.
+    """Train every point of the file and report; the last printed line is the report's
+    path.
 
-    `mode` replaces the search in sweep.json. `again` is the command that continues the sweep, if not the same one.
+    `mode` replaces the search in sweep.json. `again` is the command that continues the
+    sweep, if not the same one.
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
@@ -260,9 +327,15 @@ def sweep_grid(
 
 
 def _check(
-    sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedRun], workers: int | None, executor: Local
+    sweep: SweepFile,
+    record: SweepRecord,
+    planned: Sequence[PlannedRun],
+    workers: int | None,
+    executor: Local,
 ) -> None:
-    """Refuse runs that can't be trained before anything is written, except the default corpus."""
+    """Refuse runs that can't be trained before anything is written, except the default
+    corpus.
+    """
     check_workers(workers, "workers", threads_set(planned), executor.cores())
     for run in planned:
         record.check(run)
@@ -277,7 +350,9 @@ def _check(
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
-    """Search the best rates of every point, train it at these with other seeds, report, and write tuning.json."""
+    """Search the best rates of every point, train it at these with other seeds, report,
+    and write tuning.json.
+    """
     record = SweepRecord(out, "tune")
     tuning = Tuning(sweep, record)
     record.order, record.baseline = tuning.labels, tuning.baseline
@@ -293,7 +368,9 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, execut
     """Quantise one layer pattern at a time, print the gaps and write sensitivity.json."""
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
-    _check(replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor)
+    _check(
+        replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor
+    )
 
     def after(_: PlannedRun) -> Iterable[PlannedRun]:
         write_gaps(study, record)

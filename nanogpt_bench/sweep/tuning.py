@@ -1,4 +1,6 @@
-"""Tuning: searching the best rates of every combination of the axes, then the runs that count, with other seeds."""
+"""Tuning: searching the best rates of every combination of the axes, then the runs that
+count, with other seeds.
+"""
 
 import json
 import math
@@ -37,7 +39,9 @@ FULL, HALF = 2, 1
 
 @dataclass
 class Search:
-    """The search for the best values of keys, from those of the run `start`, and the points confirmed at the best."""
+    """The search for the best values of keys, from those of the run `start`, and the
+    points confirmed at the best.
+    """
 
     base: Mapping[str, Any]
     start: PlannedRun
@@ -50,7 +54,10 @@ class Search:
 
     def __post_init__(self) -> None:
         config, choices = resolve(build_config(self.start.settings)), self.options.choices
-        first = {key: self.options.start.get(key, get(config, key)) for key in (*self.options.keys, *choices)}
+        first = {
+            key: self.options.start.get(key, get(config, key))
+            for key in (*self.options.keys, *choices)
+        }
         #: first value of each key that the rule has
         self.first = {key: value for key, value in first.items() if get(config, key) is not None}
         if not self.first:
@@ -58,13 +65,18 @@ class Search:
         for key, value in self.first.items():
             if key in choices and value not in choices[key]:
                 raise BenchError(
-                    f"tune.choices: {key} is {value:g} for {self.start.label}; give it among {choices[key]}"
+                    f"tune.choices: {key} is {value:g} for {self.start.label}; give it among "
+                    f"{choices[key]}"
                 )
             if key not in choices and not value > 0:
-                raise BenchError(f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0")
+                raise BenchError(
+                    f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0"
+                )
 
     def value(self, key: str, index: int) -> float | None:
-        """Return a key's value `index` half steps from its first, to four digits; None beyond the span or the list."""
+        """Return a key's value `index` half steps from its first, to four digits; None
+        beyond the span or the list.
+        """
         first, factor = self.first[key], self.options.factor
         if key not in self.options.choices:
             far = FULL * math.log(self.options.span) / math.log(factor) + 1e-9
@@ -81,22 +93,30 @@ class Search:
         return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
-        """Return the next trials that follow from the ended ones; empty when the search is over."""
+        """Return the next trials that follow from the ended ones; empty when the search
+        is over.
+        """
         while places := next_places(self.losses, len(self.first), self.has):
             for place in places:
                 self._try(place)
             if any(place not in self.losses for place in places):
                 break
-        runs = [run for place, runs in self.trials.items() if place not in self.losses for run in runs]
+        runs = [
+            run for place, runs in self.trials.items() if place not in self.losses for run in runs
+        ]
         self.pending = {run.name for run in runs}
         return runs
 
     def _try(self, place: Place) -> None:
-        """Plan the runs of a place; values that a setting does not take count as diverged."""
+        """Plan the runs of a place; values that a setting does not take count as
+        diverged.
+        """
         try:
             values = {**self.start.axes, **self.values(place)}
             runs = [plan_point(self.base, {**values, "seed": seed}) for seed in self.options.seeds]
-            self.trials[place] = [replace(run, name=f"{TRIALS}/{run.name}", aside=True) for run in runs]
+            self.trials[place] = [
+                replace(run, name=f"{TRIALS}/{run.name}", aside=True) for run in runs
+            ]
         except BenchError:
             if not any(place):
                 raise
@@ -131,22 +151,47 @@ class Tuning:
         #: called with a line when a search is over
         self.say: Callable[[str], None] = lambda _: None
         points = points_of(sweep)
-        for base, point in (*references_of(sweep, points), *((sweep.base, point) for point in points)):
+        for base, point in (
+            *references_of(sweep, points),
+            *((sweep.base, point) for point in points),
+        ):
             self._add(base, point)
         confirmed = [run for search in self.searches for run in search.confirmed]
-        self.baseline, self.labels = baseline_of(sweep.reference, confirmed), [run.label for run in confirmed]
+        self.baseline, self.labels = (
+            baseline_of(sweep.reference, confirmed),
+            [run.label for run in confirmed],
+        )
 
     def _add(self, base: Mapping[str, Any], point: Point) -> None:
-        """Add a combination of the axes; combinations that differ only in keys of `tune.settings` share a search."""
-        confirmed = plan_point(base, point if self.confirm.steps is None else {**point, STEPS: self.confirm.steps})
+        """Add a combination of the axes; combinations that differ only in keys of
+        `tune.settings` share a search.
+        """
+        confirmed = plan_point(
+            base, point if self.confirm.steps is None else {**point, STEPS: self.confirm.steps}
+        )
         confirmed = replace(confirmed, label=plan_point(base, point).label)
-        for other in (other for search in self.searches for other in search.confirmed if other.name == confirmed.name):
+        for other in (
+            other
+            for search in self.searches
+            for other in search.confirmed
+            if other.name == confirmed.name
+        ):
             if other.settings != confirmed.settings:
-                raise BenchError(f"two rows would be called {other.label!r}; name the row: reference: {other.label}")
+                raise BenchError(
+                    f"two rows would be called {other.label!r}; name the row: reference: "
+                    f"{other.label}"
+                )
             return  # the same run: a rule with float weights, repeated for another format
-        trial = {**self.tune.settings, **({} if self.tune.steps is None else {STEPS: self.tune.steps})}
-        start = plan_point(base, {key: value for key, value in point.items() if key not in trial} | trial)
-        search = next((search for search in self.searches if search.start.settings == start.settings), None)
+        trial = {
+            **self.tune.settings,
+            **({} if self.tune.steps is None else {STEPS: self.tune.steps}),
+        }
+        start = plan_point(
+            base, {key: value for key, value in point.items() if key not in trial} | trial
+        )
+        search = next(
+            (search for search in self.searches if search.start.settings == start.settings), None
+        )
         if search is None:
             search = Search(base, start, self.tune)
             self.searches.append(search)
@@ -164,12 +209,16 @@ class Tuning:
                 yield replace(run, label=point.label)
 
     def checked(self) -> list[PlannedRun]:
-        """Return the first trials and confirmations at the first values, to be checked before any training."""
+        """Return the first trials and confirmations at the first values, to be checked
+        before any training.
+        """
         own = (run for search in self.searches for run in self.confirmations(search, search.first))
         return [*self.first(), *own]
 
     def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
-        """Return the runs that follow from one that has ended: the next trials, or the confirmation."""
+        """Return the runs that follow from one that has ended: the next trials, or the
+        confirmation.
+        """
         search = next((search for search in self.searches if run.name in search.pending), None)
         if search is None or not search.ends(run, self._record.final_loss):
             return ()
@@ -186,7 +235,9 @@ class Tuning:
         return following
 
     def to_come(self) -> list[float]:
-        """Return the sizes of runs still to be planned (of trials: the half steps), to estimate the time left."""
+        """Return the sizes of runs still to be planned (of trials: the half steps), to
+        estimate the time left.
+        """
         sizes: list[float] = []
         for search in self.searches:
             if search.pending:
@@ -204,7 +255,9 @@ class Tuning:
         return write_text(self._record.folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry per search: its best values, every trial with its losses, and the cost."""
+        """Return one entry per search: its best values, every trial with its losses,
+        and the cost.
+        """
         return [self._row(search) for search in self.searches]
 
     def _row(self, search: Search) -> dict[str, Any]:
@@ -219,13 +272,18 @@ class Tuning:
             "over": bool(search.losses) and not search.pending,
             "start": search.first,
             "best": search.best,
-            "inside": {key: key in listed or is_inside(search.losses, at) for at, key in enumerate(search.first)},
+            "inside": {
+                key: key in listed or is_inside(search.losses, at)
+                for at, key in enumerate(search.first)
+            },
             "trials": [
                 {
                     "values": search.values(place),
                     "loss": finite(search.losses.get(place)),
                     "losses": {str(run.seed): self._record.final_loss(run) for run in runs},
-                    "status": {str(run.seed): self._record.summary(run).get("status") for run in runs},
+                    "status": {
+                        str(run.seed): self._record.summary(run).get("status") for run in runs
+                    },
                     "runs": [run.name for run in runs],
                 }
                 for place, runs in sorted(search.trials.items())
@@ -239,17 +297,25 @@ class Tuning:
 
 
 def _check(sweep: SweepFile, tune: Tune) -> None:
-    """Refuse keys that can't be searched, and axes of settings that tune or confirm also give."""
+    """Refuse keys that can't be searched, and axes of settings that tune or confirm
+    also give.
+    """
     if sweep.search != "grid":
-        raise BenchError(f"tune in {sweep.path.name} searches at every point of a grid; leave search: random out")
+        raise BenchError(
+            f"tune in {sweep.path.name} searches at every point of a grid; leave search: random out"
+        )
     for key in (*tune.keys, *tune.start):
         if key not in FIELDS:
             raise unknown_key(key)
         if FIELDS[key].kind is not float:
-            raise BenchError(f"tune.keys: {key!r} takes no number that can be multiplied; give optimizer.lr")
+            raise BenchError(
+                f"tune.keys: {key!r} takes no number that can be multiplied; give optimizer.lr"
+            )
     for key in tune.choices:
         if key not in FIELDS or FIELDS[key].kind not in (int, float):
-            raise BenchError(f"tune.choices: {key!r} takes no number; give a key such as optimizer.weight_decay")
+            raise BenchError(
+                f"tune.choices: {key!r} takes no number; give a key such as optimizer.weight_decay"
+            )
         if key in tune.keys:
             raise BenchError(f"tune.choices: {key} is one of tune.keys too; leave one of them out")
     for key in tune.start:
@@ -263,18 +329,25 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
     said |= {STEPS: "confirm.steps"} if sweep.confirm and sweep.confirm.steps else {}
     for axis in sweep.axes:
         if axis.key in said:
-            raise BenchError(f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of them out")
+            raise BenchError(
+                f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of "
+                f"them out"
+            )
     trials = (5 * len(tune.keys) + sum(map(len, tune.choices.values()))) * len(tune.seeds)
     each = trials + len(sweep.confirm.seeds if sweep.confirm else ())
     check_count(each * count_points(sweep), f"{sweep.path.name} (tune)")
 
 
-def next_places(losses: Mapping[Place, float], keys: int, has: Callable[[Place], bool]) -> list[Place]:
-    """Return the places to try next, all at once; empty when the search is over. It is a coordinate descent.
+def next_places(
+    losses: Mapping[Place, float], keys: int, has: Callable[[Place], bool]
+) -> list[Place]:
+    """Return the places to try next, all at once; empty when the search is over. It is
+    a coordinate descent.
 
-    `losses` has the places tried so far, with inf where a run diverged; `has` tells whether a place exists. First come
-    the start and its neighbours a full step to either side on the first key; then, key by key, the untried neighbours
-    of the best place, until none is left; last its neighbours at half a step.
+    `losses` has the places tried so far, with inf where a run diverged; `has` tells
+    whether a place exists. First come the start and its neighbours a full step to
+    either side on the first key; then, key by key, the untried neighbours of the best
+    place, until none is left; last its neighbours at half a step.
 
     >>> next_places({}, keys=1, has=lambda _: True)
     [(0,), (-2,), (2,)]
@@ -283,7 +356,9 @@ def next_places(losses: Mapping[Place, float], keys: int, has: Callable[[Place],
     >>> next_places({(0,): 1.0, (-2,): 2.0, (2,): 0.5, (4,): 0.7}, keys=1, has=lambda _: True)
     [(1,), (3,)]
     """
-    full = {place: loss for place, loss in losses.items() if not any(index % FULL for index in place)}
+    full = {
+        place: loss for place, loss in losses.items() if not any(index % FULL for index in place)
+    }
     centre = best_place(full) if full else (0,) * keys
     for step in (FULL, HALF):
         for key in range(keys):
@@ -300,7 +375,8 @@ def neighbours(place: Place, key: int, step: int) -> Iterator[Place]:
 
 
 def best_place(losses: Mapping[Place, float]) -> Place:
-    """Return the place with the lowest loss; of several the one with the lowest values, where training is more stable.
+    """Return the place with the lowest loss; of several the one with the lowest values,
+    where training is more stable.
 
     >>> best_place({(0,): 1.0, (2,): 1.0, (4,): math.inf})
     (0,)
@@ -309,7 +385,9 @@ def best_place(losses: Mapping[Place, float]) -> Place:
 
 
 def is_inside(losses: Mapping[Place, float], key: int) -> bool:
-    """Return whether values of a key both below and above that of the best place were tried."""
+    """Return whether values of a key both below and above that of the best place were
+    tried.
+    """
     if not losses:
         return False
     tried: Iterable[int] = [place[key] for place in losses]

@@ -1,8 +1,9 @@
-"""Workers, each of which trains one run at a time; their jobs; and how many of them fit the cores.
+"""Workers, each of which trains one run at a time; their jobs; and how many of them fit
+the cores.
 
-A worker is a process on this machine, alone in a `ProcessPoolExecutor`, or runs tasks on a Ray cluster. It is prepared
-once and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...],
-"resume": bool}.
+A worker is a process on this machine, alone in a `ProcessPoolExecutor`, or runs tasks
+on a Ray cluster. It is prepared once and then trains one run after another. A job is
+{"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def begin(threads: int, output: str) -> None:
-    """Prepare a worker's process: threads, output, imports; SIGTERM ends it, Ctrl-C is left to its parent."""
+    """Prepare a worker's process: threads, output, imports; SIGTERM ends it, Ctrl-C is
+    left to its parent.
+    """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -54,14 +57,20 @@ def begin(threads: int, output: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Send SIGTERM to this process when its parent has ended, so that it saves its run and ends."""
+    """Send SIGTERM to this process when its parent has ended, so that it saves its run
+    and ends.
+    """
     if (parent := parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> dict[str, Any]:
-    """Train a job's run and return how it ended: {"kind": "done"}, or {"kind": "failed", "error": {...}}."""
+def serve(
+    job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)
+) -> dict[str, Any]:
+    """Train a job's run and return how it ended: {"kind": "done"}, or {"kind":
+    "failed", "error": {...}}.
+    """
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
 
@@ -72,12 +81,20 @@ def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.
             ended = run(config, run_dir, resume=job.get("resume", False), stop=stop)["stop"] or {}
     except Exception as error:  # any error ends only this run
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
-        return {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace}}
+        return {
+            "kind": "failed",
+            "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace},
+        }
     finally:
         if (parent := parent_process()) is not None and not parent.is_alive():
             os._exit(128 + SIGNALS[0])
-    # A run ended by a full disk or a signal counts as failed, and is resumed at the next start.
-    return {"kind": "failed", "error": ended} if ended.get("kind") in ("disk", "signal") else {"kind": "done"}
+    # A run ended by a full disk or a signal counts as failed, and is resumed at the
+    # next start.
+    return (
+        {"kind": "failed", "error": ended}
+        if ended.get("kind") in ("disk", "signal")
+        else {"kind": "done"}
+    )
 
 
 def failed(message: str, kind: str = "killed") -> dict[str, Any]:
@@ -87,7 +104,8 @@ def failed(message: str, kind: str = "killed") -> dict[str, Any]:
 
 #: how processes are started, and the function that trains a job; tests replace them
 CONTEXT, SERVE = "spawn", serve
-#: seconds that workers have to end, when nothing is left to train or after an error, before they are killed
+#: seconds that workers have to end, when nothing is left to train or after an error,
+#: before they are killed
 SECONDS_TO_STOP = 10.0
 
 
@@ -97,31 +115,40 @@ def cores() -> int:
 
 
 def threads_asked() -> int:
-    """Return the threads with which torch would compute in this process: OMP_NUM_THREADS, or torch's choice."""
+    """Return the threads with which torch would compute in this process:
+    OMP_NUM_THREADS, or torch's choice.
+    """
     import torch
 
     return torch.get_num_threads()
 
 
-def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
-    """Refuse more runs at a time than the cores can give `threads` each, or one each if None."""
+def check_workers(
+    workers: int | None, source: str, threads: int | None = None, there: int | None = None
+) -> None:
+    """Refuse more runs at a time than the cores can give `threads` each, or one each if
+    None.
+    """
     there = cores() if there is None else there
     most = most_workers(threads, there)
     if workers is not None and workers > most:
         each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
         take = "takes" if there == 1 else "take"
         raise BenchError(
-            f"{source}: {workers} is more than the {counted(there, 'core')} {take}{each}; give at most {most}"
+            f"{source}: {workers} is more than the {counted(there, 'core')} {take}{each}; give at "
+            f"most {most}"
         )
 
 
 def divide(
     workers: int | None, runs: int, threads: int | None, asked: int, there: int | None = None
 ) -> tuple[int, int]:
-    """Return (workers, threads of each): the cores divided among the workers, of which there are at most `runs`.
+    """Return (workers, threads of each): the cores divided among the workers, of which
+    there are at most `runs`.
 
-    A run gets the `threads` of its settings; without any its share of the cores, at most `asked`, the threads of this
-    process. Without `workers` there are as many as the cores can give their threads.
+    A run gets the `threads` of its settings; without any its share of the cores, at
+    most `asked`, the threads of this process. Without `workers` there are as many as
+    the cores can give their threads.
     """
     there = cores() if there is None else there
     count = max(1, min(workers or most_workers(threads, there), runs))
@@ -135,7 +162,9 @@ def most_workers(threads: int | None, there: int) -> int:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a job: `kind` is started, progress, done or failed; or `tick` (job None): nothing."""
+    """Something that happened to a job: `kind` is started, progress, done or failed; or
+    `tick` (job None): nothing.
+    """
 
     job: int | None
     kind: str
@@ -143,18 +172,24 @@ class Event:
 
 
 class Worker:
-    """A process that trains one run at a time, alone in an executor, so that its end breaks no other worker."""
+    """A process that trains one run at a time, alone in an executor, so that its end
+    breaks no other worker.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
         before = set(multiprocessing.active_children())
         context = multiprocessing.get_context(CONTEXT)
-        self._executor = ProcessPoolExecutor(1, context, initializer=begin, initargs=(threads, self._output.name))
+        self._executor = ProcessPoolExecutor(
+            1, context, initializer=begin, initargs=(threads, self._output.name)
+        )
         self._executor.submit(os.getpid)  # any task starts the process
         (self._process,) = set(multiprocessing.active_children()) - before
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Queue a job; the future has what `serve` returns, or an error if the worker ends first."""
+        """Queue a job; the future has what `serve` returns, or an error if the worker
+        ends first.
+        """
         try:
             return self._executor.submit(SERVE, job)
         except BrokenProcessPool as error:  # the process has died since its last job
@@ -163,7 +198,9 @@ class Worker:
             return future
 
     def why(self, error: BaseException) -> dict[str, Any]:
-        """Return the end of a job whose future has an error: a kill, or a crash with its last line of output."""
+        """Return the end of a job whose future has an error: a kill, or a crash with
+        its last line of output.
+        """
         if not isinstance(error, BrokenProcessPool):
             return failed(f"{type(error).__name__}: {one_line(error)}", "crash")
         self._executor.shutdown()
@@ -181,7 +218,9 @@ class Worker:
         self._process.kill()
 
     def close(self, deadline: float | None) -> None:
-        """Wait for the process, at most until `deadline` (monotonic seconds) if there is one, then kill it."""
+        """Wait for the process, at most until `deadline` (monotonic seconds) if there
+        is one, then kill it.
+        """
         self._executor.shutdown(wait=False, cancel_futures=True)
         seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not connection.wait([self._process.sentinel], seconds):
@@ -228,24 +267,36 @@ def check_executor(name: str, address: str | None) -> None:
 
 @contextmanager
 def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]:
-    """Yield the executor called `name`; runs are written below `folder`, which all workers have to see."""
+    """Yield the executor called `name`; runs are written below `folder`, which all
+    workers have to see.
+    """
     check_executor(name, address)
     if name == "local":
         yield Local()
         return
     if find_spec("ray") is None:
-        raise BenchError("--executor ray needs the package ray; get it with pip install 'fp8manifold[ray]'")
+        raise BenchError(
+            "--executor ray needs the package ray; get it with pip install 'fp8manifold[ray]'"
+        )
     os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
     import ray
 
     own = {} if address else {"num_cpus": cores(), "object_store_memory": _OBJECTS}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # advice on how a cluster is secured
-            ray.init(address, **own, log_to_driver=False, configure_logging=False, include_dashboard=False)
+            ray.init(
+                address,
+                **own,
+                log_to_driver=False,
+                configure_logging=False,
+                include_dashboard=False,
+            )
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         where = f"--address {address!r}" if address else "--executor ray"
         reason = shortened(one_line(error), _LONGEST_REASON)
-        raise BenchError(f"{where}: no Ray cluster answers ({type(error).__name__}: {reason})") from None
+        raise BenchError(
+            f"{where}: no Ray cluster answers ({type(error).__name__}: {reason})"
+        ) from None
     marker = folder.resolve() / f".ray-{secrets.token_hex(8)}"
     try:
         yield RayCluster(ray, marker)
@@ -255,7 +306,9 @@ def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]
 
 
 class RayCluster(Local):
-    """The executor of a Ray cluster; a node that sees the file `marker` sees the folder of the runs."""
+    """The executor of a Ray cluster; a node that sees the file `marker` sees the folder
+    of the runs.
+    """
 
     def __init__(self, ray: Any, marker: Path) -> None:
         self.ray, self.marker = ray, marker
@@ -270,12 +323,16 @@ class RayCluster(Local):
             raise no_device("any node of the cluster")
 
     def worker(self, threads: int) -> RayWorker:
-        self.marker.touch()  # not earlier: until sweep.json is in the folder, a file in it could be anybody's
+        # Not earlier: until sweep.json is in the folder, a file in it could be
+        # anybody's
+        self.marker.touch()
         return RayWorker(self.ray, threads, self.marker)
 
 
 class RayWorker(Worker):
-    """A worker that runs one task of the cluster at a time; Ray cancels a task, and so ends its run, by SIGINT."""
+    """A worker that runs one task of the cluster at a time; Ray cancels a task, and so
+    ends its run, by SIGINT.
+    """
 
     def __init__(self, ray: Any, threads: int, marker: Path) -> None:
         self._ray, self._given = ray, (str(marker), os.getcwd())
@@ -290,9 +347,13 @@ class RayWorker(Worker):
         return self._future
 
     def why(self, error: BaseException) -> dict[str, Any]:
-        if isinstance(error, self._ray.exceptions.WorkerCrashedError | self._ray.exceptions.NodeDiedError):
+        if isinstance(
+            error, self._ray.exceptions.WorkerCrashedError | self._ray.exceptions.NodeDiedError
+        ):
             return failed("its Ray worker was lost, with its node or by a kill")
-        return failed(f"{type(error).__name__}: {shortened(one_line(error), _LONGEST_REASON)}", "crash")
+        return failed(
+            f"{type(error).__name__}: {shortened(one_line(error), _LONGEST_REASON)}", "crash"
+        )
 
     def terminate(self, *, force: bool = False) -> None:
         if self._future is not None and not self._future.done():
@@ -303,7 +364,9 @@ class RayWorker(Worker):
 
     def close(self, deadline: float | None) -> None:
         if self._future is not None:
-            wait([self._future], None if deadline is None else max(0.0, deadline - time.monotonic()))
+            wait(
+                [self._future], None if deadline is None else max(0.0, deadline - time.monotonic())
+            )
             self.kill()
 
 
@@ -322,7 +385,8 @@ def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any
 class Pool:
     """A context with workers; leaving it stops those that still run.
 
-    By default each worker has one thread: two workers on two cores don't compete, and numbers do not depend on cores.
+    By default each worker has one thread: two workers on two cores don't compete, and
+    numbers do not depend on cores.
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
@@ -339,7 +403,9 @@ class Pool:
         self.stop()
 
     def stop(self, *, patient: bool = False) -> None:
-        """Terminate the workers, which save their runs, and wait until all have ended; `patient`: without a limit."""
+        """Terminate the workers, which save their runs, and wait until all have ended;
+        `patient`: without a limit.
+        """
         for worker in self._workers:
             worker.terminate()
         deadline = None if patient else time.monotonic() + SECONDS_TO_STOP
@@ -351,10 +417,14 @@ class Pool:
         for worker in self._workers:
             worker.kill()
 
-    def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
-        """Train the jobs in `order`; yield events until all have ended, and a tick after `tick` s without an event.
+    def run(
+        self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5
+    ) -> Iterator[Event]:
+        """Train the jobs in `order`; yield events until all have ended, and a tick
+        after `tick` s without an event.
 
-        The caller may append to `jobs` between events and, if it is a deque, to `order`; idle workers take the next.
+        The caller may append to `jobs` between events and, if it is a deque, to
+        `order`; idle workers take the next.
         """
         waiting = order if isinstance(order, deque) else deque(order)
         idle, running = list(self._workers), dict[Future[dict[str, Any]], _Running]()
@@ -364,7 +434,11 @@ class Pool:
                 running[worker.submit(jobs[job])] = _Running(job, worker, NewRecords(jobs[job]))
                 yield Event(job, "started")
             ended, _ = wait(running, tick, FIRST_COMPLETED)
-            events = [Event(one.job, "progress", found) for one in running.values() if (found := one.records.new())]
+            events = [
+                Event(one.job, "progress", found)
+                for one in running.values()
+                if (found := one.records.new())
+            ]
             for future in ended:
                 one = running.pop(future)
                 try:
@@ -424,5 +498,8 @@ class NewRecords:
         for line in whole:
             record = json.loads(line)
             found = {name: record.get(key) for name, key in _NAMES.items()}
-            self._known |= {"step": record["step"], **{name: x for name, x in found.items() if x is not None}}
+            self._known |= {
+                "step": record["step"],
+                **{name: x for name, x in found.items() if x is not None},
+            }
         return dict(self._known)

@@ -1,1 +1,3 @@
-"""Errors, files, signals, memory, processes and the hub: what the bench needs of its machine."""
+"""Errors, files, signals, memory, processes and the hub: what the bench needs of its
+machine.
+"""

@@ -1,6 +1,8 @@
-"""`BenchError`, which the command line prints as one line with exit code 2, and helpers for its messages.
+"""`BenchError`, which the command line prints as one line with exit code 2, and helpers
+for its messages.
 
-Any function of the bench may raise it; docstrings have `Raises` for other exceptions only.
+Any function of the bench may raise it; docstrings have `Raises` for other exceptions
+only.
 """
 
 import difflib
@@ -18,7 +20,9 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class BenchError(ValueError):
-    """An error of use; `str(error)` is one line that says what is wrong and how to fix it."""
+    """An error of use; `str(error)` is one line that says what is wrong and how to fix
+    it.
+    """
 
     def __init__(self, message: object) -> None:
         super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
@@ -29,7 +33,8 @@ class DiskError(BenchError):
 
 
 def refused(what: str, error: OSError) -> BenchError:
-    """Return the error of an operation that the system refused; a `DiskError` where the reason is the disk.
+    """Return the error of an operation that the system refused; a `DiskError` where the
+    reason is the disk.
 
     >>> refused("--out 'a' can't be written", OSError(errno.ENOSPC, "No space left on device"))
     DiskError("--out 'a' can't be written: No space left on device")
@@ -39,7 +44,8 @@ def refused(what: str, error: OSError) -> BenchError:
 
 @contextmanager
 def refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into BenchErrors that begin with `what`; without kinds, do so with BenchErrors.
+    """Turn errors of these kinds into BenchErrors that begin with `what`; without
+    kinds, do so with BenchErrors.
 
     >>> with refusals("--out", OSError):
     ...     raise OSError("no")
@@ -52,7 +58,9 @@ def refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         if kinds and isinstance(error, BenchError):
             raise
-        raise BenchError(f"{what}: {error if isinstance(error, BenchError) else one_line(error)}") from None
+        raise BenchError(
+            f"{what}: {error if isinstance(error, BenchError) else one_line(error)}"
+        ) from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -68,11 +76,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _one_edit_apart(word: str, other: str) -> bool:
-    """Return whether two words differ by one letter added, left out or changed, or by two neighbours swapped."""
+    """Return whether two words differ by one letter added, left out or changed, or by
+    two neighbours swapped.
+    """
     short, long = sorted((word, other), key=len)
     if len(short) < 3 or len(long) - len(short) > 1:
         return False
-    same = next((place for place, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(short))
+    same = next(
+        (place for place, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]),
+        len(short),
+    )
     a, b = short[same:], long[same:]
     if len(a) < len(b):
         return a == b[1:]
@@ -80,7 +93,8 @@ def _one_edit_apart(word: str, other: str) -> bool:
 
 
 def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
-    """Return the error of an unknown `word`: it names the nearest known word and all known words.
+    """Return the error of an unknown `word`: it names the nearest known word and all
+    known words.
 
     >>> str(unknown("rule", "nearset", ["nearest", "stochastic"]))
     "unknown rule 'nearset'; did you mean 'nearest'? allowed: nearest, stochastic"
@@ -89,7 +103,8 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
 
 
 def not_known(word: object, known: Iterable[str]) -> str:
-    """Return a message that `word` is not known, with the nearest known word and all known words.
+    """Return a message that `word` is not known, with the nearest known word and all
+    known words.
 
     >>> not_known("yesterdya", ["today", "yesterday"])
     "'yesterdya' is not known; did you mean 'yesterday'? allowed: today, yesterday"
@@ -103,12 +118,15 @@ def _allowed(word: object, known: list[str]) -> str:
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return a message, or an exception's, with all white space and line breaks turned into single spaces."""
+    """Return a message, or an exception's, with all white space and line breaks turned
+    into single spaces.
+    """
     return " ".join(str(error).split())
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with characters that would control a terminal replaced by their escapes.
+    """Return a text on one line, with characters that would control a terminal replaced
+    by their escapes.
 
     >>> printable("a\\x1b[31m\\u202eb")
     'a\\\\x1b[31m\\\\u202eb'
@@ -138,12 +156,14 @@ def disk_failure(error: OSError) -> str | None:
     return one_line(f"{what} can't be written: {error.strerror}")
 
 
-#: beginnings of a text that a spreadsheet takes for a formula, and computes when the file is opened
+#: beginnings of a text that a spreadsheet takes for a formula, and computes when the
+#: file is opened
 BEGINS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with a noun, in the plural unless it is one; `what` is the singular.
+    """Return a number with a noun, in the plural unless it is one; `what` is the
+    singular.
 
     >>> counted(1, "step"), counted(1200, "step")
     ('1 step', '1,200 steps')
@@ -171,7 +191,8 @@ def say(line: str) -> None:
 
 
 def cell(value: object) -> object:
-    """Return a value for a spreadsheet's cell: empty for None, and an apostrophe before a text like a formula.
+    """Return a value for a spreadsheet's cell: empty for None, and an apostrophe before
+    a text like a formula.
 
     Numbers stay as they are, also negative ones and those given as text.
 

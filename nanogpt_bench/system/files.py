@@ -1,4 +1,6 @@
-"""Files replaced whole, so that a reader sees the old or the new one; hashes; folders for one process at a time."""
+"""Files replaced whole, so that a reader sees the old or the new one; hashes; folders
+for one process at a time.
+"""
 
 import hashlib
 import json
@@ -24,14 +26,18 @@ _PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield an open file beside `path`; it replaces `path` when the block ends without an error.
+    """Yield an open file beside `path`; it replaces `path` when the block ends without
+    an error.
 
-    Its name can't be foreseen, and it is created only if the name is free, so that a link planted in the folder can't
-    redirect the writing. A link at `path` itself is replaced, and its target stays as it is.
+    Its name can't be foreseen, and it is created only if the name is free, so that a
+    link planted in the folder can't redirect the writing. A link at `path` itself is
+    replaced, and its target stays as it is.
     """
     part = path.with_name(f".{path.name[:LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
-        with open(part, "xb", opener=lambda name, flags: os.open(name, flags | NO_LINKS, 0o666)) as file:
+        with open(
+            part, "xb", opener=lambda name, flags: os.open(name, flags | NO_LINKS, 0o666)
+        ) as file:
             yield file
         os.replace(part, path)
     finally:
@@ -50,10 +56,13 @@ def remove_parts(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` by `text` in UTF-8; on an OSError, which names `path`, the old file stays."""
+    """Replace the file at `path` by `text` in UTF-8; on an OSError, which names `path`,
+    the old file stays.
+    """
     try:
         with replacing(path) as file:
-            # Half a surrogate pair, as in a folder's name that is not UTF-8, can't be encoded in UTF-8.
+            # Half a surrogate pair, as in a folder's name that is not UTF-8, can't be
+            # encoded in UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -66,13 +75,17 @@ def sha256(path: Path) -> str:
 
 
 def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
-    """Refuse to replace a file, unless it is empty or `wrote` recognises it as one of the same command."""
+    """Refuse to replace a file, unless it is empty or `wrote` recognises it as one of
+    the same command.
+    """
     if not path.exists():  # a link to nothing is replaced, and nothing is lost
         return
     if not path.is_file():
         raise BenchError(f"{option} {str(path)!r} exists and is no ordinary file; give {instead}")
     if path.stat().st_size and not wrote(path):
-        raise BenchError(f"{option} {str(path)!r} exists, and this command did not write it; give {instead}")
+        raise BenchError(
+            f"{option} {str(path)!r} exists, and this command did not write it; give {instead}"
+        )
 
 
 def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
@@ -95,7 +108,9 @@ def rows_with(*names: str) -> Callable[[Any], bool]:
 
     def shape(content: Any) -> bool:
         rows = content if isinstance(content, list) else []
-        return bool(rows) and all(isinstance(row, Mapping) and set(names) <= row.keys() for row in rows)
+        return bool(rows) and all(
+            isinstance(row, Mapping) and set(names) <= row.keys() for row in rows
+        )
 
     return shape
 
@@ -109,15 +124,18 @@ def mapping_with(*names: str) -> Callable[[Any], bool]:
     return lambda content: isinstance(content, Mapping) and set(names) <= content.keys()
 
 
-#: an empty file in a folder; it exists while a process has the folder, and after that process was killed
+#: an empty file in a folder; it exists while a process has the folder, and after that
+#: process was killed
 LOCK = ".lock"
 
 
 @contextmanager
 def locked(folder: Path, what: str) -> Iterator[None]:
-    """Make a folder and keep other processes out of it; a folder that was made and stays empty is removed.
+    """Make a folder and keep other processes out of it; a folder that was made and
+    stays empty is removed.
 
-    Where the file system has no locks, nobody is kept out. `what` begins the error's line.
+    Where the file system has no locks, nobody is kept out. `what` begins the error's
+    line.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -128,7 +146,9 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise BenchError(f"{what} {str(folder)!r} is in use by another process; wait until that ends") from None
+        raise BenchError(
+            f"{what} {str(folder)!r} is in use by another process; wait until that ends"
+        ) from None
     except (OSError, NotImplementedError):
         pass  # if the folder is not usable, the first file written to it says why
     try:
@@ -146,9 +166,11 @@ def locked(folder: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this process alone.
+    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this
+    process alone.
 
-    Processes that do so at the same instant get different ones. A folder that was made and stays empty is removed.
+    Processes that do so at the same instant get different ones. A folder that was made
+    and stays empty is removed.
     """
     missing = [parent for parent in path.parents if not parent.exists()]
     folder, number = path, 1
@@ -171,5 +193,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def is_unused(folder: Path) -> bool:
-    """Return whether a folder is missing or has only a lock, this process' or one left by a killed process."""
+    """Return whether a folder is missing or has only a lock, this process' or one left
+    by a killed process.
+    """
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

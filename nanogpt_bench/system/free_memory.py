@@ -10,12 +10,15 @@ _GIB = 2**30
 #: the most bytes that a message names: larger numbers may not fit a float
 _ENDLESS = 10**300
 _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-#: entries of a control group's memory that the system frees when needed: the cache of files
+#: entries of a control group's memory that the system frees when needed: the cache of
+#: files
 _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still get, from the system and in its control group; None if unknown."""
+    """Return the bytes that this process can still get, from the system and in its
+    control group; None if unknown.
+    """
     found = []
     with suppress(OSError, ValueError):
         text = _MEMINFO.read_text(encoding="ascii")
@@ -37,4 +40,6 @@ def check_memory(needed: float, what: str) -> None:
     free = free_memory()
     if free is not None and needed > free:
         asked = min(needed, _ENDLESS) / _GIB
-        raise BenchError(f"{what} needs about {asked:.1f} GiB of memory, {free / _GIB:.1f} GiB are free")
+        raise BenchError(
+            f"{what} needs about {asked:.1f} GiB of memory, {free / _GIB:.1f} GiB are free"
+        )

@@ -1,4 +1,6 @@
-"""Files from the Hugging Face hub: from the local cache if they are there, else downloaded or refused in seconds."""
+"""Files from the Hugging Face hub: from the local cache if they are there, else
+downloaded or refused in seconds.
+"""
 
 import contextlib
 import queue
@@ -16,7 +18,9 @@ T = TypeVar("T")
 
 
 def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
-    """Return the path of a model repository's file in the local cache, downloaded if missing; `asked` begins errors."""
+    """Return the path of a model repository's file in the local cache, downloaded if
+    missing; `asked` begins errors.
+    """
     if find_spec("huggingface_hub") is None:
         raise BenchError(
             f"{asked} {repository!r} is no folder here, and the hub needs huggingface_hub; "
@@ -32,22 +36,29 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
     except errors.HFValidationError as error:
         raise BenchError(f"{asked} {one_line(error)}") from None
     except errors.GatedRepoError:
-        raise BenchError(f"{asked} {repository!r} on the hub needs an account with access") from None
+        raise BenchError(
+            f"{asked} {repository!r} on the hub needs an account with access"
+        ) from None
     except errors.RepositoryNotFoundError:
-        raise BenchError(f"{asked} {repository!r} is neither a folder here nor a model on the hub") from None
+        raise BenchError(
+            f"{asked} {repository!r} is neither a folder here nor a model on the hub"
+        ) from None
     except errors.RemoteEntryNotFoundError:
         raise BenchError(f"{asked} {repository!r} on the hub has no {name}") from None
     except Exception as error:  # the client lets errors of Python and of its transport through
         raise BenchError(
-            f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: {one_line(error)}); "
+            f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: "
+            f"{one_line(error)}); "
             "give the folder of a local copy with config.json and model.safetensors"
         ) from None
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:
-    """Return `call()`, or raise its error, or TimeoutError after `seconds` (None: never).
+    """Return `call()`, or raise its error, or TimeoutError after `seconds` (None:
+    never).
 
-    When time is up or a signal interrupts, the call goes on in a daemon thread: let it hold nothing to close.
+    When time is up or a signal interrupts, the call goes on in a daemon thread: let it
+    hold nothing to close.
     """
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 

@@ -1,4 +1,6 @@
-"""Processes that train one run, started by torchrun: joining them, exchanging values, and ending together."""
+"""Processes that train one run, started by torchrun: joining them, exchanging values,
+and ending together.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,27 @@ from nanogpt_bench.system.errors import BenchError, one_line
 
 #: message of a process when another process of the run has ended
 LOST = "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and --resume goes on"
-#: seconds that a failed process waits for the others, which may be about to fail alike, before torchrun ends them
+#: seconds that a failed process waits for the others, which may be about to fail alike,
+#: before torchrun ends them
 PATIENCE_S = 5.0
-#: parts of the messages of gloo, NCCL and torch when the other end of a connection is gone
-_GONE = ("by peer", "Broken pipe", "onnection refused", "ocket closed", "Pair is not", "likely closed", "NCCL")
+#: parts of the messages of gloo, NCCL and torch when the other end of a connection is
+#: gone
+_GONE = (
+    "by peer",
+    "Broken pipe",
+    "onnection refused",
+    "ocket closed",
+    "Pair is not",
+    "likely closed",
+    "NCCL",
+)
 
 
 class Ranks:
     """This process among the processes of a run, which may be one.
 
-    `store` is torch's key-value store, which all processes share and which outlives each of them.
+    `store` is torch's key-value store, which all processes share and which outlives
+    each of them.
 
     >>> alone = Ranks()
     >>> alone.first, alone.any(False), alone.mean(0.5), alone.broadcast("runs/a")
@@ -75,12 +88,15 @@ class Ranks:
         key = f"broadcast/{self._asked}"
         if self.first:
             self._store.set(key, text)
-        self.any(False)  # waits until the text is there: the store itself would wait long for a process that has ended
+        self.any(
+            False
+        )  # waits until the text is there: the store itself would wait long for a process that has ended
         return str(self._store.get(key).decode())
 
     @contextmanager
     def together(self, kind: type[BenchError] = BenchError) -> Iterator[None]:
-        """Make an error in one process an error in all: an OSError the same, another one as `kind` with its line.
+        """Make an error in one process an error in all: an OSError the same, another
+        one as `kind` with its line.
 
         The block must not wait for other processes.
         """
@@ -95,12 +111,20 @@ class Ranks:
         if failed:
             raise self._shared(failure, failed[0], kind)
 
-    def _shared(self, failure: OSError | BenchError | None, source: int, kind: type[BenchError]) -> Exception:
-        """The error to raise in this process: its own, or that of the first process that failed."""
+    def _shared(
+        self, failure: OSError | BenchError | None, source: int, kind: type[BenchError]
+    ) -> Exception:
+        """The error to raise in this process: its own, or that of the first process
+        that failed.
+        """
         self._asked += 1
         key = f"failed/{self._asked}"
         if self.rank == source:
-            parts = [failure.errno, failure.strerror, failure.filename] if isinstance(failure, OSError) else [failure]
+            parts = (
+                [failure.errno, failure.strerror, failure.filename]
+                if isinstance(failure, OSError)
+                else [failure]
+            )
             self._store.set(key, "\n".join(one_line(str(part)) for part in parts))
         self.any(False)
         if failure is not None:
@@ -133,7 +157,9 @@ def joined() -> Ranks:
 
 
 def as_rank(command: Callable[[], int]) -> int:
-    """Join the other processes, run a command, and end together; the first one prints, and a lost one ends all."""
+    """Join the other processes, run a command, and end together; the first one prints,
+    and a lost one ends all.
+    """
     store, rank, size = _join()
     ranks = Ranks(rank, size, store)
     _joined[:] = [ranks]
@@ -170,7 +196,9 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def _join() -> tuple[Any, int, int]:
-    """Return the store, this process' rank and the number of processes, once all have joined."""
+    """Return the store, this process' rank and the number of processes, once all have
+    joined.
+    """
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -187,7 +215,9 @@ def _join() -> tuple[Any, int, int]:
 
 
 def _leave(store: Any, size: int, code: int) -> None:
-    """Wait until all processes are done: when one ends with an error, torchrun ends the others."""
+    """Wait until all processes are done: when one ends with an error, torchrun ends the
+    others.
+    """
     from torch import distributed
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -197,5 +227,7 @@ def _leave(store: Any, size: int, code: int) -> None:
         if code and time.monotonic() > deadline:
             return
         time.sleep(0.02)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # when the first process has ended, torchrun terminates the others
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # when the first process has ended, torchrun terminates the others
     distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""SIGTERM and SIGINT: the first signal asks a command to stop where nothing is lost, a second ends it at once."""
+"""SIGTERM and SIGINT: the first signal asks a command to stop where nothing is lost, a
+second ends it at once.
+"""
 
 import os
 import signal
@@ -11,12 +13,15 @@ from typing import Any
 #: exit code of a command that a signal ended and that can be resumed
 RESUMABLE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: seconds within which signals count as one: some wrappers signal a process and then its whole group
+#: seconds within which signals count as one: some wrappers signal a process and then
+#: its whole group
 SAME_REQUEST_SECONDS = 0.1
 
 
 class StopRequest:
-    """The request to stop that a signal made; a command checks it where stopping loses nothing."""
+    """The request to stop that a signal made; a command checks it where stopping loses
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -37,7 +42,9 @@ class StopRequest:
         return "" if self._signal is None else self._signal.name
 
     def note(self, number: int) -> bool:
-        """Note a signal; return False for a second one that is no repetition within `SAME_REQUEST_SECONDS`."""
+        """Note a signal; return False for a second one that is no repetition within
+        `SAME_REQUEST_SECONDS`.
+        """
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._at = signal.Signals(number), now
@@ -47,21 +54,28 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
-    """Turn the first SIGTERM or SIGINT into a request, the second into `before_exit` and exit code 128 + its number.
+    """Turn the first SIGTERM or SIGINT into a request, the second into `before_exit`
+    and exit code 128 + its number.
 
-    The former handlers are restored on leaving. Outside of the main thread, where Python allows none, no request comes.
+    The former handlers are restored on leaving. Outside of the main thread, where
+    Python allows none, no request comes.
     """
 
     def end(number: int) -> None:
         before_exit()
-        os._exit(128 + number)  # no clean-up, which could take long: files on disk are whole at any time
+        os._exit(
+            128 + number
+        )  # no clean-up, which could take long: files on disk are whole at any time
 
     with _requests(SIGNALS, end) as request:
         yield request
 
 
-def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> AbstractContextManager[StopRequest]:
-    """Turn the first SIGTERM into a request and ignore later ones; other signals keep their handlers.
+def stop_requests_once(
+    numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+) -> AbstractContextManager[StopRequest]:
+    """Turn the first SIGTERM into a request and ignore later ones; other signals keep
+    their handlers.
 
     For a worker: its parent may signal it, and then its whole group.
     """
@@ -69,7 +83,9 @@ def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) 
 
 
 @contextmanager
-def _requests(numbers: tuple[signal.Signals, ...], again: Callable[[int], None]) -> Iterator[StopRequest]:
+def _requests(
+    numbers: tuple[signal.Signals, ...], again: Callable[[int], None]
+) -> Iterator[StopRequest]:
     request = StopRequest()
 
     def handle(number: int, _: Any) -> None:

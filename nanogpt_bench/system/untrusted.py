@@ -1,8 +1,9 @@
 """Reading files that someone else may have made, within bounds on their size and depth.
 
-A YAML alias counts as often as it is used, so that a few lines can't stand for a billion values. The result is plain
-data: a tag that names a class is refused. So is what readers understand differently: a name given twice, and numbers
-such as 010 and 1:30.
+A YAML alias counts as often as it is used, so that a few lines can't stand for a
+billion values. The result is plain data: a tag that names a class is refused. So is
+what readers understand differently: a name given twice, and numbers such as 010 and
+1:30.
 """
 
 import json
@@ -20,7 +21,8 @@ MOST_YAML_BYTES = 2**20
 #: levels of sections within sections, lists within lists
 DEEPEST = 100
 MOST_YAML_VALUES = 20_000
-#: commas and brackets of a JSON document, about the number of its values, each of which takes 64 bytes or more
+#: commas and brackets of a JSON document, about the number of its values, each of which
+#: takes 64 bytes or more
 MOST_JSON_MARKS = 2_000_000
 #: characters of a name or a number that an error shows
 LONGEST_NAME = 100
@@ -31,15 +33,20 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,20
 
 
 class Refused(ValueError):
-    """The error of a file beyond the bounds, or not of its kind; `str(error)` does not have the file's name."""
+    """The error of a file beyond the bounds, or not of its kind; `str(error)` does not
+    have the file's name.
+    """
 
 
 class GivenTwice(Refused):
-    """The error of a name that a mapping has twice, so that one of its values would be dropped."""
+    """The error of a name that a mapping has twice, so that one of its values would be
+    dropped.
+    """
 
 
 def read_text(path: Path, most: int = MOST_BYTES, *, links: bool = True) -> str:
-    """Return the content of an ordinary UTF-8 file; with `links` False, a symbolic link is refused.
+    """Return the content of an ordinary UTF-8 file; with `links` False, a symbolic link
+    is refused.
 
     Raises:
         OSError: the file can't be read.
@@ -65,21 +72,26 @@ def open_file(path: Path, *, links: bool = True) -> Any:
 
 
 def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
-    """Return the content of a JSON file of at most `times` the usual size; raises as `read_text` and `parse_json`."""
+    """Return the content of a JSON file of at most `times` the usual size; raises as
+    `read_text` and `parse_json`.
+    """
     return parse_json(read_text(path, times * MOST_BYTES, links=links))
 
 
 def parse_json(data: bytes | str) -> Any:
     """Return the content of a JSON document.
 
-    Raises ValueError if it is no JSON (which has no NaN and Inf), has a name twice, or is beyond the bounds.
+    Raises ValueError if it is no JSON (which has no NaN and Inf), has a name twice, or
+    is beyond the bounds.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}
     """
     text = data if isinstance(data, str) else data.decode("utf-8", errors="replace")
     if sum(map(text.count, ",[{")) > MOST_JSON_MARKS:
-        raise Refused(f"it holds more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read")
+        raise Refused(
+            f"it holds more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read"
+        )
     try:
         content = json.loads(data, parse_constant=_no_number, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
@@ -112,7 +124,11 @@ def _too_deep() -> Refused:
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(DEEPEST):
-        nodes = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        nodes = (
+            node.values() if isinstance(node, dict) else node
+            for node in level
+            if isinstance(node, dict | list)
+        )
         level = [item for items in nodes for item in items]
         if not level:
             return
@@ -127,7 +143,8 @@ def read_yaml(path: Path, *, links: bool = True) -> Any:
 def parse_yaml(text: str) -> Any:
     """Return the content of a YAML text, as plain data.
 
-    Raises ValueError if it is no YAML, has a tag that names a class, a key twice, an ambiguous number, or is too large.
+    Raises ValueError if it is no YAML, has a tag that names a class, a key twice, an
+    ambiguous number, or is too large.
 
     >>> parse_yaml("train: {max_steps: 3}")
     {'train': {'max_steps': 3}}
@@ -141,14 +158,18 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
-        # PyYAML lets these through where a tag does not fit its text, as in `!!int x` or `!!timestamp x`.
-        raise Refused(f"a value can't be read ({type(error).__name__}: {one_line(error)[:200]})") from None
+        # PyYAML lets these through where a tag does not fit its text, as in `!!int x`
+        # or `!!timestamp x`.
+        raise Refused(
+            f"a value can't be read ({type(error).__name__}: {one_line(error)[:200]})"
+        ) from None
     _check_depth(content)
     return content
 
 
 def is_ambiguous(number: str) -> bool:
-    """Return whether a plain number is octal or sexagesimal in YAML 1.1 and something else in YAML 1.2.
+    """Return whether a plain number is octal or sexagesimal in YAML 1.1 and something
+    else in YAML 1.2.
 
     >>> is_ambiguous("010"), is_ambiguous("1:30"), is_ambiguous("10"), is_ambiguous("0.10")
     (True, True, False, False)
@@ -187,7 +208,9 @@ class _Loader(yaml.SafeLoader):
             said, line = self._said_by(name), name.start_mark.line + 1
             if said in lines:
                 where = f"line {line}" if lines[said] == line else f"lines {lines[said]} and {line}"
-                raise GivenTwice(f"{shortened(name.value, LONGEST_NAME)!r} is given twice, on {where}; keep one")
+                raise GivenTwice(
+                    f"{shortened(name.value, LONGEST_NAME)!r} is given twice, on {where}; keep one"
+                )
             lines[said] = line
         return node
 
@@ -197,7 +220,14 @@ class _Loader(yaml.SafeLoader):
             return id(name)  # such a key is refused later
         try:
             return self.construct_object(name)
-        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
+        except (
+            yaml.YAMLError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            TypeError,
+        ):
             return name.tag, name.value
 
     def _check_number(self, node: Any) -> None:
@@ -207,6 +237,7 @@ class _Loader(yaml.SafeLoader):
             sign = "a leading 0" if ":" not in node.value else "colons"
             number, line = shortened(node.value, LONGEST_NAME), node.start_mark.line + 1
             raise Refused(
-                f"line {line}: {number} is not allowed, since readers differ in what a number with {sign} is; write a "
+                f"line {line}: {number} is not allowed, since readers differ in what a number with "
+                f"{sign} is; write a "
                 "plain number, or a text in quotes"
             )

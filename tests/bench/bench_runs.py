@@ -38,11 +38,16 @@ def one_step(trainer: Trainer, number: int = 1, *observers: Observer) -> Step:
 
 def train(trainer: Trainer, steps: int) -> list[float]:
     """Take the first steps of a training, without observers, and return their losses."""
-    return [trainer.train_step(trainer.new_step(number, last=False), ()) for number in range(1, steps + 1)]
+    return [
+        trainer.train_step(trainer.new_step(number, last=False), ())
+        for number in range(1, steps + 1)
+    ]
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings as words of a command line; two underscores stand for a dot, and the later of two wins."""
+    """Settings as words of a command line; two underscores stand for a dot, and the
+    later of two wins.
+    """
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     return [f"--{key}={value}" for key, value in dotted.items()]
 

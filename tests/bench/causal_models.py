@@ -1,4 +1,6 @@
-"""Tiny causal language models of transformers, with a tokenizer of their own, as `save_pretrained` writes them."""
+"""Tiny causal language models of transformers, with a tokenizer of their own, as
+`save_pretrained` writes them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ KINDS = {
 }
 
 
-def write(folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **more: Any) -> Path:
+def write(
+    folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **more: Any
+) -> Path:
     """Write a random model of about 20,000 parameters into a folder and return it."""
     with reading(str(folder)) as transformers, torch.random.fork_rng():
         torch.manual_seed(0)
@@ -32,7 +36,14 @@ def write(folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: i
         ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         positions = {"gpt2": "n_positions", "mamba": ""}.get(kind, "max_position_embeddings")
         places = {positions: 64} if positions else {}
-        settings = {**sizes, **places, **ends, "vocab_size": vocab_size, "tie_word_embeddings": tied, **more}
+        settings = {
+            **sizes,
+            **places,
+            **ends,
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": tied,
+            **more,
+        }
         made(made.config_class(**settings)).save_pretrained(folder)
     return write_tokenizer(folder)
 
@@ -41,33 +52,64 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
     """Write a tokenizer of some words, digits and an end of text into a folder."""
     import tokenizers
 
-    names = {word: index for index, word in enumerate(["<end>", "<unknown>", *WORDS[:words], *"0123456789"])}
+    names = {
+        word: index
+        for index, word in enumerate(["<end>", "<unknown>", *WORDS[:words], *"0123456789"])
+    }
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<unknown>"))
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Whitespace(), digits])
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Whitespace(), digits]
+    )
     with reading(str(folder)) as transformers:
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unknown>")
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=made, eos_token="<end>", unk_token="<unknown>"
+        )
         fast.save_pretrained(folder)
     return folder
 
 
-def write_gguf(path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None) -> None:
-    """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a GGUF file; tensors, too."""
+def write_gguf(
+    path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None
+) -> None:
+    """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a
+    GGUF file; tensors, too.
+    """
     draw, width, inner = np.random.default_rng(0), 32, 48
     made = gguf.GGUFWriter(str(path), "llama")
-    facts = {"context_length": 64, "embedding_length": width, "block_count": 1, "feed_forward_length": inner}
+    facts = {
+        "context_length": 64,
+        "embedding_length": width,
+        "block_count": 1,
+        "feed_forward_length": inner,
+    }
     facts |= {"head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "vocab_size": width}
     facts |= {"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_merges": ["a b"]}
     facts |= {"eos_token_id": 0, "unk_token_id": 1}
-    for name, fact in {**facts, "token_list": ["<end>", "<unknown>", *"abcdefghijklmnopqrst", "Ġ", "ab"]}.items():
+    for name, fact in {
+        **facts,
+        "token_list": ["<end>", "<unknown>", *"abcdefghijklmnopqrst", "Ġ", "ab"],
+    }.items():
         getattr(made, f"add_{name}")(fact)
-    square = dict.fromkeys(("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v", "blk.0.attn_output"), (width, width))
-    sizes = {"token_embd": (width, width), **square, "blk.0.ffn_gate": (inner, width), "blk.0.ffn_up": (inner, width)}
+    square = dict.fromkeys(
+        ("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v", "blk.0.attn_output"), (width, width)
+    )
+    sizes = {
+        "token_embd": (width, width),
+        **square,
+        "blk.0.ffn_gate": (inner, width),
+        "blk.0.ffn_up": (inner, width),
+    }
     for name, size in {**sizes, "blk.0.ffn_down": (width, inner)}.items():
         made.add_tensor(f"{name}.weight", draw.normal(0, 0.02, size).astype(np.float32))
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         made.add_tensor(f"{name}.weight", np.ones(width, np.float32))
     for name, values in (more or {}).items():
         made.add_tensor(name, values)
-    for write in (made.write_header_to_file, made.write_kv_data_to_file, made.write_tensors_to_file, made.close):
+    for write in (
+        made.write_header_to_file,
+        made.write_kv_data_to_file,
+        made.write_tensors_to_file,
+        made.close,
+    ):
         write()

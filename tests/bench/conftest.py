@@ -15,11 +15,16 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.sweep import workers as pool_module
 
 # for the tests to find the modules that they share
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("", "monitors", "report", "sweep"))
+sys.path.extend(
+    str(Path(__file__).parent / folder) for folder in ("", "monitors", "report", "sweep")
+)
 
 from bench_runs import flags
 
-TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
+TEXT = "".join(
+    f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n"
+    for number in range(300)
+)
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +45,14 @@ def corpus_dir(text_file):
 
 @pytest.fixture(scope="session")
 def labelled_dir(tmp_path_factory):
-    """300 short documents: a label for what each says of the dogs' number, and another for an even one."""
+    """300 short documents: a label for what each says of the dogs' number, and another
+    for an even one.
+    """
     numbers = [number % 7 for number in range(300)]
-    texts = [f"{' '.join(str(number) * 8)} lazy dogs{'.' * (place % 3)}" for place, number in enumerate(numbers)]
+    texts = [
+        f"{' '.join(str(number) * 8)} lazy dogs{'.' * (place % 3)}"
+        for place, number in enumerate(numbers)
+    ]
     labels = [[number, *([7] * (number % 2 == 0))] for number in numbers]
     documents = [LabelledText(text, held) for text, held in zip(texts, labels, strict=True)]
     out = tmp_path_factory.mktemp("labelled") / "prepared"
@@ -54,9 +64,16 @@ def labelled_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(corpus_dir):
-    """Return a function from overrides to the configuration of a one-layer model on the small corpus."""
+    """Return a function from overrides to the configuration of a one-layer model on the
+    small corpus.
+    """
     base = {"data__dir": corpus_dir, "model__n_layer": 1, "model__n_head": 2, "model__n_embd": 16}
-    base |= {"model__block_size": 16, "train__max_steps": 6, "train__batch_size": 4, "eval__interval": 3}
+    base |= {
+        "model__block_size": 16,
+        "train__max_steps": 6,
+        "train__batch_size": 4,
+        "eval__interval": 3,
+    }
     base |= {"eval__batches": 2, "optimizer__warmup_steps": 2, "monitor__interval": 2}
     return lambda **overrides: load_config(None, flags(base | overrides))
 
@@ -70,7 +87,9 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that has a command line refused: code 2, no output, one line of an error, which it returns."""
+    """Return a function that has a command line refused: code 2, no output, one line of
+    an error, which it returns.
+    """
 
     def line(*words):
         capsys.readouterr()
@@ -102,7 +121,10 @@ def _no_figures(monkeypatch):
 KINDS = {
     "float": {},
     "one byte": {"rule": "stochastic", "model__format": "E4M3"},
-    "master copy": {"model__format": "E3M4", "model__formats": "{lm_head: none, mlp.fc: {activation: E4M3}}"},
+    "master copy": {
+        "model__format": "E3M4",
+        "model__formats": "{lm_head: none, mlp.fc: {activation: E4M3}}",
+    },
     "bfloat16": {"rule": "bf16-pure"},
     "tied": {"model__tie_weights": True},
     "untied": {"model__tie_weights": True, "model__tied": "untie", "model__format": "E4M3"},

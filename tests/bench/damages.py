@@ -34,7 +34,9 @@ def cut(count: int = 5) -> Damage:
 
 
 def text(content: str | bytes) -> Damage:
-    return changed(lambda _: content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+    return changed(
+        lambda _: content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    )
 
 
 def more(content: str | bytes) -> Damage:
@@ -51,7 +53,11 @@ def flipped(place: int = 0) -> Damage:
 
 
 def without_line(number: int) -> Damage:
-    return changed(lambda data: b"".join(line for n, line in enumerate(data.splitlines(True), 1) if n != number))
+    return changed(
+        lambda data: b"".join(
+            line for n, line in enumerate(data.splitlines(True), 1) if n != number
+        )
+    )
 
 
 def put(keys: str, value: Any) -> Damage:
@@ -72,12 +78,16 @@ def put(keys: str, value: Any) -> Damage:
 
 
 def tensors(**values: Any) -> Damage:
-    """Other tensors in a file of safetensors; two underscores stand for a dot, and GONE leaves one out."""
+    """Other tensors in a file of safetensors; two underscores stand for a dot, and GONE
+    leaves one out.
+    """
 
     def damage(path):
         from safetensors.torch import load_file, save_file
 
-        stored = load_file(path) | {name.replace("__", "."): value for name, value in values.items()}
+        stored = load_file(path) | {
+            name.replace("__", "."): value for name, value in values.items()
+        }
         save_file({name: value for name, value in stored.items() if value is not GONE}, path)
 
     return damage
@@ -85,7 +95,9 @@ def tensors(**values: Any) -> Damage:
 
 def tensor_file(shape: list[int], size: int) -> bytes:
     """A file of one tensor of that shape, whose data are said to take `size` bytes."""
-    header = json.dumps({"wte.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    header = json.dumps(
+        {"wte.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}
+    ).encode()
     return len(header).to_bytes(8, "little") + header + bytes(20_000)
 
 
@@ -104,7 +116,9 @@ def signed(data: bytes) -> Damage:
     def damage(path):
         path.write_bytes(data)
         split, name, _ = path.name.split(".")
-        put(f"splits.{split}.{name}_sha256", hashlib.sha256(data).hexdigest())(path.with_name("meta.json"))
+        put(f"splits.{split}.{name}_sha256", hashlib.sha256(data).hexdigest())(
+            path.with_name("meta.json")
+        )
 
     return damage
 
@@ -144,7 +158,9 @@ GARBAGE = {
     "tag": text("seed: !!python/object/apply:os.system ['touch executed']\n"),
     "tag of a class": text("seed: !!python/object/new:subprocess.Popen [['touch', 'executed']]\n"),
     "tag of a module": text("seed: !!python/module:antigravity\n"),
-    "class": text(json.dumps({"py/object": "os.system", "__reduce__": ["os.system", ["touch executed"]]})),
+    "class": text(
+        json.dumps({"py/object": "os.system", "__reduce__": ["os.system", ["touch executed"]]})
+    ),
     "huge": text(b" " * (9 * MIB) + b"{}"),
     "huge comment": text(b"# " + b"x" * (64 * MIB)),
     "header of a petabyte": text((2**50).to_bytes(8, "little") + b"{}" + bytes(200)),
@@ -160,6 +176,8 @@ def contents(folder: Path) -> dict[str, Any]:
     """Every path below a folder, with its bytes where it is an ordinary file."""
     paths = sorted(path for path in folder.rglob("*"))
     return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        str(path.relative_to(folder)): path.read_bytes()
+        if path.is_file() and not path.is_symlink()
+        else None
         for path in paths
     }

@@ -9,18 +9,31 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-SETTINGS = {"model_type": "gpt2", "activation_function": "gelu_new", "n_layer": 2, "n_head": 2, "n_embd": 16}
+SETTINGS = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+}
 SETTINGS |= {"n_positions": 32, "vocab_size": 61}
 
 
 def tensors(settings: dict[str, Any]) -> dict[str, Tensor]:
     """Random weights under the names and in the shapes of GPT-2."""
     generator, width = torch.Generator().manual_seed(0), settings["n_embd"]
-    shapes = {"wte.weight": (settings["vocab_size"], width), "wpe.weight": (settings["n_positions"], width)}
+    shapes = {
+        "wte.weight": (settings["vocab_size"], width),
+        "wpe.weight": (settings["n_positions"], width),
+    }
     layers = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
     layers |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
     layers |= {"ln_1": (width,), "ln_2": (width,)}
-    named = {f"h.{block}.{name}": shape for block in range(settings["n_layer"]) for name, shape in layers.items()}
+    named = {
+        f"h.{block}.{name}": shape
+        for block in range(settings["n_layer"])
+        for name, shape in layers.items()
+    }
     for name, shape in {"ln_f": (width,), **named}.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}

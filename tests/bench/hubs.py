@@ -10,7 +10,9 @@ COMMIT = "c0ffee" * 6 + "c0de"
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with the repositories of data sets and models below `root`, every revision of which is the same commit."""
+    """A hub with the repositories of data sets and models below `root`, every revision
+    of which is the same commit.
+    """
 
     daemon_threads = True
 
@@ -54,7 +56,9 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _split(self, parts):
         parts = parts[1:] if parts[0] == "api" else parts
-        parts = parts if parts[0] in ("datasets", "models") else ["models", *parts]  # as files of models are asked for
+        parts = (
+            parts if parts[0] in ("datasets", "models") else ["models", *parts]
+        )  # as files of models are asked for
         kind = "file" if "resolve" in parts else "facts"
         return kind, "/".join(parts[1:3]) or "none", parts[3:]
 
@@ -67,12 +71,26 @@ class _Answers(BaseHTTPRequestHandler):
             return self._json([self._entry(path, folder) for path in sorted(inner.rglob("*"))])
         if rest[:1] == ["revision"] and rest[1] == "gone":
             return self._say(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        flags = {"private": False, "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
-        siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in folder.rglob("*.*")]
-        return self._json({"_id": "1", "id": repository, "sha": COMMIT, "siblings": siblings, **flags})
+        flags = {
+            "private": False,
+            "gated": False,
+            "disabled": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+        }
+        siblings = [
+            {"rfilename": path.relative_to(folder).as_posix()} for path in folder.rglob("*.*")
+        ]
+        return self._json(
+            {"_id": "1", "id": repository, "sha": COMMIT, "siblings": siblings, **flags}
+        )
 
     def _entry(self, path, folder):
-        entry = {"path": path.relative_to(folder).as_posix(), "oid": hashlib.sha1(str(path).encode()).hexdigest()}
+        entry = {
+            "path": path.relative_to(folder).as_posix(),
+            "oid": hashlib.sha1(str(path).encode()).hexdigest(),
+        }
         return (
             {**entry, "type": "directory", "size": 0}
             if path.is_dir()
@@ -84,7 +102,11 @@ class _Answers(BaseHTTPRequestHandler):
         if not path.is_file() or rest[1] not in (COMMIT, "main"):
             return self._say(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         data = path.read_bytes()
-        facts = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        facts = {
+            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         wanted = self.headers.get("Range")
         if wanted is None:
             return self._say(200, data, facts)
@@ -112,4 +134,6 @@ def write_parquet(path: Path, texts: list[str | None]) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     labels = pyarrow.array([[0]] * len(texts), pyarrow.list_(pyarrow.int64()))
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "labels": labels}), path)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "labels": labels}), path
+    )

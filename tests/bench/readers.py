@@ -1,4 +1,6 @@
-"""Every reader of files that come from elsewhere: a whole file for it, and the call that reads the file."""
+"""Every reader of files that come from elsewhere: a whole file for it, and the call
+that reads the file.
+"""
 
 import contextlib
 import io
@@ -29,18 +31,27 @@ from nanogpt_bench.runs.read import AT_END, SUMS
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
 
-SMALL = ("--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2", "--model.block_size=16", "--eval.batches=1")
+SMALL = (
+    "--model.n_layer=1",
+    "--model.n_embd=16",
+    "--model.n_head=2",
+    "--model.block_size=16",
+    "--eval.batches=1",
+)
 
 FROM_GPT2 = ("run", "bf16_baseline", "--model.block_size=16", "--eval.batches=1")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """`lay` writes what is whole into an empty folder; `read` raises what is wrong with it, or returns its notes."""
+    """`lay` writes what is whole into an empty folder; `read` raises what is wrong with
+    it, or returns its notes.
+    """
 
     lay: Callable[[Path], object]
     read: Callable[[Path], Iterable[str] | object]
-    #: the files that garbage is put into, and the garbage that may be what is meant there, or that is waited for
+    #: the files that garbage is put into, and the garbage that may be what is meant
+    #: there, or that is waited for
     files: dict[str, tuple[str, ...]]
     errors: tuple[type[Exception], ...] = (BenchError,)
 
@@ -55,7 +66,10 @@ class Reader:
 
 def commanded(*words: object) -> None:
     """Give a command that ends well, or with code 2 and one line, which is raised."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         code = main([str(word) for word in words])
     if code:
         (line,) = err.getvalue().splitlines()
@@ -69,12 +83,18 @@ def verified(folder: Path) -> list[str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main(["verify", str(folder)])
     first, *lines = out.getvalue().splitlines()
-    assert code == any(line.startswith("  problem: ") for line in lines) == first.startswith(f"{folder}: not whole, ")
+    assert (
+        code
+        == any(line.startswith("  problem: ") for line in lines)
+        == first.startswith(f"{folder}: not whole, ")
+    )
     return lines
 
 
 def reported(folder: Path) -> tuple[str, ...]:
-    """Return the notes of a run whose page has nothing of what a link leads to; figures are empty from then on."""
+    """Return the notes of a run whose page has nothing of what a link leads to; figures
+    are empty from then on.
+    """
     without_drawing()
     with tempfile.TemporaryDirectory() as out:
         commanded("report", folder, "--out", out)
@@ -101,7 +121,9 @@ def lay_floats(folder: Path) -> None:
 
 def lay_study(folder: Path) -> None:
     write_run(folder / "a", rule="nearest", fmt="E4M3")
-    (folder / "sweep.json").write_text(json.dumps({"order": ["a"], "runs": [{"name": "a", "label": "a"}]}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"order": ["a"], "runs": [{"name": "a", "label": "a"}]})
+    )
     (folder / "tuning.json").write_text(json.dumps({"rows": []}))
 
 
@@ -111,7 +133,9 @@ def lay_results(folder: Path) -> None:
 
 
 def lay_tables(folder: Path) -> None:
-    (folder / "sensitivity.json").write_text('{"patterns": ["a"], "formats": ["b"], "gap": [[1.0]]}')
+    (folder / "sensitivity.json").write_text(
+        '{"patterns": ["a"], "formats": ["b"], "gap": [[1.0]]}'
+    )
     (folder / "tuning.json").write_text('{"rows": []}')
 
 
@@ -133,36 +157,77 @@ OPTIONAL = ("gone", "folder", "pipe", "link to nothing", "endless")
 
 def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     """Every reader by name; corpora and the run are copied."""
-    any_text = ("deep", "deep and whole", "digits", "laughs", "huge", "zeros", "half", "header of a petabyte", "wide")
-    any_text += ("merges", "deep blocks", "wide and whole", "sixties", "huge comment", "link to a secret")
-    few_words = ("of another kind", "tag", "tag of a class", "tag of a module", "class", "pipe", "endless")
+    any_text = (
+        "deep",
+        "deep and whole",
+        "digits",
+        "laughs",
+        "huge",
+        "zeros",
+        "half",
+        "header of a petabyte",
+        "wide",
+    )
+    any_text += (
+        "merges",
+        "deep blocks",
+        "wide and whole",
+        "sixties",
+        "huge comment",
+        "link to a secret",
+    )
+    few_words = (
+        "of another kind",
+        "tag",
+        "tag of a class",
+        "tag of a module",
+        "class",
+        "pipe",
+        "endless",
+    )
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
     weights = {"checkpoints/step-6.safetensors": ("gone",)}
     of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(
-            written("a.yaml", "seed: 1"), lambda f: load_config(f / "a.yaml"), {"a.yaml": ("empty", "class")}
+            written("a.yaml", "seed: 1"),
+            lambda f: load_config(f / "a.yaml"),
+            {"a.yaml": ("empty", "class")},
         ),
-        "sweep": Reader(written("a.yaml", "axes: {seed: [1]}"), lambda f: read_sweep(f / "a.yaml"), {"a.yaml": ()}),
+        "sweep": Reader(
+            written("a.yaml", "axes: {seed: [1]}"),
+            lambda f: read_sweep(f / "a.yaml"),
+            {"a.yaml": ()},
+        ),
         "text": Reader(
             written("a.txt", "a line of text\n" * 99),
             lambda f: prepare_text(f / "a.txt", f / "out", "byte"),
             {"a.txt": any_text + few_words},
         ),
         "corpus": Reader(
-            copy_of(corpus), lambda f: load_corpus(f, 16), {"meta.json": (), "train.bin": (), "val.bin": ()}
+            copy_of(corpus),
+            lambda f: load_corpus(f, 16),
+            {"meta.json": (), "train.bin": (), "val.bin": ()},
         ),
-        "run on a corpus": Reader(copy_of(corpus), on_corpus("run", "bf16_baseline", *SMALL), {"meta.json": ()}),
-        "compare on a corpus": Reader(copy_of(corpus), on_corpus("compare", "--max-steps=1"), {"meta.json": ()}),
+        "run on a corpus": Reader(
+            copy_of(corpus), on_corpus("run", "bf16_baseline", *SMALL), {"meta.json": ()}
+        ),
+        "compare on a corpus": Reader(
+            copy_of(corpus), on_corpus("compare", "--max-steps=1"), {"meta.json": ()}
+        ),
         "labels": Reader(
             copy_of(labelled),
             lambda f: documents_of(load_corpus(f, 16), "train"),
             {"train.ends.bin": (), "train.labels.bin": ()},
         ),
-        "gpt2": Reader(gpt2_checkpoints.write, load_gpt2, {"config.json": (), "model.safetensors": ()}),
+        "gpt2": Reader(
+            gpt2_checkpoints.write, load_gpt2, {"config.json": (), "model.safetensors": ()}
+        ),
         "run from gpt2": Reader(
-            lambda f: gpt2_checkpoints.write(f, vocab_size=load_corpus(corpus, 16).vocab_size, n_positions=16),
+            lambda f: gpt2_checkpoints.write(
+                f, vocab_size=load_corpus(corpus, 16).vocab_size, n_positions=16
+            ),
             lambda f: commanded(*FROM_GPT2, f"--data.dir={corpus}", f"--model.init_from={f}"),
             {"config.json": (), "model.safetensors": ()},
         ),
@@ -172,14 +237,18 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             {"a.safetensors": (), "model.safetensors.index.json": (*OPTIONAL, "wide and whole")},
             errors=(ValueError, FileNotFoundError),
         ),
-        "results": Reader(lay_results, lambda f: commanded("results", "show", f / "x.json"), {"x.json": ()}),
+        "results": Reader(
+            lay_results, lambda f: commanded("results", "show", f / "x.json"), {"x.json": ()}
+        ),
         "study": Reader(
             lay_study,
             lambda f: commanded("results", "export", f, "--out", f.parent / "x.json"),
             {"sweep.json": (), "tuning.json": (*OPTIONAL, "class", "huge")},
         ),
         "tables": Reader(
-            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "tuning.json": OPTIONAL}
+            lay_tables,
+            lambda f: read_studies([f]).notes,
+            {"sensitivity.json": OPTIONAL, "tuning.json": OPTIONAL},
         ),
         "run": Reader(copy_of(run), lambda f: load_run(f).notes, of_run),
         "report on a run": Reader(copy_of(run), reported, of_run),

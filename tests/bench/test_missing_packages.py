@@ -1,4 +1,6 @@
-"""A package that is not installed is named in one line, with the extra that brings it, before anything is written."""
+"""A package that is not installed is named in one line, with the extra that brings it,
+before anything is written.
+"""
 
 import importlib.util
 from importlib import import_module
@@ -23,15 +25,38 @@ from nanogpt_bench.model.weights import checkpoint_shape
             lambda here, _: prepare_eurlex(here / "out", data_dir=here),
             r"datasets; .*\[hub\]",
         ),
-        ("data.tokenizers", "tiktoken", lambda *_: make_tokenizer("gpt2", ""), r"needs tiktoken; .*\[gpt2-offline\]"),
-        *(
-            ("data.tokenizers", package, call, rf"needs {package}; get it with pip install 'fp8manifold\[\S+\]'")
-            for package in ("tokenizers", "tiktoken")
-            for call in (lambda *_: check_tokenizer("bpe-300"), lambda *_: make_tokenizer("bpe-300", "", ["ab"]))
+        (
+            "data.tokenizers",
+            "tiktoken",
+            lambda *_: make_tokenizer("gpt2", ""),
+            r"needs tiktoken; .*\[gpt2-offline\]",
         ),
-        ("system.hub", "huggingface_hub", lambda *_: checkpoint_shape("gpt2"), r"fp8manifold\[hub\]"),
         *(
-            ("model.causal", package, lambda here, _: find_model(str(here / "x.gguf")), rf"{package};.*\[hf\]")
+            (
+                "data.tokenizers",
+                package,
+                call,
+                rf"needs {package}; get it with pip install 'fp8manifold\[\S+\]'",
+            )
+            for package in ("tokenizers", "tiktoken")
+            for call in (
+                lambda *_: check_tokenizer("bpe-300"),
+                lambda *_: make_tokenizer("bpe-300", "", ["ab"]),
+            )
+        ),
+        (
+            "system.hub",
+            "huggingface_hub",
+            lambda *_: checkpoint_shape("gpt2"),
+            r"fp8manifold\[hub\]",
+        ),
+        *(
+            (
+                "model.causal",
+                package,
+                lambda here, _: find_model(str(here / "x.gguf")),
+                rf"{package};.*\[hf\]",
+            )
             for package in ("transformers", "gguf")
         ),
         (
@@ -42,7 +67,9 @@ from nanogpt_bench.model.weights import checkpoint_shape
         ),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(module, package, call, said, here, tiny, monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(
+    module, package, call, said, here, tiny, monkeypatch
+):
     (here / "x.gguf").write_bytes(b"GGUF")
     tokenizers.encoding.cache_clear()
     find = importlib.util.find_spec

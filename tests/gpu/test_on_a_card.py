@@ -1,4 +1,6 @@
-"""On a card: the bits of the CPU, its products from codes, and steps of few launches; skipped where there is none."""
+"""On a card: the bits of the CPU, its products from codes, and steps of few launches;
+skipped where there is none.
+"""
 
 import importlib
 import sys
@@ -21,7 +23,9 @@ CARD = torch.device("cuda")
 def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module("gpu")
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")
+    ]:
         sys.modules.pop(name)
 
 
@@ -77,9 +81,13 @@ def test_products_are_the_emulations(fmt, gradient, size, dtype, compiled):
     net.to(CARD)
     found = passes(torch.compile(net) if compiled else net, x.to(CARD), g.to(CARD))
     w, x, g = net.weight.dequantize().cpu().float().abs(), x.float().abs(), g.float().abs()
-    for name, one, other, sums in zip(["y", "dx", "dw"], found, expected, (x @ w.t(), g @ w, g.t() @ x), strict=True):
+    for name, one, other, sums in zip(
+        ["y", "dx", "dw"], found, expected, (x @ w.t(), g @ w, g.t() @ x), strict=True
+    ):
         if UNITS[fmt] == "int8" and name != "dw":
             assert torch.equal(one, other), name
         else:
-            ulp = 2.0**-7 * torch.maximum(one.abs(), other.abs()) if dtype is torch.bfloat16 else 0.0
+            ulp = (
+                2.0**-7 * torch.maximum(one.abs(), other.abs()) if dtype is torch.bfloat16 else 0.0
+            )
             assert ((one - other).abs() <= ulp + 2.0**-11 * sums).all(), name

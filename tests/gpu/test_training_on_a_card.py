@@ -1,4 +1,6 @@
-"""Models and optimizers on a card beside the same on the CPU; skipped where there is none."""
+"""Models and optimizers on a card beside the same on the CPU; skipped where there is
+none.
+"""
 
 import copy
 from functools import partial
@@ -17,10 +19,14 @@ CARD = torch.device("cuda")
 
 
 def parameters(device):
-    """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary floats."""
+    """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary
+    floats.
+    """
     made = [
         fm.FP8Parameter(normal(24, 256, seed=1) * 0.1, "E4M3", seed=1),
-        fm.FP8Parameter(normal(6, 64, seed=2) * 0.1, "E2M5", granularity="block", seed=2, draws="dither"),
+        fm.FP8Parameter(
+            normal(6, 64, seed=2) * 0.1, "E2M5", granularity="block", seed=2, draws="dither"
+        ),
         fm.FP8Parameter(normal(300, seed=3) * 0.1, "E5M2", granularity="tensor", seed=3),
         nn.Parameter(normal(5, 77, seed=4)),
     ]
@@ -29,7 +35,9 @@ def parameters(device):
 
 KINDS = {
     "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
-    "AdamW residual8": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual8"),
+    "AdamW residual8": partial(
+        optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual8"
+    ),
     "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
     "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
     "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
@@ -47,7 +55,9 @@ def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
     ours, there = parameters(torch.device("cpu")), parameters(CARD)
     made = [KINDS[kind](some) for some in (ours, there)]
     take_steps(made, (ours, there), range(4))
-    exact = ours[:3] if kind == "RiemannianAdam" else ours  # floats go by torch's operators, which contract there
+    exact = (
+        ours[:3] if kind == "RiemannianAdam" else ours
+    )  # floats go by torch's operators, which contract there
     for i, (p, q) in enumerate(zip(exact, there, strict=False)):
         assert frozen(p) == frozen(q), f"parameter {i}"
         assert frozen(made[0].state[p]) == frozen(made[1].state[q])
@@ -56,8 +66,12 @@ def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_muon_goes_the_way_of_the_cpus(moments):
-    """Its products are of other precision, so not to the bit: within a spacing of the format, and on average closer."""
-    ours, there = ([fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2))
+    """Its products are of other precision, so not to the bit: within a spacing of the
+    format, and on average closer.
+    """
+    ours, there = (
+        [fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2)
+    )
     there = [nn.Parameter(p.detach().to(CARD)) for p in there]
     for some in (ours, there):
         take_steps([optim.StiffnessMuon(some, lr=0.02, moments=moments)], [some], range(3))
@@ -69,7 +83,9 @@ def test_muon_goes_the_way_of_the_cpus(moments):
 
 def network():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 32))
+    net = nn.Sequential(
+        nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 32)
+    )
     return fm.quantize_model(net, "E4M3", storage="fp8", seed=1)
 
 
@@ -98,7 +114,9 @@ def test_a_model_learns(compiled):
 @pytest.mark.parametrize(("here", "there"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here, there):
     model = network().to(here)
-    optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit", writeback="residual8")
+    optimizer = optim.StiffnessAdamW(
+        model.parameters(), 3e-3, moments="8bit", writeback="residual8"
+    )
     losses(model, optimizer, 5)
     kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     again = network().to(there)
@@ -196,6 +214,8 @@ def test_a_graphed_training_step_has_the_bits_of_calls():
         for i in range(20):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i % 3)
             losses.append(float(step(normal(32, 64, seed=i).to(CARD))))
-        found.append((losses, frozen(list(model.parameters())), frozen(optimizer.state_dict()["state"])))
+        found.append(
+            (losses, frozen(list(model.parameters())), frozen(optimizer.state_dict()["state"]))
+        )
         assert not graphed or (step.recorded == 1 and step.replayed == 17)
     assert found[0] == found[1]

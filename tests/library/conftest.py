@@ -1,4 +1,6 @@
-"""Shared by the library's tests: the oracle on the import path, bitwise comparison, and a count of it."""
+"""Shared by the library's tests: the oracle on the import path, bitwise comparison, and
+a count of it.
+"""
 
 import importlib
 import shutil
@@ -13,7 +15,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = map(str, (HERE, *filter(Path.is_dir, HERE.iterdir())))  # tests import from tests of other folders
+sys.path[:0] = map(
+    str, (HERE, *filter(Path.is_dir, HERE.iterdir()))
+)  # tests import from tests of other folders
 
 COMPARED = Counter()
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,13 +30,17 @@ def bits(x):
 
 def first_mismatches(ours, expected, x, limit=5):
     where = (bits(ours) != bits(expected)).nonzero().flatten()
-    cases = [f"{x[i].item()!r} -> {ours[i].item()!r}, not {expected[i].item()!r}" for i in where[:limit]]
+    cases = [
+        f"{x[i].item()!r} -> {ours[i].item()!r}, not {expected[i].item()!r}" for i in where[:limit]
+    ]
     return f"{len(where)} of {len(ours)} differ: " + "; ".join(cases)
 
 
 @pytest.fixture
 def compare_bits(request):
-    """Assert that a result has the bits of what is expected (float64, exact in the result's dtype)."""
+    """Assert that a result has the bits of what is expected (float64, exact in the
+    result's dtype).
+    """
     group = f"{request.path.name}::{request.function.__name__}"
 
     def compare(ours, expected, x, context=""):
@@ -55,7 +63,9 @@ def cpp_compiler():
     with warnings.catch_warnings():  # Inductor's own imports use what torch has deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._inductor.compile_fx")
-        yield  # and its caches look through every loaded module, deprecated names of other packages included
+        # And its caches look through every loaded module, deprecated names of other
+        # packages included
+        yield
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -88,7 +98,10 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory):
     with ExitStack() as stack:
-        one_each = {size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
+        one_each = {
+            size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks"))
+            for size in (1, 2, 3)
+        }
         yield {size: stack.enter_context(each) for size, each in one_each.items()}
 
 

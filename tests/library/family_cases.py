@@ -1,4 +1,6 @@
-"""The family as its registry has it: every combination, every optimizer by name, and one parameter of every kind."""
+"""The family as its registry has it: every combination, every optimizer by name, and
+one parameter of every kind.
+"""
 
 import geoopt
 import torch
@@ -12,12 +14,16 @@ from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 NAMES = tuple(
-    name for name, kind in vars(fm.optim).items() if isinstance(kind, type) and issubclass(kind, ManifoldOptimizer)
+    name
+    for name, kind in vars(fm.optim).items()
+    if isinstance(kind, type) and issubclass(kind, ManifoldOptimizer)
 )
 
 
 def is_valid(optimizer, writeback, moments):
-    """True for combinations that exist: errors go into averages, and not into those of 8 bits."""
+    """True for combinations that exist: errors go into averages, and not into those of
+    8 bits.
+    """
     takes = DIRECTIONS[getattr(fm.optim, optimizer).direction].takes_no_error is None
     return not WRITEBACKS[writeback].injects or (takes and moments != "8bit")
 
@@ -40,7 +46,9 @@ OPTIONS = {
 
 
 class Parallel(nn.Module):
-    """Linear layers side by side on the leading columns of one input; without global random numbers."""
+    """Linear layers side by side on the leading columns of one input; without global
+    random numbers.
+    """
 
     def __init__(self, weights):
         super().__init__()
@@ -59,14 +67,18 @@ def is_layer(p):
 
 
 def make(name, parameters, **options):
-    """The optimizer called ``name``; the natural gradient is taken of a network of the list's matrices."""
+    """The optimizer called ``name``; the natural gradient is taken of a network of the
+    list's matrices.
+    """
     kind, options = getattr(fm.optim, name), {**OPTIONS[name], **options}
     parameters = list(parameters)
     if name == "StiffnessMuon" and options.get("direction") != "adam":
         return kind(muon_groups(parameters, lr=0.01), **options)
     if name != "FisherNaturalGradient":
         return kind(parameters, **options)
-    groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    groups = (
+        parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    )
     tensors = [p for group in groups for p in group["params"]]
     model = Parallel([p for p in tensors if is_layer(p)])
     return kind(parameters, model, [normal(16, 320, seed=77)], **options)
@@ -75,18 +87,28 @@ def make(name, parameters, **options):
 def zoo():
     scattered = fm.FP8Manifold("E4M3", 2.0**-5)
     return {
-        "fp8 tensor": stored_weight("E4M3", (3, 7), seed=1, granularity="tensor", keep_remainder=True),
+        "fp8 tensor": stored_weight(
+            "E4M3", (3, 7), seed=1, granularity="tensor", keep_remainder=True
+        ),
         "fp8 channel": stored_weight("E3M4", (5, 33), seed=2, headroom=4.0, keep_remainder=True),
         "fp8 block": stored_weight("E4M3", (3, 64), seed=3, granularity="block"),
-        "fp8 block, any scale": stored_weight("E4M3", (2, 64), seed=20, granularity="block", factors=True),
-        "fp8 bfloat16, any scale": stored_weight("E5M2", (2, 2, 5), seed=4, dtype=torch.bfloat16, factors=True),
-        "fp8 vector, any scale": stored_weight("E4M3FNUZ", (13,), seed=5, rounding="nearest", factors=True),
+        "fp8 block, any scale": stored_weight(
+            "E4M3", (2, 64), seed=20, granularity="block", factors=True
+        ),
+        "fp8 bfloat16, any scale": stored_weight(
+            "E5M2", (2, 2, 5), seed=4, dtype=torch.bfloat16, factors=True
+        ),
+        "fp8 vector, any scale": stored_weight(
+            "E4M3FNUZ", (13,), seed=5, rounding="nearest", factors=True
+        ),
         "fp8 scalar": stored_weight("E4M3", (), seed=6),
         "fp8 empty": stored_weight("E4M3", (0, 4), seed=7),
         "grid": grid_weight("E4M3", (3, 7), ROWS, "stochastic", seed=8),
         "grid, any scale": grid_weight("E5M2", (5,), 0.3, seed=9),
         "grid float64": grid_weight("E4M3", (4, 3), seed=10, dtype=torch.float64),
-        "grid non-contiguous": geoopt.ManifoldParameter(scattered.projx(normal(5, 3, seed=11, std=0.1)).t(), scattered),
+        "grid non-contiguous": geoopt.ManifoldParameter(
+            scattered.projx(normal(5, 3, seed=11, std=0.1)).t(), scattered
+        ),
         "grid empty": on(fm.FP8Manifold("E4M3"), torch.empty(0, 4)),
         "free": free_weight(normal(6, seed=12, std=0.1), "E5M2", 2.0**-3),
         "float32": nn.Parameter(normal(4, 3, seed=13, std=0.1)),

@@ -1,4 +1,6 @@
-"""The inputs on which rounding is compared: every point where it can go wrong, and a great many others."""
+"""The inputs on which rounding is compared: every point where it can go wrong, and a
+great many others.
+"""
 
 import itertools
 import math
@@ -10,7 +12,8 @@ import torch
 import fp8manifold as fm
 from fp8manifold import reference
 
-#: Any ExMy in every layout, beside the named ones. IEEE or FN specials on two bits leave nothing but zero.
+#: Any ExMy in every layout, beside the named ones. IEEE or FN specials on two bits
+#: leave nothing but zero.
 LAYOUT_SUFFIXES = ("", "IEEE", "FN", "FNUZ", "FINITE")
 ODD_NAMES = [
     f"E{e}M{m}{suffix}"
@@ -56,7 +59,9 @@ def finite_values(fmt):
 
 
 def midpoints_and_codes(fmt):
-    """Every magnitude, every midpoint, and four steps past the top as if the codes went on."""
+    """Every magnitude, every midpoint, and four steps past the top as if the codes went
+    on.
+    """
     codes = [float(reference.magnitude(m, fmt)) for m in range(reference.max_code(fmt) + 5)]
     middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
     return np.array(sorted(codes + middles))
@@ -71,14 +76,25 @@ def both_neighbours(x, dtype):
 
 @cache
 def critical(fmt):
-    """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all are float32 values."""
-    positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), np.float32(EDGES)])
+    """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all
+    are float32 values.
+    """
+    positive = np.concatenate(
+        [both_neighbours(midpoints_and_codes(fmt), np.float32), np.float32(EDGES)]
+    )
     return np.concatenate([positive, -positive, [np.nan]])
 
 
 @cache
 def critical64(fmt):
-    only64 = [5e-324, 2.0**-1022, 2.0**-150, 1e300, float(np.finfo(np.float64).max), 1.0625 + 2.0**-40]
+    only64 = [
+        5e-324,
+        2.0**-1022,
+        2.0**-150,
+        1e300,
+        float(np.finfo(np.float64).max),
+        1.0625 + 2.0**-40,
+    ]
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float64), only64])
     return np.concatenate([critical(fmt), positive, -positive])
 
@@ -98,16 +114,24 @@ def random_float32(count=1_000_000, seed=20261121):
 
 @cache
 def random_float64(top, count=100_000, seed=8):
-    """float64 bit patterns over the whole of float64, and values with 53 random bits near the format."""
+    """float64 bit patterns over the whole of float64, and values with 53 random bits
+    near the format.
+    """
     generator = np.random.default_rng(seed)
     patterns = generator.integers(0, 2**64, size=count // 2, dtype=np.uint64).view(np.float64)
-    near = np.exp2(generator.uniform(-40, 1, count // 2)) * top * generator.choice([-1.0, 1.0], count // 2)
+    near = (
+        np.exp2(generator.uniform(-40, 1, count // 2))
+        * top
+        * generator.choice([-1.0, 1.0], count // 2)
+    )
     return torch.from_numpy(np.sort(np.concatenate([patterns, near])))
 
 
 @cache
 def random_in_range(top, count=100_000, seed=7):
-    """float32 values log-uniform over the 40 binades that end a little above top, both signs."""
+    """float32 values log-uniform over the 40 binades that end a little above top, both
+    signs.
+    """
     generator = np.random.default_rng(seed)
     size = np.exp2(generator.uniform(-40, 1, count)) * top
     return torch.from_numpy((size * generator.choice([-1.0, 1.0], count)).astype(np.float32))

@@ -1,4 +1,6 @@
-"""Shared by tests of models of transformers: small ones of the same draws, and folders that are read whole."""
+"""Shared by tests of models of transformers: small ones of the same draws, and folders
+that are read whole.
+"""
 
 import torch
 import transformers
@@ -12,21 +14,32 @@ SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 def seeded(kind, config):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return getattr(transformers, f"{kind}{'HeadModel' if 'GPT2' in kind else 'ForCausalLM'}")(config)
+        return getattr(transformers, f"{kind}{'HeadModel' if 'GPT2' in kind else 'ForCausalLM'}")(
+            config
+        )
 
 
 def llama(tied=True, **options):
-    return seeded("Llama", transformers.LlamaConfig(**{**SIZES, **options}, tie_word_embeddings=tied))
+    return seeded(
+        "Llama", transformers.LlamaConfig(**{**SIZES, **options}, tie_word_embeddings=tied)
+    )
 
 
 def gpt2(tied=True, **options):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
-    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "resid_pdrop", "embd_pdrop"), 0)
-    return seeded("GPT2LM", transformers.GPT2Config(**{**sizes, **options}, attn_pdrop=0.0, tie_word_embeddings=tied))
+    sizes |= dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id", "resid_pdrop", "embd_pdrop"), 0
+    )
+    return seeded(
+        "GPT2LM",
+        transformers.GPT2Config(**{**sizes, **options}, attn_pdrop=0.0, tie_word_embeddings=tied),
+    )
 
 
 def read(folder, **options):
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
     assert not any(said.values()), said
     return model
 

@@ -1,7 +1,9 @@
-"""Cases of the manifolds: formats, scales, metrics, and an oracle made of nothing but a list of values.
+"""Cases of the manifolds: formats, scales, metrics, and an oracle made of nothing but a
+list of values.
 
-The oracle reads the geometry off the representable numbers by linear interpolation, with no exponent, bias or bit in
-sight: the chart interpolates codes over values, its inverse values over codes, and the stiffness is the gap above.
+The oracle reads the geometry off the representable numbers by linear interpolation,
+with no exponent, bias or bit in sight: the chart interpolates codes over values, its
+inverse values over codes, and the stiffness is the gap above.
 """
 
 from dataclasses import dataclass
@@ -18,9 +20,18 @@ from fp8manifold import reference
 EPS = torch.finfo(torch.float64).eps
 
 FORMATS = {fmt.name: fmt for fmt in fm.NAMED_FORMATS.values()}
-#: One of each kind: the OCP ones, a uniform grid, powers of two, no -0, powers of two without -0, four bits.
-FEW = {name: FORMATS[name] for name in ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P1", "E2M1")}
-SCALES = {"1": 1.0, "2^-7": 2.0**-7, "0.3": 0.3, "rows": torch.tensor([[0.25], [1.7], [3.0]], dtype=torch.float64)}
+#: One of each kind: the OCP ones, a uniform grid, powers of two, no -0, powers of two
+#: without -0, four bits.
+FEW = {
+    name: FORMATS[name]
+    for name in ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P1", "E2M1")
+}
+SCALES = {
+    "1": 1.0,
+    "2^-7": 2.0**-7,
+    "0.3": 0.3,
+    "rows": torch.tensor([[0.25], [1.7], [3.0]], dtype=torch.float64),
+}
 
 deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 
@@ -47,7 +58,9 @@ both_dtypes = each("dtype", [torch.float32, torch.float64], ids=str)
 
 @dataclass(frozen=True)
 class Ruler:
-    """Values of a format in ascending order, zero once, their signed codes, and the value that would come next."""
+    """Values of a format in ascending order, zero once, their signed codes, and the
+    value that would come next.
+    """
 
     values: np.ndarray
     codes: np.ndarray
@@ -79,14 +92,20 @@ def grid(fmt, dtype=torch.float64):
 
 
 def off_grid(fmt, count, seed=0, share=1.0):
-    """Values uniform in the chart, so in every binade and subnormal, over a share of the range."""
+    """Values uniform in the chart, so in every binade and subnormal, over a share of
+    the range.
+    """
     top = share * ruler(fmt).codes[-1]
-    return torch.from_numpy(ruler(fmt).inverse(np.random.default_rng(seed).uniform(-top, top, count)))
+    return torch.from_numpy(
+        ruler(fmt).inverse(np.random.default_rng(seed).uniform(-top, top, count))
+    )
 
 
 def spread(x, scale):
     """Values in units of the scale as points, one row for each entry of it."""
-    return x * torch.as_tensor(scale, dtype=torch.float64 if isinstance(scale, torch.Tensor) else None).to(x.dtype)
+    return x * torch.as_tensor(
+        scale, dtype=torch.float64 if isinstance(scale, torch.Tensor) else None
+    ).to(x.dtype)
 
 
 def same_bits(a, b):
@@ -108,7 +127,9 @@ def pairs(x):
 
 
 def interior_and_grid(fmt, scale):
-    """Start and end points: off the grid and on it, in every combination, all binades, both signs."""
+    """Start and end points: off the grid and on it, in every combination, all binades,
+    both signs.
+    """
     loose, fixed = off_grid(fmt, 400, seed=1), grid(fmt)
     fixed = fixed[torch.from_numpy(np.random.default_rng(2).integers(0, len(fixed), 400))]
     start = torch.cat([loose, loose, fixed, fixed])
@@ -117,5 +138,7 @@ def interior_and_grid(fmt, scale):
 
 
 def chart_error(manifold, *points):
-    """The error in steps that float64 may make: a few EPS of the coordinates that were added and subtracted."""
+    """The error in steps that float64 may make: a few EPS of the coordinates that were
+    added and subtracted.
+    """
     return 64 * EPS * (1 + sum(manifold.to_chart(point).abs() for point in points))

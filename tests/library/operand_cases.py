@@ -1,4 +1,6 @@
-"""Operands of products in 8 bits against their definition: run by ``test_triton_interpreted.py``, and on a card."""
+"""Operands of products in 8 bits against their definition: run by
+``test_triton_interpreted.py``, and on a card.
+"""
 
 import math
 from unittest import mock
@@ -10,7 +12,13 @@ from triton_twins import CARD, COUNTS, different
 
 import fp8manifold as fm
 from fp8manifold._encoded import products
-from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows, transpose_bytes
+from fp8manifold._encoded.products import (
+    codes_to_int8,
+    int8_rows,
+    round_columns,
+    round_rows,
+    transpose_bytes,
+)
 from fp8manifold._triton import whole
 from fp8manifold._triton.whole import columns_on_gpu, copied_on_gpu, int8_rows_on_gpu, rows_on_gpu
 from fp8manifold.formats import as_format
@@ -25,7 +33,9 @@ def same(ours, expected):
     for one, other in zip(ours, expected, strict=True):
         assert one.dtype == other.dtype
         assert one.is_contiguous()
-        assert not different(*(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (one, other)))
+        assert not different(
+            *(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (one, other))
+        )
 
 
 def matrix(width, dtype, seed=1):
@@ -33,7 +43,9 @@ def matrix(width, dtype, seed=1):
     ends = (448.0, 449.0, -480.0, 464.0, 127.0, -127.5, 2.0**15, 1e-38, 1e-41, 6e-8, 0.0, -0.0)
     for row, end in enumerate(ends):
         x[row, width // 2 :] = end
-    x[:6] *= (normal(6, width, seed=seed + 2) > -0.5) * torch.exp2(-normal(6, width, seed=seed).abs().mul(5).round())
+    x[:6] *= (normal(6, width, seed=seed + 2) > -0.5) * torch.exp2(
+        -normal(6, width, seed=seed).abs().mul(5).round()
+    )
     for row, end in enumerate((448.0, 449.0, -480.0, math.inf, -math.inf, math.nan), 12):
         x[row, -1] = end
     x[20] = torch.finfo(dtype).max
@@ -45,9 +57,11 @@ def matrix(width, dtype, seed=1):
 @pytest.mark.parametrize("folds", ["no", "one", "each"])
 def test_rows_and_columns(folds, width, dtype):
     x = matrix(width, dtype)
-    fold = {"no": None, "one": torch.tensor([[0.125]]), "each": torch.exp2(normal(1, width, seed=3).mul(4).round())}[
-        folds
-    ]
+    fold = {
+        "no": None,
+        "one": torch.tensor([[0.125]]),
+        "each": torch.exp2(normal(1, width, seed=3).mul(4).round()),
+    }[folds]
     there, by = x.to(CARD), None if fold is None else fold.to(CARD)
     for ours, expected in ROWS.values():
         same(ours(there, by), expected(x, fold))
@@ -75,11 +89,15 @@ def test_any_distance_between_rows_and_between_columns():
 
 
 def test_every_number_of_bfloat16_and_every_boundary_of_codes():
-    """Under a scale of 1, one way or the other: a card converts by an instruction of its own."""
+    """Under a scale of 1, one way or the other: a card converts by an instruction of
+    its own.
+    """
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = fm.decode(torch.arange(127, dtype=torch.uint8), "E4M3")
     middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.arange(127) + 0.5])
-    near = torch.cat([values, middles, *(torch.nextafter(middles, middles * end) for end in (0, 2))])
+    near = torch.cat(
+        [values, middles, *(torch.nextafter(middles, middles * end) for end in (0, 2))]
+    )
     for part, dtype in ((halves, torch.bfloat16), (torch.cat([near, -near]), torch.float32)):
         for name, largest in (("E4M3", 448.0), ("int8", 127.0)):
             inside = part[part.abs() <= largest]
@@ -87,13 +105,17 @@ def test_every_number_of_bfloat16_and_every_boundary_of_codes():
             x = torch.cat([torch.full((len(inside), 1), largest), inside], dim=1).to(dtype)
             codes, scales = ROWS[name][0](x.to(CARD))
             assert scales.unique().tolist() == [1.0]
-            expected = fm.encode(x.float(), "E4M3") if name == "E4M3" else x.float().round().to(torch.int8)
+            expected = (
+                fm.encode(x.float(), "E4M3") if name == "E4M3" else x.float().round().to(torch.int8)
+            )
             same((codes, scales), (expected, torch.ones(len(x), 1)))
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (1, 1), (70, 50), (300, 131)])
 def test_codes_by_columns_and_as_integers(shape):
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     unit = as_format("E1M6").ulp_min
     integers = (fm.decode(codes, "E1M6") / unit).to(torch.int8)
     there = codes.to(CARD)
@@ -119,7 +141,12 @@ def test_of_nothing(shape):
 def test_what_products_ask_for_is_launched(monkeypatch):
     def made(x, codes):
         rounded = [*round_rows(x), *round_columns(x), *int8_rows(x)]
-        return [*rounded, transpose_bytes(codes), codes_to_int8(codes), codes_to_int8(codes, transposed=True)]
+        return [
+            *rounded,
+            transpose_bytes(codes),
+            codes_to_int8(codes),
+            codes_to_int8(codes, transposed=True),
+        ]
 
     x, codes = matrix(48, torch.bfloat16)[:16], torch.arange(256, dtype=torch.uint8).view(16, 16)
     expected = made(x, codes)
@@ -128,4 +155,7 @@ def test_what_products_ask_for_is_launched(monkeypatch):
     monkeypatch.setattr(products, "_has_kernels", lambda x: True)
     same(tuple(made(x.to(CARD), codes.to(CARD))), tuple(expected))
     launched = [call.args[0] for call in launch.call_args_list]
-    assert launched == [*("rows_kernel", "amax_kernel", "columns_kernel", "rows_kernel"), *3 * ("copy_kernel",)]
+    assert launched == [
+        *("rows_kernel", "amax_kernel", "columns_kernel", "rows_kernel"),
+        *3 * ("copy_kernel",),
+    ]

@@ -1,4 +1,6 @@
-"""Cases of the optimizers: parameters of every kind, optimizers by name, and a step to compare."""
+"""Cases of the optimizers: parameters of every kind, optimizers by name, and a step to
+compare.
+"""
 
 import copy
 import io
@@ -9,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessLion, StiffnessSGD
+from fp8manifold.optim import (
+    Madam,
+    RiemannianAdam,
+    RiemannianSGD,
+    StiffnessAdamW,
+    StiffnessLion,
+    StiffnessSGD,
+)
 
 ROWS = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
 
@@ -23,8 +32,19 @@ def on(manifold, x):
     return geoopt.ManifoldParameter(manifold.projx(x), manifold=manifold)
 
 
-def grid_weight(fmt="E4M3", shape=(3, 7), scale=2.0**-5, rounding="nearest", *, seed=0, dtype=torch.float32, std=0.1):
-    return on(fm.FP8Manifold(fmt, scale, rounding, seed), normal(*shape, seed=seed, dtype=dtype, std=std))
+def grid_weight(
+    fmt="E4M3",
+    shape=(3, 7),
+    scale=2.0**-5,
+    rounding="nearest",
+    *,
+    seed=0,
+    dtype=torch.float32,
+    std=0.1,
+):
+    return on(
+        fm.FP8Manifold(fmt, scale, rounding, seed), normal(*shape, seed=seed, dtype=dtype, std=std)
+    )
 
 
 def free_weight(x, fmt="E4M3", scale=1.0):
@@ -33,13 +53,19 @@ def free_weight(x, fmt="E4M3", scale=1.0):
 
 
 def stored_weight(fmt="E4M3", shape=(3, 7), *, seed=0, factors=False, **options):
-    """A weight of one byte, with room above its largest value, under scales that are powers of two, or others."""
+    """A weight of one byte, with room above its largest value, under scales that are
+    powers of two, or others.
+    """
     w = normal(*shape, seed=seed, std=0.1)
-    return with_factors(fm.FP8Parameter(w, fmt, **{"headroom": 64.0, "seed": seed, **options}), factors)
+    return with_factors(
+        fm.FP8Parameter(w, fmt, **{"headroom": 64.0, "seed": seed, **options}), factors
+    )
 
 
 def with_factors(x, factors=True):
-    """A tensor or model whose scales are multiplied, all but the first by no power of two; its codes stay."""
+    """A tensor or model whose scales are multiplied, all but the first by no power of
+    two; its codes stay.
+    """
     for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
         if isinstance(p, fm.FP8Tensor) and p.scale.numel():
             factor = 1 + torch.rand(p.scale.numel(), generator=torch.Generator().manual_seed(5))
@@ -77,7 +103,9 @@ def step_from(optimizer, parameter, gradient):
 
 
 def take_steps(optimizers, parameters, steps, size=1.0):
-    """Steps of each optimizer over its own parameters, with the gradients of :func:`put_gradients`."""
+    """Steps of each optimizer over its own parameters, with the gradients of
+    :func:`put_gradients`.
+    """
     for optimizer, own in zip(optimizers, parameters, strict=True):
         own = list(own)
         for t in steps:
@@ -96,7 +124,16 @@ def values(parameters):
 def bits_of(x):
     if isinstance(x, fm.FP8Tensor):
         return b"".join(bits_of(part) for part in (x.codes, x.scale, x.counter))
-    return x.detach().as_subclass(Tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        x.detach()
+        .as_subclass(Tensor)
+        .cpu()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def same_bits(a, b):
@@ -106,7 +143,10 @@ def same_bits(a, b):
 def snapshot(optimizer):
     """Everything a step may change: parameters and state, as bytes."""
     saved = optimizer.state_dict()
-    return {"parameters": [bits_of(p) for g in optimizer.param_groups for p in g["params"]], "state": frozen(saved)}
+    return {
+        "parameters": [bits_of(p) for g in optimizer.param_groups for p in g["params"]],
+        "state": frozen(saved),
+    }
 
 
 def frozen(x):
@@ -141,7 +181,9 @@ def on_grid(p):
 def muon_groups(parameters, **adam):
     """Groups (or a list) with matrices apart from the rest, which are for Adam."""
     parameters = list(parameters)
-    groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    groups = (
+        parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    )
     made = []
     for group in groups:
         matrices = [p for p in group["params"] if p.dim() > 1]

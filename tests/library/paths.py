@@ -1,4 +1,6 @@
-"""The paths of a step that a CPU has: native code, where it was built, and plain PyTorch."""
+"""The paths of a step that a CPU has: native code, where it was built, and plain
+PyTorch.
+"""
 
 from functools import partial
 
@@ -18,7 +20,9 @@ def as_on_a_card(monkeypatch):
 
 
 def by(path, optimizer):
-    """An optimizer whose steps go by one of the paths; a copy of it goes by native code again."""
+    """An optimizer whose steps go by one of the paths; a copy of it goes by native code
+    again.
+    """
     if path == "eager":
         optimizer._run = partial(_run_eager, optimizer._run)
     return optimizer

@@ -1,12 +1,21 @@
-"""Tensors of published files with random codes and scales, their headers, and what is read of them."""
+"""Tensors of published files with random codes and scales, their headers, and what is
+read of them.
+"""
 
 import torch
 
 from fp8manifold import FP8Tensor
 from fp8manifold._published import Header, read_parts, stored_weights, written_parts
 
-NAMES = {getattr(torch, f"float8_{kind}"): f"F8_{kind.upper()}" for kind in ("e5m2", "e4m3fnuz", "e5m2fnuz")}
-NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.float4_e2m1fn_x2: "F4"}
+NAMES = {
+    getattr(torch, f"float8_{kind}"): f"F8_{kind.upper()}"
+    for kind in ("e5m2", "e4m3fnuz", "e5m2fnuz")
+}
+NAMES |= {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
+}
 NAMES |= {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
 NAMES |= {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Tensors = dict[str, torch.Tensor]
@@ -15,9 +24,15 @@ E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 def headers_of(tensors):
     def shape(x):
-        return (*x.shape[:-1], 2 * x.shape[-1]) if x.dtype == torch.float4_e2m1fn_x2 else tuple(x.shape)
+        return (
+            (*x.shape[:-1], 2 * x.shape[-1])
+            if x.dtype == torch.float4_e2m1fn_x2
+            else tuple(x.shape)
+        )
 
-    return {name: Header(NAMES[x.dtype], shape(x), "model.safetensors") for name, x in tensors.items()}
+    return {
+        name: Header(NAMES[x.dtype], shape(x), "model.safetensors") for name, x in tensors.items()
+    }
 
 
 def only(tensors, config=None):
@@ -27,7 +42,9 @@ def only(tensors, config=None):
 
 def weight_of(stored, tensors, dtype=torch.float32):
     codes, scale = read_parts(stored, tensors.__getitem__)
-    return FP8Tensor.from_codes(codes, scale, stored.format, block_size=stored.block_size, dtype=dtype)
+    return FP8Tensor.from_codes(
+        codes, scale, stored.format, block_size=stored.block_size, dtype=dtype
+    )
 
 
 def as_bytes(x):
@@ -37,7 +54,9 @@ def as_bytes(x):
 def assert_written_as_read(stored, tensors):
     made = written_parts(stored, weight_of(stored, tensors))
     assert set(made) == {stored.codes, stored.scale}
-    assert {name: as_bytes(x) for name, x in made.items()} == {name: as_bytes(tensors[name]) for name in made}
+    assert {name: as_bytes(x) for name, x in made.items()} == {
+        name: as_bytes(tensors[name]) for name in made
+    }
 
 
 def codes(shape, dtype=E4M3):
@@ -56,7 +75,9 @@ def scales(shape, dtype):
 def scale_at(stored, scale):
     """The float32 scale of every weight, one at a time."""
     if scale.dtype in (torch.uint8, E8M0):
-        scale = torch.tensor([2.0 ** (b - 127) for b in scale.view(torch.uint8).flatten().tolist()]).view(scale.shape)
+        scale = torch.tensor(
+            [2.0 ** (b - 127) for b in scale.view(torch.uint8).flatten().tolist()]
+        ).view(scale.shape)
     flat, shape = scale.float().flatten().tolist(), stored.shape
     down, across = -(-shape[-2] // 128) if len(shape) > 1 else 1, -(-shape[-1] // 128)
     out = torch.empty(shape)

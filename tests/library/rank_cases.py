@@ -8,10 +8,25 @@ from torch import nn
 import fp8manifold as fm
 
 
-def model(granularity="channel", *, storage="fp8", rows=22, seed=0, products="decoded", factors=False, **options):
-    """Three linear layers with norms; 2 and 3 divide the rows of none of them where ``rows`` is 22 or 7 alone."""
+def model(
+    granularity="channel",
+    *,
+    storage="fp8",
+    rows=22,
+    seed=0,
+    products="decoded",
+    factors=False,
+    **options,
+):
+    """Three linear layers with norms; 2 and 3 divide the rows of none of them where
+    ``rows`` is 22 or 7 alone.
+    """
     net = nn.Sequential(
-        nn.Linear(64, rows), nn.LayerNorm(rows), nn.Linear(rows, 64), nn.Tanh(), nn.Linear(64, 5, bias=False)
+        nn.Linear(64, rows),
+        nn.LayerNorm(rows),
+        nn.Linear(rows, 64),
+        nn.Tanh(),
+        nn.Linear(64, 5, bias=False),
     )
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
@@ -66,4 +81,6 @@ def seeds(net):
 def combined(names):
     """Mark a test of combinations that are written as optimizer-writeback-moments."""
     cases = names.split()
-    return pytest.mark.parametrize("combination", [tuple(name.split("-")) for name in cases], ids=cases)
+    return pytest.mark.parametrize(
+        "combination", [tuple(name.split("-")) for name in cases], ids=cases
+    )

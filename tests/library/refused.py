@@ -1,4 +1,6 @@
-"""Calls that are refused, written as text: the error, the words that it has to say, and what it leaves as it was."""
+"""Calls that are refused, written as text: the error, the words that it has to say, and
+what it leaves as it was.
+"""
 
 import builtins
 import re
@@ -18,7 +20,11 @@ NAMES = {
     "SGD": torch.optim.SGD,
     "nan": torch.nan,
     "inf": torch.inf,
-    **{str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)},
+    **{
+        str(kind).removeprefix("torch."): kind
+        for kind in vars(torch).values()
+        if isinstance(kind, torch.dtype)
+    },
 }
 
 
@@ -31,16 +37,22 @@ def held(x):
     if isinstance(x, Tensor):
         return x.shape if x.is_meta else frozen(x)
     if isinstance(x, nn.Module):
-        tensors = [*x.named_parameters(remove_duplicate=False), *x.named_buffers(remove_duplicate=False)]
+        tensors = [
+            *x.named_parameters(remove_duplicate=False),
+            *x.named_buffers(remove_duplicate=False),
+        ]
         modules = [(name, id(module), type(module)) for name, module in x.named_modules()]
         return modules, [(name, id(tensor), held(tensor)) for name, tensor in tensors]
     if isinstance(x, torch.optim.Optimizer):
-        return frozen(x.state_dict()), [[held(p) for p in group["params"]] for group in x.param_groups]
+        return frozen(x.state_dict()), [
+            [held(p) for p in group["params"]] for group in x.param_groups
+        ]
     return frozen(x.state_dict() if hasattr(x, "state_dict") else x)
 
 
 def check_refused(call, expected, subjects, **more):
-    """Make the call, which raises `ERROR: words & words` in one line; the subjects that it names are as before.
+    """Make the call, which raises `ERROR: words & words` in one line; the subjects that
+    it names are as before.
 
     Return what was said.
     """

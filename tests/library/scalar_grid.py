@@ -1,4 +1,6 @@
-"""Codes with a residual, and the arithmetic of a step, one value at a time: NumPy's float32 scalars."""
+"""Codes with a residual, and the arithmetic of a step, one value at a time: NumPy's
+float32 scalars.
+"""
 
 import math
 from dataclasses import dataclass
@@ -53,7 +55,9 @@ class Finer(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes:
-    """A format's codes with ``extra`` more mantissa bits, as signed counts of steps from zero."""
+    """A format's codes with ``extra`` more mantissa bits, as signed counts of steps
+    from zero.
+    """
 
     fmt: fm.FloatFormat
     extra: int = 0
@@ -70,9 +74,13 @@ class Codes:
         return math.copysign(reference.magnitude(abs(count), self.finer), count)
 
     def round(self, x, draw):
-        """The magnitude of the count of the rounded value: nearest, or stochastic with a draw."""
+        """The magnitude of the count of the rounded value: nearest, or stochastic with
+        a draw.
+        """
         rounding = "nearest" if draw is None else "stochastic"
-        code = reference.encode(math.copysign(min(abs(x), self.fmt.max), x), self.finer, rounding, bits=draw)
+        code = reference.encode(
+            math.copysign(min(abs(x), self.fmt.max), x), self.finer, rounding, bits=draw
+        )
         return code & (reference.sign_bit(self.finer) - 1)
 
     def signed(self, code):
@@ -104,17 +112,26 @@ class Chart:
         return f32(math.copysign(f32(f32(below) + f32(abs(x) / self.stiffness(x))), x))
 
     def inverse(self, c):
-        index = min(max(math.floor(abs(float(c)) / 2**self.mantissa_bits) - 1, 0), self.highest - self.lowest)
+        index = min(
+            max(math.floor(abs(float(c)) / 2**self.mantissa_bits) - 1, 0),
+            self.highest - self.lowest,
+        )
         spacing = f32(math.ldexp(1.0, self.lowest + index - self.mantissa_bits))
-        return f32(math.copysign(f32(f32(abs(c) - f32(index * 2**self.mantissa_bits)) * spacing), c))
+        return f32(
+            math.copysign(f32(f32(abs(c) - f32(index * 2**self.mantissa_bits)) * spacing), c)
+        )
 
     def shift(self, x, steps):
-        """Whole steps are counted for themselves, so only the fraction is rounded (and beyond 2^24 the count)."""
+        """Whole steps are counted for themselves, so only the fraction is rounded (and
+        beyond 2^24 the count).
+        """
         sign = f32(math.copysign(1.0, x))
         position = f32(abs(x) / self.stiffness(x))
         whole = math.floor(position)
         fraction = f32(f32(position - f32(whole)) + f32(steps * sign))
         moved = math.floor(fraction)
-        start = f32(f32(((self._exponent(x) - self.lowest) << self.mantissa_bits) + whole) + f32(moved))
+        start = f32(
+            f32(((self._exponent(x) - self.lowest) << self.mantissa_bits) + whole) + f32(moved)
+        )
         low, high = self.inverse(start), self.inverse(f32(start + f32(1)))
         return f32(f32(low + f32(f32(fraction - f32(moved)) * f32(high - low))) * sign)

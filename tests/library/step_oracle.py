@@ -1,8 +1,10 @@
-"""One step of every optimizer, one weight at a time: the definitions as scalar float32 arithmetic.
+"""One step of every optimizer, one weight at a time: the definitions as scalar float32
+arithmetic.
 
-Written from the docstrings; nothing of the library's arithmetic is used.  Numbers are NumPy float32 scalars, so every
-operation rounds once, in the documented order; codes are Python ints.  Random words come from the library's counter,
-which has tests of its own.
+Written from the docstrings; nothing of the library's arithmetic is used. Numbers are
+NumPy float32 scalars, so every operation rounds once, in the documented order; codes
+are Python ints. Random words come from the library's counter, which has tests of its
+own.
 """
 
 import math
@@ -19,7 +21,9 @@ from fp8manifold.random_bits import word_range
 
 @dataclass
 class Weight:
-    """One weight within a step: its value in units of the scale, its ULP in the same units, and the scale."""
+    """One weight within a step: its value in units of the scale, its ULP in the same
+    units, and the scale.
+    """
 
     x: F32
     ulp: F32
@@ -42,7 +46,8 @@ class Descent:
 class Slow:
     """An optimizer on one parameter: what it stores, and :meth:`step`.
 
-    ``stored`` holds codes, or float32 weights where ``storage`` is ``grid``, ``free`` or ``plain``.
+    ``stored`` holds codes, or float32 weights where ``storage`` is ``grid``, ``free``
+    or ``plain``.
     """
 
     kind: str
@@ -64,16 +69,46 @@ class Slow:
     unit: float = 1.0  # of the gradient with respect to codes
 
     def __post_init__(self):
-        defaults = {"betas": (0.9, 0.95), "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-        defaults |= {"eps": 1e-8, "stiffness": 0.0, "damping": 2.0**-8, "clip": 16.0, "refresh_every": 100, "seed": 0}
-        defaults |= {"writeback": "stochastic", "moments": "float32", "maximize": False, "amsgrad": False}
+        defaults = {
+            "betas": (0.9, 0.95),
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "nesterov": False,
+            "weight_decay": 0.0,
+        }
+        defaults |= {
+            "eps": 1e-8,
+            "stiffness": 0.0,
+            "damping": 2.0**-8,
+            "clip": 16.0,
+            "refresh_every": 100,
+            "seed": 0,
+        }
+        defaults |= {
+            "writeback": "stochastic",
+            "moments": "float32",
+            "maximize": False,
+            "amsgrad": False,
+        }
         defaults |= {"max_direction": 10.0, "escape": 2.0**-4}
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
-        self.rounds, self.riemannian = self.storage in ("codes", "grid"), self.kind.startswith("Riemannian")
-        kinds = {"StiffnessLion": "lion", "Madam": "madam", "StiffnessSGD": "sgd", "RiemannianSGD": "sgd"}
-        self.direction = "adam" if self.storage == "plain" and self.kind == "Madam" else kinds.get(self.kind, "adam")
+        self.rounds, self.riemannian = (
+            self.storage in ("codes", "grid"),
+            self.kind.startswith("Riemannian"),
+        )
+        kinds = {
+            "StiffnessLion": "lion",
+            "Madam": "madam",
+            "StiffnessSGD": "sgd",
+            "RiemannianSGD": "sgd",
+        }
+        self.direction = (
+            "adam"
+            if self.storage == "plain" and self.kind == "Madam"
+            else kinds.get(self.kind, "adam")
+        )
         self.rule = fm.optim.WRITEBACKS[self.options["writeback"]]
         self.extra = self.rule.residual_bits if self.rounds else 0
         self.residual = self.residual or [0] * n
@@ -88,7 +123,9 @@ class Slow:
             return ("momentum_buffer",) if self.options["momentum"] else ()
         if self.options["amsgrad"]:
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "madam": ("exp_avg_sq",)}[self.direction]
+        return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "madam": ("exp_avg_sq",)}[
+            self.direction
+        ]
 
     def weight(self, i):
         scale = f32(self.scales[i])
@@ -97,9 +134,13 @@ class Slow:
             return Weight(f32(stored), f32(0), scale)
         if self.storage == "free":
             x = f32(f32(stored) / scale)
-            return Weight(x, Chart(self.fmt.mantissa_bits, self.fmt.emin, self.fmt.emax).stiffness(x), scale)
+            return Weight(
+                x, Chart(self.fmt.mantissa_bits, self.fmt.emin, self.fmt.emax).stiffness(x), scale
+            )
         own = Codes(self.fmt)
-        if self.storage == "grid":  # the division leaves a point of the grid a hair off it, unless by a power of two
+        if (
+            self.storage == "grid"
+        ):  # the division leaves a point of the grid a hair off it, unless by a power of two
             x = f32(f32(stored) / scale)
             stored = own.code(own.round(float(x), None), bool(np.signbit(x)))
         fine = Codes(self.fmt, self.extra)
@@ -142,7 +183,9 @@ class Slow:
         averages = [{name: self.average(name, i) for name in self.names} for i in range(n)]
         self._advance_bounds(gradients)
         descents = [self._descend(g, old) for g, old in zip(gradients, averages, strict=True)]
-        targets = [self._move(weight, d.direction) for weight, d in zip(weights, descents, strict=True)]
+        targets = [
+            self._move(weight, d.direction) for weight, d in zip(weights, descents, strict=True)
+        ]
         fitted = self._fitted(targets)
         for i, (weight, descent, target) in enumerate(zip(weights, descents, targets, strict=True)):
             ratio = f32(self.scales[i] / fitted[i])
@@ -176,11 +219,19 @@ class Slow:
         return 2.0 ** (exponent - (mantissa == 0.5)) * factor
 
     def _fitted(self, targets):
-        """Scales whose weights all are 0 suit what is asked for; where steps are counted in spacings nothing does."""
+        """Scales whose weights all are 0 suit what is asked for; where steps are
+        counted in spacings nothing does.
+        """
         if self.storage != "codes" or self.riemannian or self.kind == "Madam":
             return self.scales
-        held = self._under_each_scale([self.fmt.decode_code(c) if c != 0x80 else 0.0 for c in self.stored])
-        nan = {g for g, c in zip(self.groups, self.stored, strict=True) if math.isnan(self.fmt.decode_code(c))}
+        held = self._under_each_scale(
+            [self.fmt.decode_code(c) if c != 0x80 else 0.0 for c in self.stored]
+        )
+        nan = {
+            g
+            for g, c in zip(self.groups, self.stored, strict=True)
+            if math.isnan(self.fmt.decode_code(c))
+        }
         asked = self._under_each_scale([float(t) for t in targets])
         new = []
         for group, scale in zip(self.groups, self.scales, strict=True):
@@ -192,7 +243,9 @@ class Slow:
         return new
 
     def _narrow(self):
-        """Scales 16 times as large as fresh ones, by powers of two, come down to these; their weights stay the same."""
+        """Scales 16 times as large as fresh ones, by powers of two, come down to these;
+        their weights stay the same.
+        """
         held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
         for group, scale in zip(self.groups, self.scales, strict=True):
             fresh = self._fresh_scale(held[group], 1.0, scale) if held[group] else scale
@@ -200,25 +253,42 @@ class Slow:
         for i, scale in enumerate(new):
             if scale != self.scales[i]:
                 x = float(self.weight(i).x) * self.scales[i] / scale
-                self._put(i, Codes(self.fmt, self.extra).round(x, 0), math.copysign(1.0, x) < 0, f32(1))
+                self._put(
+                    i, Codes(self.fmt, self.extra).round(x, 0), math.copysign(1.0, x) < 0, f32(1)
+                )
         self.scales = new
 
     def _widen(self):
-        """Scales whose largest code is the last one double, and their weights rounded stochastically."""
-        if self.storage != "codes" or self.fmt.max_code not in [c & (self.fmt.sign_bit - 1) for c in self.stored]:
+        """Scales whose largest code is the last one double, and their weights rounded
+        stochastically.
+        """
+        if self.storage != "codes" or self.fmt.max_code not in [
+            c & (self.fmt.sign_bit - 1) for c in self.stored
+        ]:
             return False
-        n, old, words = len(self.stored), self.scales, (self.options["seed"], self.steps, self.stream)
+        n, old, words = (
+            len(self.stored),
+            self.scales,
+            (self.options["seed"], self.steps, self.stream),
+        )
         draws = [w % 2**32 >> 8 for w in word_range(0, n, (*words, 2), "cpu").tolist()]
         amax = {}
         for i, code in enumerate(self.stored):
             value = abs(self.fmt.decode_code(code))
-            amax[self.groups[i]] = max(amax.get(self.groups[i], 0.0), 0.0 if math.isnan(value) else value * old[i])
-        new = [s * 2 if amax[g] >= s * self.fmt.max else s for s, g in zip(old, self.groups, strict=True)]
+            amax[self.groups[i]] = max(
+                amax.get(self.groups[i], 0.0), 0.0 if math.isnan(value) else value * old[i]
+            )
+        new = [
+            s * 2 if amax[g] >= s * self.fmt.max else s
+            for s, g in zip(old, self.groups, strict=True)
+        ]
         for i, draw in enumerate(draws):
             if new[i] == old[i]:
                 continue
             x = float(self.weight(i).x) * old[i] / new[i]
-            self._put(i, Codes(self.fmt, self.extra).round(x, draw), math.copysign(1.0, x) < 0, f32(1))
+            self._put(
+                i, Codes(self.fmt, self.extra).round(x, draw), math.copysign(1.0, x) < 0, f32(1)
+            )
         self.scales = new
         return True
 
@@ -230,11 +300,15 @@ class Slow:
         return float(sum(Fraction(float(f32(w.ulp * w.scale))) for w in weights) / len(weights))
 
     def _change_unit(self):
-        """A power of two above the chart's bound, or next to S_ref; averages and bounds follow exactly."""
+        """A power of two above the chart's bound, or next to S_ref; averages and bounds
+        follow exactly.
+        """
         if self.kind != "RiemannianAdam":
             return
         old, bound = self.unit, self.options["clip"] * self.reference
-        self.unit = 2.0 ** (math.ceil(math.log2(bound)) + 1 if math.isfinite(bound) else exponent_of(self.reference))
+        self.unit = 2.0 ** (
+            math.ceil(math.log2(bound)) + 1 if math.isfinite(bound) else exponent_of(self.reference)
+        )
         for name in self.names:
             ratio = (old / self.unit) ** (1 if name == "exp_avg" else 2)
             if self.options["moments"] != "8bit":
@@ -248,7 +322,14 @@ class Slow:
         eps, k = o["eps"], o["stiffness"](t - 1) if callable(o["stiffness"]) else o["stiffness"]
         if self.riemannian:
             keep, eps = 1 - o["weight_decay"], eps * self.reference / self.unit
-        numbers = {"rate": lr, "keep": keep, "k": k, "beta1": beta1, "beta2": beta2, "gain1": 1 - beta1}
+        numbers = {
+            "rate": lr,
+            "keep": keep,
+            "k": k,
+            "beta1": beta1,
+            "beta2": beta2,
+            "gain1": 1 - beta1,
+        }
         numbers |= {"gain2": 1 - beta2, "eps": eps}
         if self.direction == "sgd":
             beta1 = numbers["beta1"] = o["momentum"]
@@ -268,19 +349,29 @@ class Slow:
         return f32(max(self.numbers[name], 2.0**-126) if name == "eps" else self.numbers[name])
 
     def _chart(self, scale):
-        """The format's own between the powers of two that bound S / S_ref, taken outwards."""
+        """The format's own between the powers of two that bound S / S_ref, taken
+        outwards.
+        """
         m, shift = self.fmt.mantissa_bits, exponent_of(float(scale))
         lowest, highest = self.fmt.emin, self.fmt.emax
         if self.options["damping"]:
-            lowest = max(lowest, math.floor(math.log2(self.options["damping"] * self.reference)) + m - shift)
+            lowest = max(
+                lowest, math.floor(math.log2(self.options["damping"] * self.reference)) + m - shift
+            )
         if math.isfinite(self.options["clip"]):
-            highest = min(highest, math.ceil(math.log2(self.options["clip"] * self.reference)) + m - shift)
+            highest = min(
+                highest, math.ceil(math.log2(self.options["clip"] * self.reference)) + m - shift
+            )
         return Chart(m, lowest, max(highest, lowest))
 
     def _gradient(self, g, weight):
         g = -g if self.options["maximize"] else g
         scale = f32(weight.scale * f32(1 / self.unit))
-        return f32(g * f32(self._chart(weight.scale).stiffness(weight.x) * scale)) if self.riemannian else g
+        return (
+            f32(g * f32(self._chart(weight.scale).stiffness(weight.x) * scale))
+            if self.riemannian
+            else g
+        )
 
     def _advance_bounds(self, gradients):
         if self.options["moments"] != "8bit":
@@ -303,12 +394,16 @@ class Slow:
                 return Descent(g, {})
             buffer = blend(old["momentum_buffer"], "1")
             ahead = f32(g + f32(buffer * self.n("beta1")))
-            return Descent(ahead if self.options["nesterov"] else buffer, {"momentum_buffer": buffer})
+            return Descent(
+                ahead if self.options["nesterov"] else buffer, {"momentum_buffer": buffer}
+            )
         second = f32(f32(old["exp_avg_sq"] * self.n("beta2")) + f32(f32(g * self.n("gain2")) * g))
         if self.direction == "madam":
             normalised = f32(f32(g * self.n("correction")) / f32(root(second) + self.n("eps")))
             largest = f32(self.options["max_direction"])
-            return Descent(min(max(normalised, -largest), largest), {"exp_avg_sq": second}, None, root(second))
+            return Descent(
+                min(max(normalised, -largest), largest), {"exp_avg_sq": second}, None, root(second)
+            )
         new = {"exp_avg": blend(old["exp_avg"], "1"), "exp_avg_sq": second}
         under = second
         if "max_exp_avg_sq" in old:
@@ -321,12 +416,17 @@ class Slow:
         if k == 0 and not callable(o["stiffness"]):
             return None
         if callable(o["stiffness"]) or k not in (0.5, 1, 2):
-            bounds = (-1e4 if not x else 1e4 if math.isinf(x) else math.log2(x) for x in (o["damping"], o["clip"]))
+            bounds = (
+                -1e4 if not x else 1e4 if math.isinf(x) else math.log2(x)
+                for x in (o["damping"], o["clip"])
+            )
             low, high = bounds
             reference = f32(f32(math.log2(self.reference)) - log2_of_mantissa(weight.scale))
             logarithm = f32(f32(exponent_of(float(stiffness))) - reference)
             return exp2(f32(min(max(logarithm, f32(low)), f32(high)) * f32(k)))
-        ratio = min(max(f32(stiffness * f32(1 / self.reference)), f32(o["damping"])), f32(o["clip"]))
+        ratio = min(
+            max(f32(stiffness * f32(1 / self.reference)), f32(o["damping"])), f32(o["clip"])
+        )
         return root(ratio) if k == 0.5 else f32(ratio * ratio) if k == 2 else ratio
 
     def _move(self, weight, direction):
@@ -339,7 +439,9 @@ class Slow:
             moved = start if steps == 0 else self._chart(weight.scale).shift(start, steps)
             return min(max(moved, -top), top)
         if self.kind == "Madam":
-            return self._multiply(start, f32(direction * rate), f32(self.n("floor") * weight.inverse))
+            return self._multiply(
+                start, f32(direction * rate), f32(self.n("floor") * weight.inverse)
+            )
         if (factor := self._factor(weight)) is not None:
             direction = f32(direction * factor)
         return f32(start - f32(direction * f32(rate * weight.inverse)))
@@ -365,15 +467,22 @@ class Slow:
         return self._put(i, count, bool(np.signbit(target)), weight.scale)
 
     def _put(self, i, count, negative, scale):
-        """Store a count of steps of the finer grid, and its residual; the code of a NaN stays."""
+        """Store a count of steps of the finer grid, and its residual; the code of a NaN
+        stays.
+        """
         own = Codes(self.fmt)
         code = own.code(count, negative)
         if self.extra:
             signed = -count if negative else count
             nearest = math.floor(Fraction(signed, 2**self.extra) + Fraction(1, 2))
             old = self.stored[i]
-            was = np.signbit(old) and old == 0 if self.storage == "grid" else old == self.fmt.sign_bit  # -0
-            self.residual[i], code = signed - (nearest << self.extra), own.code(nearest, nearest < 0)
+            was = (
+                np.signbit(old) and old == 0 if self.storage == "grid" else old == self.fmt.sign_bit
+            )  # -0
+            self.residual[i], code = (
+                signed - (nearest << self.extra),
+                own.code(nearest, nearest < 0),
+            )
             code = self.fmt.sign_bit if nearest == 0 and was else code
         value = f32(own.value(own.signed(code)))
         value = f32(-0.0) if value == 0 and code & self.fmt.sign_bit else value
@@ -397,27 +506,41 @@ class Slow:
         descent.averages[name] = f32(descent.averages[name] - f32(error * self.n("inject")))
 
     def _keep(self, i, descent, noise):
-        """As float32, or rounded stochastically with one half of a random word for each average."""
+        """As float32, or rounded stochastically with one half of a random word for each
+        average.
+        """
         moments = self.options["moments"]
-        for (name, value), draw in zip(descent.averages.items(), (noise & 0xFFFF, noise >> 16, 0), strict=False):
+        for (name, value), draw in zip(
+            descent.averages.items(), (noise & 0xFFFF, noise >> 16, 0), strict=False
+        ):
             if moments == "bfloat16":
                 bits = (int(value.view(np.uint32)) + draw) & 0xFFFF0000
                 value = np.uint32(bits % 2**32).view(np.float32)
             elif moments == "8bit":
                 is_root = name == "exp_avg_sq"
-                value = self._root_code(i, descent.root, noise >> 8) if is_root else self._code(name, i, value, draw)
+                value = (
+                    self._root_code(i, descent.root, noise >> 8)
+                    if is_root
+                    else self._code(name, i, value, draw)
+                )
             self.averages[name][i] = value
 
     def _code(self, name, i, value, draw):
         e4m3 = Codes(fm.FloatFormat(4, 3))
         inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], False))
-        return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8 | 0x80), bool(np.signbit(value)))
+        return e4m3.code(
+            e4m3.round(float(f32(value * inverse)), draw << 8 | 0x80), bool(np.signbit(value))
+        )
 
     def _root_code(self, i, value, draw):
-        """The neighbour above with the odds that make 1 over the root right in the mean, never 0 but for 0."""
+        """The neighbour above with the odds that make 1 over the root right in the
+        mean, never 0 but for 0.
+        """
         assert value is not None
         e4m3 = Codes(fm.FloatFormat(4, 3))
-        inverse = f32(2.0 ** -self._scale_exponent(self.bounds["exp_avg_sq"][i // self.block], True))
+        inverse = f32(
+            2.0 ** -self._scale_exponent(self.bounds["exp_avg_sq"][i // self.block], True)
+        )
         r = min(f32(value * inverse), f32(e4m3.fmt.max))
         below = max(n for n in range(e4m3.fmt.max_code + 1) if e4m3.value(n) <= r)
         whole, part = divmod(Fraction(float(r)) / Fraction(e4m3.step_at(below)), 1)

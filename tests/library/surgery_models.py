@@ -51,15 +51,23 @@ class Model(nn.Module):
 
 
 TOKENS = torch.arange(10).view(2, 5)
-LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")] + [
-    "lm_head"
-]
+LINEARS = [
+    f"blocks.{i}.{part}"
+    for i in range(12)
+    for part in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")
+] + ["lm_head"]
 
 
 def bits(model):
     state = copy.deepcopy(model).state_dict()
-    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
-    kinds = {name: (type(p).__name__, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    held = {
+        name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())
+        for name, x in state.items()
+    }
+    kinds = {
+        name: (type(p).__name__, p.requires_grad)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     made = [(repr(layer), layer.spec, layer.storage) for layer in layers]
     return {"held": held, "kinds": kinds, "made": made}

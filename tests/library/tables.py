@@ -1,8 +1,8 @@
 """Step functions tabulated from the scalar oracle, for sweeps too long for it.
 
-Rounding is monotone, so between two neighbouring values there is exactly one smallest float64 that goes to
-the upper one. Each table holds these thresholds, found by asking the oracle; test_grid_exact checks the
-tables against the oracle point by point.
+Rounding is monotone, so between two neighbouring values there is exactly one smallest
+float64 that goes to the upper one. Each table holds these thresholds, found by asking
+the oracle; test_grid_exact checks the tables against the oracle point by point.
 """
 
 import itertools
@@ -21,12 +21,18 @@ Int64 = NDArray[np.int64]
 
 
 def mirrored(draws, x):
-    """The draws of negative numbers run from the other end: one draw moves both signs in one direction."""
+    """The draws of negative numbers run from the other end: one draw moves both signs
+    in one direction.
+    """
     return np.where(np.signbit(x), reference.DRAWS - 1 - draws, draws)
 
 
 def with_signed_zeros(rounded, x, fmt):
-    zero = np.copysign(0.0, x) if reference.sign_bit(fmt) not in reference.nan_codes(fmt) else np.zeros_like(x)
+    zero = (
+        np.copysign(0.0, x)
+        if reference.sign_bit(fmt) not in reference.nan_codes(fmt)
+        else np.zeros_like(x)
+    )
     return np.where(rounded == 0, zero, rounded)
 
 
@@ -44,7 +50,9 @@ class Steps:
 
 
 def rank(x, fmt, rounding, overflow):
-    """The rounded value, with a NaN from overflow counted as the infinity that it stands for."""
+    """The rounded value, with a NaN from overflow counted as the infinity that it
+    stands for.
+    """
     rounded = reference.round_to_grid(x, fmt, rounding, overflow)
     return math.copysign(math.inf, x) if math.isnan(rounded) else rounded
 
@@ -79,14 +87,18 @@ def steps(fmt, rounding, overflow):
 
 @dataclass(frozen=True)
 class StochasticSteps:
-    """Neighbouring magnitudes and what each becomes; the last is the first that overflows."""
+    """Neighbouring magnitudes and what each becomes; the last is the first that
+    overflows.
+    """
 
     fmt: Fields
     magnitudes: Float64
     results: Float64
 
     def split(self, x):
-        """The code below |x|, how far |x| is beyond it, and the gap to the next (all exact in float64)."""
+        """The code below |x|, how far |x| is beyond it, and the gap to the next (all
+        exact in float64).
+        """
         last = len(self.magnitudes) - 1
         a = np.minimum(np.where(np.isnan(x), 0.0, np.abs(x)), self.magnitudes[last])
         code = np.searchsorted(self.magnitudes, a, side="right") - 1

@@ -1,4 +1,6 @@
-"""Cases of one-byte weights: formats, granularities, the definition to compare with, a small network."""
+"""Cases of one-byte weights: formats, granularities, the definition to compare with, a
+small network.
+"""
 
 import torch
 from laws import each
@@ -7,8 +9,21 @@ from torch import nn
 
 import fp8manifold as fm
 
-#: IEEE-like, fn, fnuz, finite and P3109 layouts, no mantissa, one exponent bit, and codes of fewer than eight bits.
-FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E3M2", "E2M1")
+#: IEEE-like, fn, fnuz, finite and P3109 layouts, no mantissa, one exponent bit, and
+#: codes of fewer than eight bits.
+FORMATS = (
+    "E4M3",
+    "E5M2",
+    "E3M4",
+    "E1M6",
+    "E7M0",
+    "E4M3FNUZ",
+    "E5M2FNUZ",
+    "P3109_8P3",
+    "E2M3",
+    "E3M2",
+    "E2M1",
+)
 GRANULARITIES = ("tensor", "channel", "block")
 
 every_format = each("name", FORMATS)
@@ -20,7 +35,9 @@ def parameter(name="E4M3", shape=(4, 64), seed=0, **options):
 
 
 def decoded(p):
-    """The definition: the code's value times its scale, one for each element, in float64."""
+    """The definition: the code's value times its scale, one for each element, in
+    float64.
+    """
     scale = p.scale.double()
     if p.block_size:
         scale = scale.repeat_interleave(p.block_size, -1)
@@ -29,7 +46,11 @@ def decoded(p):
 
 def same_store(a, b):
     parts = ((a.codes, b.codes), (a.scale, b.scale), (a.counter, b.counter))
-    return a.format == b.format and a.block_size == b.block_size and all(torch.equal(x, y) for x, y in parts)
+    return (
+        a.format == b.format
+        and a.block_size == b.block_size
+        and all(torch.equal(x, y) for x, y in parts)
+    )
 
 
 class Net(nn.Module):
@@ -37,7 +58,11 @@ class Net(nn.Module):
 
     def __init__(self, name="E4M3", dtype=None, **options):
         super().__init__()
-        self.first, self.second, self.head = nn.Linear(32, 64), nn.Linear(64, 32, bias=False), nn.Linear(32, 1)
+        self.first, self.second, self.head = (
+            nn.Linear(32, 64),
+            nn.Linear(64, 32, bias=False),
+            nn.Linear(32, 1),
+        )
         for i, p in enumerate(self.parameters()):
             p.data = normal(*p.shape, seed=i, std=0.15)
         if dtype is not None:

@@ -1,4 +1,6 @@
-"""Tests of kernels alone: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
+"""Tests of kernels alone: run by ``test_triton_interpreted.py``, interpreted, and on a
+card.
+"""
 
 import contextlib
 import copy
@@ -40,8 +42,16 @@ from fp8manifold.optim import _backends, _graphed, _optimizer, _steady, _triton_
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
-SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
-WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit"))
+SHAPES = (
+    ((16, 256), "channel"),
+    ((5, 77), "channel"),
+    ((1000,), "tensor"),
+    ((7, 64), "block"),
+    ((2, 1301), "channel"),
+)
+WAYS = tuple(
+    (w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit")
+)
 
 
 def gradient(shape, kind, seed):
@@ -54,12 +64,25 @@ def gradient(shape, kind, seed):
 
 
 def weights(name, seed, draws):
-    """Weights of every shape, over many binades, with both zeros, both ends and a NaN; half have scales of any kind."""
+    """Weights of every shape, over many binades, with both zeros, both ends and a NaN;
+    half have scales of any kind.
+    """
     fmt, made = as_format(name), []
     for i, (shape, granularity) in enumerate(SHAPES):
-        w = normal(*shape, seed=seed) * torch.exp2(normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round())
-        p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)
-        special = [0, fmt.max_code, fmt.max_code | fmt.sign_bit, 1, 1 | fmt.sign_bit, *fmt.nan_codes[:1]]
+        w = normal(*shape, seed=seed) * torch.exp2(
+            normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round()
+        )
+        p = fm.FP8Parameter(
+            w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws
+        )
+        special = [
+            0,
+            fmt.max_code,
+            fmt.max_code | fmt.sign_bit,
+            1,
+            1 | fmt.sign_bit,
+            *fmt.nan_codes[:1],
+        ]
         special += [fmt.sign_bit] if fmt.has_negative_zero else []
         p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
         made.append(with_factors(p, (seed + i) % 2 == 1))
@@ -73,8 +96,14 @@ def weights(name, seed, draws):
 def test_steps_of_every_shape(name, way, draws):
     """Long rows, rows that no block divides, scales of blocks; compared by the plugin."""
     parameters = weights(name, way, draws)
-    options = {"writeback": WAYS[way][0], "moments": WAYS[way][1], "stiffness": (0.0, 1.0, 0.3)[way % 3]}
-    optimizer = optim.StiffnessAdamW(parameters, lr=0.02, weight_decay=0.1 * (way % 2), refresh_every=1000, **options)
+    options = {
+        "writeback": WAYS[way][0],
+        "moments": WAYS[way][1],
+        "stiffness": (0.0, 1.0, 0.3)[way % 3],
+    }
+    optimizer = optim.StiffnessAdamW(
+        parameters, lr=0.02, weight_decay=0.1 * (way % 2), refresh_every=1000, **options
+    )
     for step in range(2):
         for i, p in enumerate(parameters):
             p.grad = gradient(p.shape, (step + i + way) % 5, 7 * i + step)
@@ -83,7 +112,9 @@ def test_steps_of_every_shape(name, way, draws):
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
 def test_momentum_of_matrices(moments):
-    """Rows in blocks, rows that no block divides, zeros, subnormals and all binades; compared by the plugin."""
+    """Rows in blocks, rows that no block divides, zeros, subnormals and all binades;
+    compared by the plugin.
+    """
     shapes = ((16, 256), (5, 77), (3, 600), (2, 1301))
     parameters = [fm.FP8Parameter(normal(*shape, seed=1), "E2M5", seed=2) for shape in shapes]
     optimizer = optim.StiffnessMuon(parameters, lr=0.02, moments=moments)
@@ -96,10 +127,19 @@ def test_momentum_of_matrices(moments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
 def test_ordinary_and_free_parameters_of_every_dtype(dtype, writeback):
-    """Halves are rounded once, at random unless asked otherwise; compared by the plugin."""
-    parameters = [torch.nn.Parameter(normal(9, 5, seed=1).to(dtype)), torch.nn.Parameter(normal(seed=2).to(dtype))]
+    """Halves are rounded once, at random unless asked otherwise; compared by the
+    plugin.
+    """
+    parameters = [
+        torch.nn.Parameter(normal(9, 5, seed=1).to(dtype)),
+        torch.nn.Parameter(normal(seed=2).to(dtype)),
+    ]
     parameters.append(free_weight(normal(6, seed=12, std=0.1).to(dtype), "E5M2", 2.0**-3))
-    take_steps([optim.StiffnessAdamW(parameters, lr=0.02, writeback=writeback, moments="8bit")], [parameters], range(3))
+    take_steps(
+        [optim.StiffnessAdamW(parameters, lr=0.02, writeback=writeback, moments="8bit")],
+        [parameters],
+        range(3),
+    )
     assert all(p.isfinite().all() for p in parameters)
 
 
@@ -119,7 +159,9 @@ def test_a_refused_step_changes_nothing(monkeypatch):
     parameter = fm.FP8Parameter(normal(3, 64), "E4M3", seed=1)
     parameter.grad = torch.ones(3, 64)
     optimizer = optim.StiffnessAdamW([parameter], 1e-2, moments="8bit", writeback="residual8")
-    monkeypatch.setattr(_optimizer, "all_finite", lambda *_: True)  # the kernel's verdict is looked at
+    monkeypatch.setattr(
+        _optimizer, "all_finite", lambda *_: True
+    )  # the kernel's verdict is looked at
     parameter.grad[2, 63] = 2.0**64
     optimizer.step()
     assert not any(different(after[0][name], tensor) for name, tensor in before[0].items())
@@ -141,7 +183,9 @@ def test_arrays_against_native_code(name):
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
                 where = None if s is None else s.to(CARD)
-                ours = array_on_gpu("round", there, fmt, torch.float32, where, given, rescale=rescale)
+                ours = array_on_gpu(
+                    "round", there, fmt, torch.float32, where, given, rescale=rescale
+                )
                 expected = _arrays.rounded(x, fmt, key_or_not, at, s, rescale=rescale)
                 assert not different(ours, expected)
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
@@ -153,7 +197,10 @@ def test_arrays_against_native_code(name):
     for s in (scale, scale[:1], scale * 1.3):
         for dtype in (torch.float32, torch.bfloat16):
             ours = array_on_gpu("decode", codes.to(CARD), fmt, dtype, s.to(CARD))
-            assert not different(ours, dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1))
+            assert not different(
+                ours,
+                dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1),
+            )
         ours = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True)
         assert not different(ours, _arrays.spacings(codes, fmt, s))
 
@@ -163,27 +210,40 @@ def test_codes_against_their_definition(name):
     fmt, own = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     values = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32)
-    expected = torch.tensor([fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64).float()
+    expected = torch.tensor(
+        [fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64
+    ).float()
     assert not different(values, expected)
     finite = sorted({x for x in expected.tolist() if math.isfinite(x) and x >= 0})
-    ends = [(Fraction(a), Fraction(b), part) for a, b in pairwise(finite) for part in (0.25, 0.5, Fraction(2, 3))]
+    ends = [
+        (Fraction(a), Fraction(b), part)
+        for a, b in pairwise(finite)
+        for part in (0.25, 0.5, Fraction(2, 3))
+    ]
     between = [float(np.float32(float(a + (b - a) * Fraction(part)))) for a, b, part in ends]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
-    wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
+    wanted = torch.tensor(
+        [own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32
+    )
     codes = array_on_gpu("encode", x.to(CARD), fmt, torch.uint8)
     assert codes.int().tolist() == wanted.tolist()
 
 
 @pytest.fixture
 def on_a_card(monkeypatch):
-    """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
+    """Steps go the way that they go on a GPU, and their kernels are interpreted where
+    there is none.
+    """
     as_on_a_card(monkeypatch)
 
 
 def on_both(parameters, kind=optim.StiffnessAdamW, lr=1e-9, **options):
     """An optimizer of copies on the card, and one of copies on the CPU."""
     devices = (CARD, torch.device("cpu"))
-    copies = [[torch.nn.Parameter(copy.deepcopy(p).detach().to(device)) for p in parameters] for device in devices]
+    copies = [
+        [torch.nn.Parameter(copy.deepcopy(p).detach().to(device)) for p in parameters]
+        for device in devices
+    ]
     return [kind(each, lr, **options) for each in copies]
 
 
@@ -201,7 +261,10 @@ def assert_the_same(ours, native):
 def pair(fmt="E4M3", factors=False, granularity="channel", **options):
     second = (3, 64) if granularity == "block" else (3, 37)  # rows that share bytes of a residual
     how = {"granularity": granularity, "headroom": 1.0}
-    weights = [fm.FP8Parameter(normal(*shape, seed=s), fmt, seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
+    weights = [
+        fm.FP8Parameter(normal(*shape, seed=s), fmt, seed=s, **how)
+        for s, shape in ((1, (4, 64)), (2, second))
+    ]
     weights = [*(with_factors(p, factors) for p in weights), torch.nn.Parameter(normal(7, seed=3))]
     return on_both(weights, lr=1.0, **{"betas": (0.9, 0.95), "weight_decay": 0.0} | options)
 
@@ -225,7 +288,8 @@ WIDENED = {
 
 @pytest.mark.parametrize("writeback", WIDENED)
 def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card, monkeypatch):
-    """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit.
+    """Gradients that are not finite, or whose squares are not; everything else of both
+    is the same, bit for bit.
 
     Weights and scales after every step, before the host has heard of it.
     """
@@ -266,11 +330,17 @@ def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card,
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
 
 
-def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(on_a_card, monkeypatch, caplog):
-    """NaN, rows longer than a program's, some at their end and some not or not moved, and the widest scale there is."""
+def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
+    on_a_card, monkeypatch, caplog
+):
+    """NaN, rows longer than a program's, some at their end and some not or not moved,
+    and the widest scale there is.
+    """
     caplog.set_level("INFO", "fp8manifold")
     said = []
-    p = fm.FP8Parameter(normal(6, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
+    p = fm.FP8Parameter(
+        normal(6, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False
+    )
     p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
     p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
     p.codes[5, 9], p.scale[5] = 0x7B, 1.5 * 2.0**111  # below the widest, and beyond it when doubled
@@ -283,7 +353,9 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(on_a_car
             if step:
                 p.codes[1, 5] = 0x7B
             optimizer.step()
-            said.append([r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else [])
+            said.append(
+                [r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else []
+            )
             caplog.clear()
         assert_the_same(*made)
         assert p.scale[2::2].flatten().tolist() == [2.0**-9, 2.0**-10]
@@ -294,12 +366,18 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(on_a_car
 @pytest.mark.parametrize(
     ("fmt", "granularity", "writeback"),
     [
-        *[("E2M5", "channel", "stochastic"), ("E4M3", "block", "residual8"), ("E5M2", "channel", "residual8")],
+        *[
+            ("E2M5", "channel", "stochastic"),
+            ("E4M3", "block", "residual8"),
+            ("E5M2", "channel", "residual8"),
+        ],
         *[("E4M3FNUZ", "block", "stochastic"), ("E3M4", "tensor", "stochastic")],
     ],
 )
 def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writeback, monkeypatch):
-    """Muon's steps, which wait for the card anyway: all its full rows at once, as the host doubles them one by one."""
+    """Muon's steps, which wait for the card anyway: all its full rows at once, as the
+    host doubles them one by one.
+    """
     largest, found, own = as_format(fmt).max_code, [], _triton_step.run_triton
 
     def run(slots):
@@ -311,7 +389,9 @@ def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writebac
     shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
     how = {"granularity": granularity, "keep_remainder": False, "seed": 7}
     parameters = [fm.FP8Parameter(normal(*shape, seed=7), fmt, **how) for shape in shapes]
-    made = on_both(parameters, optim.StiffnessMuon, writeback=writeback, moments="8bit", weight_decay=0.0)
+    made = on_both(
+        parameters, optim.StiffnessMuon, writeback=writeback, moments="8bit", weight_decay=0.0
+    )
     for step in range(3):
         for optimizer in made:
             ours = optimizer is made[0]
@@ -344,13 +424,17 @@ def _tensors(values):
 
 
 class Tape(TorchDispatchMode):
-    """The launches of a function, in their order; nothing of it has happened when it ends."""
+    """The launches of a function, in their order; nothing of it has happened when it
+    ends.
+    """
 
     def __init__(self):
         super().__init__()
         self._noted = []
         self._before = []
-        self._kernels = mock.patch.object(launch, "_run", lambda *args: self._noted.append(lambda: _RUN(*args)))
+        self._kernels = mock.patch.object(
+            launch, "_run", lambda *args: self._noted.append(lambda: _RUN(*args))
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -363,7 +447,8 @@ class Tape(TorchDispatchMode):
         made = [
             (i, x)
             for i, x in enumerate(_tensors(result))
-            if id(x) not in given and (type(x) is not Tensor or x.untyped_storage().data_ptr() not in places)
+            if id(x) not in given
+            and (type(x) is not Tensor or x.untyped_storage().data_ptr() not in places)
         ]
 
         def again():
@@ -391,7 +476,9 @@ class Tape(TorchDispatchMode):
         versions = [x._version for x in written]
         for again in self._noted:
             again()
-        torch._C._autograd._unsafe_set_version_counter(written, versions)  # a card's replay tells torch nothing
+        torch._C._autograd._unsafe_set_version_counter(
+            written, versions
+        )  # a card's replay tells torch nothing
 
 
 _RUN = launch._run
@@ -436,7 +523,9 @@ def given(rows=4, seed=0):
 
 
 def training_step(optimizer, *, clears_last=False):
-    """A step that clears gradients, first or last, runs both passes, and leaves a result after the optimizer's."""
+    """A step that clears gradients, first or last, runs both passes, and leaves a
+    result after the optimizer's.
+    """
     weights = everyone(optimizer)
 
     def take(x, factor):
@@ -459,9 +548,13 @@ def schedule(optimizer, step):
         group["weight_decay"] = 0.1 * (step >= 13)
 
 
-@pytest.mark.parametrize("options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}])
+@pytest.mark.parametrize(
+    "options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}]
+)
 def test_replays_have_the_bits_of_calls(options, graphs):
-    """Under a schedule, a refresh, doubled scales, a refused step, another shape of inputs and another option."""
+    """Under a schedule, a refresh, doubled scales, a refused step, another shape of
+    inputs and another option.
+    """
     plain, ours = (pair(refresh_every=6, **options)[0] for _ in range(2))
     clears_last, weights = "draws" in options, everyone(plain)
     step = _graphed.GraphedStep(training_step(ours, clears_last=clears_last), ours)
@@ -472,7 +565,11 @@ def test_replays_have_the_bits_of_calls(options, graphs):
         found, expected = step(x, 1.5), other(x, 1.5)
         assert not any(map(different, found, expected))
         for a, b in zip(weights, everyone(ours), strict=True):
-            kept = {name: x for name, x in plain.state[a].items() if isinstance(x, Tensor) and name != "grid"}
+            kept = {
+                name: x
+                for name, x in plain.state[a].items()
+                if isinstance(x, Tensor) and name != "grid"
+            }
             assert not any(different(ours.state[b][name], x) for name, x in kept.items())
             assert a.grad is b.grad is None if clears_last else not different(b.grad, a.grad)
             assert not different(getattr(b, "codes", b), getattr(a, "codes", a))
@@ -496,7 +593,10 @@ def scheduled(optimizer, take):
 @pytest.mark.parametrize(
     ("wrapped", "message"),
     [
-        (lambda optimizer, take: lambda *inputs: optimizer.zero_grad(), r"calls the optimizer's step\(\) 0 times"),
+        (
+            lambda optimizer, take: lambda *inputs: optimizer.zero_grad(),
+            r"calls the optimizer's step\(\) 0 times",
+        ),
         (twice, r"calls the optimizer's step\(\) 2 times"),
         (scheduled, "train_step changes options of the optimizer"),
     ],

@@ -1,8 +1,9 @@
-"""A plugin of pytest's: whatever native code steps, a Triton kernel steps too, interpreted or on a card.
+"""A plugin of pytest's: whatever native code steps, a Triton kernel steps too,
+interpreted or on a card.
 
-Every step that a test has native code take is taken by Triton's kernels on copies, in its interpreter where
-``TRITON_INTERPRET=1`` and on the GPU otherwise, and both have to leave the same bits.  A test against the scalar oracle
-is then one of all three.
+Every step that a test has native code take is taken by Triton's kernels on copies, in
+its interpreter where ``TRITON_INTERPRET=1`` and on the GPU otherwise, and both have to
+leave the same bits. A test against the scalar oracle is then one of all three.
 """
 
 import os
@@ -39,7 +40,9 @@ def step_both(slots):
     """Native code on the slots, kernels on copies, and no difference."""
     twins = [twin(slot) for slot in slots]
     run_native(slots)
-    with mock.patch.object(_triton_step, "_widenings", return_value=None):  # scales are the parameters' own
+    with mock.patch.object(
+        _triton_step, "_widenings", return_value=None
+    ):  # scales are the parameters' own
         launched = run_triton(twins)
     assert launched is not None
     COUNTS["launches"] += 1
@@ -47,7 +50,9 @@ def step_both(slots):
         COUNTS["slots"] += 1
         COUNTS["elements"] += slot.view.numel
         assert other.reached == slot.reached[-len(other.reached) :]
-        found = {name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()}
+        found = {
+            name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()
+        }
         wrong = {name: count for name, count in found.items() if count}
         assert not wrong, f"{wrong} of {slot.view.numel} of a step of {slot.spec} over {slot.view}"
 
@@ -56,7 +61,9 @@ def pytest_configure(config):
     assert CARD.type == "cpu" or torch.cuda.is_available()
     vars(_backends)["run_native"] = step_both
     own = _steady.is_steady
-    vars(_optimizer)["is_steady"] = lambda optimizer, slots: _steady.on_gpu(CARD) and own(optimizer, slots)
+    vars(_optimizer)["is_steady"] = lambda optimizer, slots: (
+        _steady.on_gpu(CARD) and own(optimizer, slots)
+    )
 
 
 def pytest_terminal_summary(terminalreporter):

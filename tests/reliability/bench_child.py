@@ -1,4 +1,6 @@
-"""The inside of a child: one command line of the bench, and whoever is told of what it does to files."""
+"""The inside of a child: one command line of the bench, and whoever is told of what it
+does to files.
+"""
 
 import os
 import signal
@@ -13,18 +15,28 @@ import torch
 # What packages announce at import is not what these tests are about.
 warnings.simplefilter("ignore")
 
-#: called before an operation that changes a file or folder, or makes it durable: the operation's name and the path
+#: called before an operation that changes a file or folder, or makes it durable: the
+#: operation's name and the path
 Told = Callable[[str, str], None]
 #: exit code of a command that ended with an exception, as no command of the bench does
 CRASHED = 70
 
-#: audit events of such operations: where their arguments have the path, and the folder it is relative to
-_EVENTS = {"open": (0, None), "os.mkdir": (0, 2), "os.rename": (1, 3), "os.remove": (0, 1), "os.rmdir": (0, 1)}
+#: audit events of such operations: where their arguments have the path, and the folder
+#: it is relative to
+_EVENTS = {
+    "open": (0, None),
+    "os.mkdir": (0, 2),
+    "os.rename": (1, 3),
+    "os.remove": (0, 1),
+    "os.rmdir": (0, 1),
+}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def command(folder: str, words: Sequence[str], told: Told | None = None) -> NoReturn:
-    """Run a command line of the bench in `folder`, its output in output.txt, and end with its exit code."""
+    """Run a command line of the bench in `folder`, its output in output.txt, and end
+    with its exit code.
+    """
     os.chdir(folder)
     _redirect("output.txt")
     torch.set_num_threads(1)
@@ -50,7 +62,9 @@ def _redirect(name: str) -> None:
 
 
 def watch_files(told: Told) -> None:
-    """Call `told` before every such operation of this process, from now on; writes are done in two halves."""
+    """Call `told` before every such operation of this process, from now on; writes are
+    done in two halves.
+    """
     fsync, write = os.fsync, os.write
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -91,7 +105,9 @@ def _name_of(file: int) -> str:
 
 
 def below_checkpoints(path: str) -> str | None:
-    """Return a path relative to a run's folder of checkpoints, "." for the folder, None for a path elsewhere."""
+    """Return a path relative to a run's folder of checkpoints, "." for the folder, None
+    for a path elsewhere.
+    """
     parts = Path(path).parts
     return str(Path(*parts[parts.index("checkpoints") + 1 :])) if "checkpoints" in parts else None
 
@@ -109,7 +125,9 @@ class Record:
 
 
 class DieBefore:
-    """Kills this process before the operation on checkpoints of number `index`, from 0, and writes down which it is."""
+    """Kills this process before the operation on checkpoints of number `index`, from 0,
+    and writes down which it is.
+    """
 
     def __init__(self, index: int, note: Path) -> None:
         self._left, self._note = index, note

@@ -1,4 +1,6 @@
-"""A corpus of a few kilobytes and the configuration of a run whose 24 steps take half a second."""
+"""A corpus of a few kilobytes and the configuration of a run whose 24 steps take half a
+second.
+"""
 
 import sys
 from pathlib import Path
@@ -7,7 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(120))
+TEXT = "".join(
+    f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n"
+    for number in range(120)
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Runs of half a second that differ in what a checkpoint has to hold, and what must be equal after a fault."""
+"""Runs of half a second that differ in what a checkpoint has to hold, and what must be
+equal after a fault.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,40 +18,95 @@ STEPS = 24
 MACHINE = frozenset(
     {
         *("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead", "mfu"),
-        *("time", "seconds", "training_seconds", "elapsed_s", "tokens_per_s", "shadow_overhead", "environment"),
-        # of the state of the shadow, the alerts and the files of records, whose times have as many digits as they have
+        *(
+            "time",
+            "seconds",
+            "training_seconds",
+            "elapsed_s",
+            "tokens_per_s",
+            "shadow_overhead",
+            "environment",
+        ),
+        # of the state of the shadow, the alerts and the files of records, whose times
+        # have as many digits as they have
         *("overheads", "plain_step", "ages", "bytes"),
     }
 )
-BASE: dict[str, object] = {f"model.{name}": n for name, n in (("n_layer", 1), ("n_head", 2), ("n_embd", 16))}
-BASE |= {"model.block_size": 8, "train.max_steps": STEPS, "train.batch_size": 2, "optimizer.warmup_steps": 4}
-BASE |= {"eval.interval": 6, "eval.batches": 1, "monitor.interval": 4, "checkpoint.every": 3, "checkpoint.keep": 2}
-#: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a shadow, float baselines
-RESIDUAL8 = {"model.storage": "fp8", "optimizer.name": "stiffness_adamw", "optimizer.writeback": "residual8"}
+BASE: dict[str, object] = {
+    f"model.{name}": n for name, n in (("n_layer", 1), ("n_head", 2), ("n_embd", 16))
+}
+BASE |= {
+    "model.block_size": 8,
+    "train.max_steps": STEPS,
+    "train.batch_size": 2,
+    "optimizer.warmup_steps": 4,
+}
+BASE |= {
+    "eval.interval": 6,
+    "eval.batches": 1,
+    "monitor.interval": 4,
+    "checkpoint.every": 3,
+    "checkpoint.keep": 2,
+}
+#: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a
+#: shadow, float baselines
+RESIDUAL8 = {
+    "model.storage": "fp8",
+    "optimizer.name": "stiffness_adamw",
+    "optimizer.writeback": "residual8",
+}
 OPERANDS = '"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed"'
 DELAYED = f'{{"*": {{{OPERANDS}, "history": 16, "granularity": "tensor"}}}}'
 KINDS: Mapping[str, Mapping[str, object]] = {
     "fp8 stochastic": {"rule": "stochastic", "model.format": "E4M3", "model.dropout": 0.1},
-    "fp8 residual8": {"model.format": "E5M2", "optimizer.moments": "8bit", "optimizer.lr": 2e-3, **RESIDUAL8},
+    "fp8 residual8": {
+        "model.format": "E5M2",
+        "optimizer.moments": "8bit",
+        "optimizer.lr": 2e-3,
+        **RESIDUAL8,
+    },
     "fp8 riemannian": {"rule": "riemannian", "model.format": "E3M4"},
-    "master delayed": {"rule": "master", "model.formats": DELAYED, "shadow.enabled": True, "shadow.interval": 4},
+    "master delayed": {
+        "rule": "master",
+        "model.formats": DELAYED,
+        "shadow.enabled": True,
+        "shadow.interval": 4,
+    },
     "bf16": {"rule": "bf16-mixed", "model.dropout": 0.1, "train.accumulation": 2},
 }
 
 
 def words(kind: str, corpus: Path, more: Mapping[str, object] | None = None) -> list[str]:
-    """Return the command line of a kind of run, which starts it or goes on with it; `more` are settings of its own."""
+    """Return the command line of a kind of run, which starts it or goes on with it;
+    `more` are settings of its own.
+    """
     settings = {**BASE, "data.dir": str(corpus), **KINDS[kind], **(more or {})}
-    options = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
-    return ["run", "bf16_baseline.yaml" if kind == "bf16" else "e4m3.yaml", "--name", "r", "--resume", *options]
+    options = [
+        f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    ]
+    return [
+        "run",
+        "bf16_baseline.yaml" if kind == "bf16" else "e4m3.yaml",
+        "--name",
+        "r",
+        "--resume",
+        *options,
+    ]
 
 
 def traces(run_dir: Path) -> dict[str, Any]:
-    """Return all that a finished run left, by name, but for what depends on the clock or the machine."""
+    """Return all that a finished run left, by name, but for what depends on the clock
+    or the machine.
+    """
     left: dict[str, Any] = {}
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
-        if path.is_dir() or path.name in ("environment.json", "SHA256SUMS") or path.suffix == ".sha256":
+        if (
+            path.is_dir()
+            or path.name in ("environment.json", "SHA256SUMS")
+            or path.suffix == ".sha256"
+        ):
             left[name] = None  # what digests say follows from the files
         elif path.suffix == ".json":
             left[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
@@ -76,20 +133,28 @@ def bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file, and its texts without what depends on the clock or the machine.
+    """Return the tensors of a file, and its texts without what depends on the clock or
+    the machine.
 
     Dtype, shape and bytes by name, so that every bit counts, those of NaN too.
     """
-    named = {name: tensor for name, tensor in load_file(path).items() if name.rpartition("/")[2] not in MACHINE}
+    named = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if name.rpartition("/")[2] not in MACHINE
+    }
     with safe_open(path, framework="pt") as file:
         texts = {key: without_machine(json.loads(text)) for key, text in file.metadata().items()}
     return texts | {
-        name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in named.items()
+        name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes())
+        for name, t in named.items()
     }
 
 
 def without_machine(content: Any) -> Any:
-    """Return JSON's content without the keys of `MACHINE`, at any depth; a state's dicts are lists of pairs."""
+    """Return JSON's content without the keys of `MACHINE`, at any depth; a state's
+    dicts are lists of pairs.
+    """
     if isinstance(content, dict):
         return {key: without_machine(value) for key, value in content.items() if key not in MACHINE}
     if not isinstance(content, list):
@@ -98,11 +163,18 @@ def without_machine(content: Any) -> Any:
 
 
 def _pair_of_machine(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in MACHINE
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and value[0] in MACHINE
+    )
 
 
 def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """Return the names of the files of two runs that differ, or that one of them lacks."""
     return sorted(
-        name for name in {*left, *right} if name not in left or name not in right or left[name] != right[name]
+        name
+        for name in {*left, *right}
+        if name not in left or name not in right or left[name] != right[name]
     )

@@ -1,4 +1,6 @@
-"""NaN and Inf in every place of a step, and steps that are not taken: the documented policy, and nothing else."""
+"""NaN and Inf in every place of a step, and steps that are not taken: the documented
+policy, and nothing else.
+"""
 
 import math
 
@@ -32,7 +34,12 @@ STEPS = 20
 @pytest.fixture
 def make(small_corpus):
     base = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
-    base |= {"eval.interval": STEPS, "optimizer.warmup_steps": 0, "checkpoint.every": 2, "monitor.interval": 1000}
+    base |= {
+        "eval.interval": STEPS,
+        "optimizer.warmup_steps": 0,
+        "checkpoint.every": 2,
+        "monitor.interval": 1000,
+    }
     base["monitor.watch"] = "[stall, zones, ranges, bits, gradients, geometry, resources, trend]"
     del base["checkpoint.keep"]
 
@@ -71,7 +78,11 @@ class Injector:
                 if kind == "weight":
                     bias.data[3] = value
                 elif kind == "state":
-                    kept = [entry for entry in trainer.optimizer.state[bias].values() if isinstance(entry, Tensor)]
+                    kept = [
+                        entry
+                        for entry in trainer.optimizer.state[bias].values()
+                        if isinstance(entry, Tensor)
+                    ]
                     next(entry for entry in kept if entry.numel() > 1).view(-1)[1] = value
             spoiling = step.number == at and kind == "activation"
             return train_step(trainer, step, observers)
@@ -89,7 +100,11 @@ class Injector:
 
 def same(one, other):
     own, others = (
-        {name: each for name, each in bits(state).items() if name.startswith(("model/", "optimizer/"))}
+        {
+            name: each
+            for name, each in bits(state).items()
+            if name.startswith(("model/", "optimizer/"))
+        }
         for state in (one, other)
     )
     return own == others
@@ -104,7 +119,9 @@ def inject(make, run_dir, kind, policy, number, count):
     alerts = recorded(run_dir, "alerts.jsonl")
     fails = kind in ("weight", "state") or policy == "stop"
     assert summary["status"] == ("failed" if fails else "finished"), summary["failure"]
-    assert [record["step"] for record in recorded(run_dir)] == list(range((number if fails else STEPS) + 1))
+    assert [record["step"] for record in recorded(run_dir)] == list(
+        range((number if fails else STEPS) + 1)
+    )
     assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
     kept = step_file(run_dir / "anomaly", number)
     verify(kept)
@@ -117,7 +134,12 @@ def inject(make, run_dir, kind, policy, number, count):
     for at in steps(run_dir):
         verify(step_file(run_dir, at))
         tensors = read(step_file(run_dir, at)).tensors
-        floats = [t for stem in ("model", "optimizer") for t in tensors[stem].values() if t.is_floating_point()]
+        floats = [
+            t
+            for stem in ("model", "optimizer")
+            for t in tensors[stem].values()
+            if t.is_floating_point()
+        ]
         assert all(bool(tensor.float().isfinite().all()) for tensor in floats)  # codes are float8
 
 
@@ -125,7 +147,9 @@ def inject(make, run_dir, kind, policy, number, count):
 @pytest.mark.parametrize("number", [2, 7, 11, 16, STEPS])
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 @pytest.mark.parametrize("kind", WHERE)
-def test_what_is_injected_is_named_and_meets_the_policy(make, tmp_path, kind, policy, number, full, tally):
+def test_what_is_injected_is_named_and_meets_the_policy(
+    make, tmp_path, kind, policy, number, full, tally
+):
     chosen = range(number, min(number + 5, STEPS + 1)) if full else (number,)
     for one in chosen:
         inject(make, tmp_path / f"{one}", kind, policy, one, one // 4)
@@ -162,17 +186,28 @@ def config(corpus):
     return load_config(find_config("e4m3.yaml"), words("fp8 stochastic", corpus, within)[5:])
 
 
-def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(small_corpus, tmp_path, monkeypatch):
+def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(
+    small_corpus, tmp_path, monkeypatch
+):
     monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
-    with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward has not"):
+    with pytest.raises(
+        BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward has not"
+    ):
         train.run(config(small_corpus), tmp_path / "r")
 
 
-def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(small_corpus, tmp_path, monkeypatch):
+def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(
+    small_corpus, tmp_path, monkeypatch
+):
     real, alerts, arrived = Trainer._backward, [], {}
 
     def deaf(trainer, loss, step, observers):
-        real(trainer, loss if step.number <= 12 else loss.detach() * nn.Parameter(loss.new_ones(())), step, observers)
+        real(
+            trainer,
+            loss if step.number <= 12 else loss.detach() * nn.Parameter(loss.new_ones(())),
+            step,
+            observers,
+        )
 
     def show(progress):
         alerts.extend(progress.alerts)

@@ -1,4 +1,6 @@
-"""Every setting, misspelt by one letter, of a wrong type and out of range: refused in one line that names the key."""
+"""Every setting, misspelt by one letter, of a wrong type and out of range: refused in
+one line that names the key.
+"""
 
 import math
 import random
@@ -18,7 +20,9 @@ TYPOS_A_KEY = 16
 
 
 def typos(key):
-    """Every word that one letter too many, too few, another or two swapped make of a key, and that is no key itself."""
+    """Every word that one letter too many, too few, another or two swapped make of a
+    key, and that is no key itself.
+    """
     made = set()
     for head, tail in ((key[:place], key[place:]) for place in range(len(key) + 1)):
         made |= {head + tail[1:], head + tail[1:2] + tail[:1] + tail[2:]}
@@ -44,7 +48,9 @@ def refusal(arguments, content=None, path=None):
 
 
 def assert_names_the_nearest(message, typo, key, keys=FIELDS):
-    """The key meant, or another that is one edit away as well; what is nested below a key is a value of it."""
+    """The key meant, or another that is one edit away as well; what is nested below a
+    key is a value of it.
+    """
     if not message.startswith(f"{key}: {{"):
         named = message.partition("did you mean '")[2].partition("'")[0]
         assert named == key or (named in keys and typo in typos(named)), f"{typo}: {message}"
@@ -77,28 +83,46 @@ WRONG = {
 
 
 def out_of_range(key):
-    """Values of the right type just beyond every bound, or that are none of the choices."""
+    """Values of the right type just beyond every bound, or that are none of the
+    choices.
+    """
     kind, bounds = FIELDS[key].kind, FIELDS[key].bounds
     if FIELDS[key].facts["choices"]:
         return ["no-such-word"] if kind is str else [["no-such-word"]]
     if kind not in (int, float):
         return []
     beyond = {"gt": 0, "lt": 0, "ge": -1, "le": 1}
-    found = [getattr(bound, name) + by for bound in bounds for name, by in beyond.items() if hasattr(bound, name)]
-    return [kind(value) for value in found] + ([math.nan, math.inf, -math.inf] if kind is float else [])
+    found = [
+        getattr(bound, name) + by
+        for bound in bounds
+        for name, by in beyond.items()
+        if hasattr(bound, name)
+    ]
+    return [kind(value) for value in found] + (
+        [math.nan, math.inf, -math.inf] if kind is float else []
+    )
 
 
 def as_text(value):
     if isinstance(value, list) and value == ["no-such-word"]:
         return value[0]
-    return str(value).lower() if isinstance(value, bool) else "{a: 1}" if isinstance(value, dict) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else "{a: 1}"
+        if isinstance(value, dict)
+        else str(value)
+    )
 
 
 @pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in FIELDS}))
 def test_a_wrong_value_is_refused_by_its_key(section, tmp_path, full, tally):
     path, count = tmp_path / "wrong.yaml", 0
     for key in [key for key in FIELDS if key.partition(".")[0] == section]:
-        types, beyond = [*WRONG[FIELDS[key].kind], *([] if FIELDS[key].optional else [None])], out_of_range(key)
+        types, beyond = (
+            [*WRONG[FIELDS[key].kind], *([] if FIELDS[key].optional else [None])],
+            out_of_range(key),
+        )
         if not full:  # one of each, another for every key
             turn = random.Random(key)
             types, beyond = turn.sample(types, 1), turn.sample(beyond, min(1, len(beyond)))

@@ -1,4 +1,6 @@
-"""A run stopped after every one of its steps and taken up from disk each time: the same bits as without a stop."""
+"""A run stopped after every one of its steps and taken up from disk each time: the same
+bits as without a stop.
+"""
 
 import itertools
 import signal
@@ -20,7 +22,15 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.signals import StopRequest
 
 FEW, MANY = 4, 50
-OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")
+OWN = (
+    "adamw",
+    "sgd",
+    "stiffness_adamw",
+    "stiffness_sgd",
+    "stiffness_lion",
+    "madam",
+    "riemannian_adam",
+)
 OWN = (*OWN, "riemannian_sgd", "fisher")
 GRANULARITIES = ("tensor", "channel", "block")
 POLICIES = ("dynamic", "static", "delayed")
@@ -34,19 +44,31 @@ E4M3 = {"model.format": "E4M3"}
 
 
 def own(optimizer, writeback, storage, moments, granularity, fmt):
-    course = {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0} if optimizer == "stiffness_adamw" else {}
+    course = (
+        {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0}
+        if optimizer == "stiffness_adamw"
+        else {}
+    )
     model = {
         "model.storage": storage,
         "model.granularity": granularity,
         "model.formats": f"{{attn: {fmt}, mlp: {fmt}}}",
     }
     return (
-        model | {"optimizer.name": optimizer, "optimizer.writeback": writeback, "optimizer.moments": moments} | course
+        model
+        | {
+            "optimizer.name": optimizer,
+            "optimizer.writeback": writeback,
+            "optimizer.moments": moments,
+        }
+        | course
     )
 
 
 def sample_of_own():
-    """Every optimizer with every write-back that the library takes with it; all other choices in turn."""
+    """Every optimizer with every write-back that the library takes with it; all other
+    choices in turn.
+    """
     pairs = itertools.product(OWN, WRITEBACKS)
     # errors need an average that can hold them
     pairs = [(o, w) for o, w in pairs if w != "momentum" or o not in ("madam", "stiffness_lion")]
@@ -54,12 +76,22 @@ def sample_of_own():
         storage = "grid" if index % 3 == 2 else "fp8"
         granularity = GRANULARITIES[index % (2 if storage == "grid" else 3)]
         moments = MOMENTS[(index // 2) % (2 if writeback == "momentum" else 3)]
-        yield optimizer, writeback, storage, moments, granularity, ("E4M3", "E5M2", "E3M4", "E7M0")[index % 4]
+        yield (
+            optimizer,
+            writeback,
+            storage,
+            moments,
+            granularity,
+            ("E4M3", "E5M2", "E3M4", "E7M0")[index % 4],
+        )
 
 
 def master(policy, granularity):
-    """A policy with a granularity, in all four operands; stochastic rounding counts its draws."""
-    # What flows changes its rows from batch to batch: a scale that looks back has to be the tensor's.
+    """A policy with a granularity, in all four operands; stochastic rounding counts its
+    draws.
+    """
+    # What flows changes its rows from batch to batch: a scale that looks back has to be
+    # the tensor's.
     flowing = f"policy: {policy}, granularity: {granularity if policy == 'dynamic' else 'tensor'}"
     weight = f"{{format: E4M3, policy: {policy}, granularity: {granularity}}}"
     gradient = f"{{format: E5M2, rounding: stochastic, {flowing}}}"
@@ -79,7 +111,12 @@ OPERANDS = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}, lm_head: non
 CLASSIFYING = {
     "float": {"rule": "fp32"},
     "one-byte": {"rule": "stochastic", **E4M3},
-    "residual": {"rule": "residual8", "model.format": "E7M0", "shadow.enabled": True, "shadow.interval": 2},
+    "residual": {
+        "rule": "residual8",
+        "model.format": "E7M0",
+        "shadow.enabled": True,
+        "shadow.interval": 2,
+    },
     "operands": {"model.formats": OPERANDS},
     "head-only": {"rule": "stiffness", "model.formats": "{lm_head: E5M2}", "train.accumulation": 2},
     "muon": {"rule": "muon-stochastic", **E4M3},
@@ -92,21 +129,36 @@ OTHERS = {
     },
     "master-global": {"model.formats": f"{{attn: {GLOBAL}, mlp: {GLOBAL}}}"},
     **{
-        f"baseline-{name}": {"rule": name, "model.n_embd": 64, **(PEER if rule.storage == "peer" else {})}
+        f"baseline-{name}": {
+            "rule": name,
+            "model.n_embd": 64,
+            **(PEER if rule.storage == "peer" else {}),
+        }
         for name, rule in RULES.items()
         if rule.storage in ("float32", "peer")
     },
     # weights on geoopt's manifolds, through a copy and beside one-byte weights
     "stiefel-copy": {"model.constraint": "stiefel", **E4M3},
-    "sphere-one-byte": {"model.constraint": "sphere", "rule": "riemannian", "model.formats": "{'*': E4M3, attn: none}"},
-    # another write-back for the last steps, steps in the backward pass and what they keep, other monitors
+    "sphere-one-byte": {
+        "model.constraint": "sphere",
+        "rule": "riemannian",
+        "model.formats": "{'*': E4M3, attn: none}",
+    },
+    # another write-back for the last steps, steps in the backward pass and what they
+    # keep, other monitors
     "writeback-end-muon-stochastic": {"rule": "muon-stochastic", **END},
     "writeback-end-stochastic-8bit": {"rule": "stochastic-8bit", **END},
     "in-backward": {"rule": "stochastic", **WITHIN},
     "in-backward-clipped": {**CLIPPED, "optimizer.clip_by": "previous"},
     "in-backward-summed": {**CLIPPED, "train.accumulation": 2},
     "without-trend": {"rule": "stochastic", "monitor.watch": "[stall]", **E4M3},
-    "monitors-in-turn": {"rule": "stochastic", "monitor.turns": 3, "monitor.interval": 1, "train.max_steps": 6, **E4M3},
+    "monitors-in-turn": {
+        "rule": "stochastic",
+        "monitor.turns": 3,
+        "monitor.interval": 1,
+        "train.max_steps": 6,
+        **E4M3,
+    },
     **{f"classify-{name}": {"task": "classify", **more} for name, more in CLASSIFYING.items()},
 }
 SHADOW = {"shadow.enabled": True, "shadow.interval": 7, "train.max_steps": MANY}
@@ -122,13 +174,24 @@ MASTER = [(policy, granularity) for policy in POLICIES for granularity in GRANUL
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     text = "".join(
-        f"Line {number}: {number * number % 97} foxes jump over {number % 7} dogs.\n" for number in range(200)
+        f"Line {number}: {number * number % 97} foxes jump over {number % 7} dogs.\n"
+        for number in range(200)
     )
     (folder / "text.txt").write_text(text, encoding="utf-8")
     prepare_text(folder / "text.txt", folder / "prepared", "char")
-    documents = [LabelledText(f"{'a' * (number % 5 + 2)} {number % 3} dogs", [number % 3]) for number in range(60)]
+    documents = [
+        LabelledText(f"{'a' * (number % 5 + 2)} {number % 3} dogs", [number % 3])
+        for number in range(60)
+    ]
     splits = {"train": documents[:48], "val": documents[48:]}
-    write_corpus(folder / "labelled", splits, ByteTokenizer(), {"kind": "made"}, progress=False, labels=["a", "b", "c"])
+    write_corpus(
+        folder / "labelled",
+        splits,
+        ByteTokenizer(),
+        {"kind": "made"},
+        progress=False,
+        labels=["a", "b", "c"],
+    )
     return folder / "prepared"
 
 
@@ -139,11 +202,24 @@ def check_case(case, corpus, tmp_path):
     small = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 8, "dropout": 0.1}
     settings = {"data.dir": corpus.parent / "labelled" if "task" in case else corpus}
     settings |= {f"model.{name}": value for name, value in small.items()}
-    settings |= {"train.max_steps": FEW, "train.batch_size": 2, "optimizer.warmup_steps": 2, "monitor.interval": 2}
-    settings |= {"eval.interval": 2, "eval.batches": 1, "checkpoint.every": "null", "checkpoint.keep": 1, **case}
+    settings |= {
+        "train.max_steps": FEW,
+        "train.batch_size": 2,
+        "optimizer.warmup_steps": 2,
+        "monitor.interval": 2,
+    }
+    settings |= {
+        "eval.interval": 2,
+        "eval.batches": 1,
+        "checkpoint.every": "null",
+        "checkpoint.keep": 1,
+        **case,
+    }
     config = load_config(None, [f"--{key}={value}" for key, value in settings.items()])
     whole, parts, steps = tmp_path / "whole", tmp_path / "parts", config.train.max_steps
-    with torch.compiler.set_stance("force_eager"):  # torchao's steps: the same without a minute of compiling
+    with torch.compiler.set_stance(
+        "force_eager"
+    ):  # torchao's steps: the same without a minute of compiling
         run(config, whole)
         for step in range(steps + 1):
             torch.manual_seed(0)  # nothing may depend on what a process happens to hold
@@ -154,7 +230,10 @@ def check_case(case, corpus, tmp_path):
             assert summary["steps"] == step
     for ours, theirs in zip(recorded(parts), recorded(whole), strict=True):
         assert ours == theirs, f"step {theirs['step']}"
-    alerts = [path.read_bytes() if path.exists() else None for path in (f / "alerts.jsonl" for f in (parts, whole))]
+    alerts = [
+        path.read_bytes() if path.exists() else None
+        for path in (f / "alerts.jsonl" for f in (parts, whole))
+    ]
     assert alerts[0] == alerts[1]
     first, second = (read(newest(folder)[0] or folder) for folder in (whole, parts))
     assert first.step == second.step
@@ -170,17 +249,24 @@ def check_case(case, corpus, tmp_path):
 
 
 def covered(make, values):
-    """The cases of a matrix: in those of the default tier every value occurs, the others take minutes."""
+    """The cases of a matrix: in those of the default tier every value occurs, the
+    others take minutes.
+    """
     sample = covering([dict(zip("abcdef", each, strict=False)) for each in values], 1)
     return [
-        pytest.param(make(*each), id="-".join(each), marks=[] if place in sample else pytest.mark.slow)
+        pytest.param(
+            make(*each), id="-".join(each), marks=[] if place in sample else pytest.mark.slow
+        )
         for place, each in enumerate(values)
     ]
 
 
 CASES = [*covered(own, list(sample_of_own())), *covered(master, MASTER)]
 CASES += [pytest.param(case, id=name) for name, case in OTHERS.items()]
-CASES += [pytest.param(case, id=f"{MANY}-steps-{name}", marks=pytest.mark.slow) for name, case in LONG.items()]
+CASES += [
+    pytest.param(case, id=f"{MANY}-steps-{name}", marks=pytest.mark.slow)
+    for name, case in LONG.items()
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,7 +275,9 @@ def test_stopped_after_every_step(case, corpus, tmp_path):
 
 
 def test_what_is_not_put_back_is_noticed(corpus, tmp_path, monkeypatch):
-    """The comparison can fail: without the optimizer's state, the same chain ends elsewhere."""
+    """The comparison can fail: without the optimizer's state, the same chain ends
+    elsewhere.
+    """
     monkeypatch.setattr(run_state, "_restore_optimizer", lambda *parts: None)
     with pytest.raises(AssertionError, match="step 2"):
         check_case({"rule": "stochastic", **E4M3}, corpus, tmp_path)

@@ -43,7 +43,9 @@ def full(path=None):
 
 
 def during_the_save(patch):
-    """The checkpoint of step 9 can't be written, and nothing that is told of the run afterwards."""
+    """The checkpoint of step 9 can't be written, and nothing that is told of the run
+    afterwards.
+    """
 
     class Filling:
         part = -1
@@ -81,7 +83,9 @@ def during_a_record(patch):
 
 
 def at_the_summary(patch):
-    """The training comes to its end, and its summary can't be written, whatever is tried."""
+    """The training comes to its end, and its summary can't be written, whatever is
+    tried.
+    """
 
     def refusing(path, text):
         if path.name == "summary.json":
@@ -96,9 +100,24 @@ def at_the_summary(patch):
 @pytest.mark.parametrize(
     ("fault", "last", "steps", "line"),
     [
-        (during_the_save, 6, 9, "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space"),
-        (during_a_record, 6, 7, "stopped: 'runs/r/metrics.jsonl' can't be written: No space left on device; make room"),
-        (at_the_summary, 24, None, "stopped: 'runs/r/summary.json' can't be written: No space left on device; make"),
+        (
+            during_the_save,
+            6,
+            9,
+            "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space",
+        ),
+        (
+            during_a_record,
+            6,
+            7,
+            "stopped: 'runs/r/metrics.jsonl' can't be written: No space left on device; make room",
+        ),
+        (
+            at_the_summary,
+            24,
+            None,
+            "stopped: 'runs/r/summary.json' can't be written: No space left on device; make",
+        ),
     ],
     ids=["save", "record", "last summary"],
 )
@@ -120,7 +139,11 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
         assert not (run_dir / "summary.json").exists()
     else:
         summary = json.loads((run_dir / "summary.json").read_text())
-        assert (summary["status"], summary["stop"]["kind"], summary["failure"]) == ("stopped", "disk", None)
+        assert (summary["status"], summary["stop"]["kind"], summary["failure"]) == (
+            "stopped",
+            "disk",
+            None,
+        )
         assert summary["steps"] == steps
         assert not has_ended(summary)  # a sweep goes on with it
     assert check_run(run_dir).problems == []
@@ -130,7 +153,9 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
 
 
 def test_a_limit_of_the_file_size_in_mid_run(whole, small_corpus, tmp_path):
-    """The system's own errors, on metrics.jsonl and then on everything that is to be told of the end."""
+    """The system's own errors, on metrics.jsonl and then on everything that is to be
+    told of the end.
+    """
 
     def limited():
         append = LineFile.append
@@ -158,10 +183,14 @@ def test_a_full_disk_outside_of_a_run_is_one_line_and_exit_code_1(monkeypatch, c
 
     monkeypatch.setattr("nanogpt_bench.commands.verify.main", refuse)
     assert main(["verify", "runs"]) == 1
-    assert capsys.readouterr().err.endswith("'report/report.html' can't be written: No space left on device\n")
+    assert capsys.readouterr().err.endswith(
+        "'report/report.html' can't be written: No space left on device\n"
+    )
 
 
-def test_a_run_folder_belongs_to_one_process_until_it_ends(small_corpus, tmp_path, monkeypatch, capsys):
+def test_a_run_folder_belongs_to_one_process_until_it_ends(
+    small_corpus, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     run_dir, line = Path("runs/r"), words(KIND, small_corpus)
     pid = start(tmp_path, lambda: main(words(KIND, small_corpus, {"train.max_steps": 1000000})))
@@ -173,7 +202,9 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(small_corpus, tmp_pat
         for words_of_second in (line, [word for word in line if word != "--resume"]):
             assert main(words_of_second) == 2
         first, second = capsys.readouterr().err.splitlines()
-        assert first.endswith("run folder 'runs/r' is in use by another process; wait until that ends")
+        assert first.endswith(
+            "run folder 'runs/r' is in use by another process; wait until that ends"
+        )
         assert "already holds a run" in second
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -184,11 +215,18 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(small_corpus, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])
-def test_an_output_folder_belongs_to_one_process(command, small_corpus, tmp_path, monkeypatch, capsys):
+def test_an_output_folder_belongs_to_one_process(
+    command, small_corpus, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    content = {"settings": {"rule": "sgd", "data.dir": str(small_corpus)}, "axes": {"optimizer.lr": [0.1]}}
+    content = {
+        "settings": {"rule": "sgd", "data.dir": str(small_corpus)},
+        "axes": {"optimizer.lr": [0.1]},
+    }
     Path("my.yaml").write_text(yaml.safe_dump(content))
-    line = ["sweep", "my.yaml"] if command == "sweep" else ["compare", "--data.dir", str(small_corpus)]
+    line = (
+        ["sweep", "my.yaml"] if command == "sweep" else ["compare", "--data.dir", str(small_corpus)]
+    )
     with locked(Path("out"), "--out"):
         assert main([*line, "--out", "out"]) == 2
         assert capsys.readouterr().err == (
@@ -208,7 +246,10 @@ def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path):
 
 
 def test_every_process_that_wants_a_new_folder_gets_another_one(tmp_path):
-    with new_folder(tmp_path / "runs" / "a") as first, new_folder(tmp_path / "runs" / "a") as second:
+    with (
+        new_folder(tmp_path / "runs" / "a") as first,
+        new_folder(tmp_path / "runs" / "a") as second,
+    ):
         assert (first.name, second.name) == ("a", "a-2")
         (second / "file").touch()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a-2"]

@@ -1,5 +1,7 @@
-"""Whatever is written into a configuration, a sweep file, a format's name or a checkpoint's outline: it is taken, or
-refused in one line. Nothing else comes out, and nothing hangs."""
+"""Whatever is written into a configuration, a sweep file, a format's name or a
+checkpoint's outline: it is taken, or refused in one line. Nothing else comes out, and
+nothing hangs.
+"""
 
 import copy
 import math
@@ -55,7 +57,9 @@ def is_taken(parse, kind=BenchError):
     except kind as error:
         said = str(error)
         assert said, "an error without a word"
-        assert said.isprintable(), f"an error of more than one line, or of what a terminal obeys: {said!r}"
+        assert said.isprintable(), (
+            f"an error of more than one line, or of what a terminal obeys: {said!r}"
+        )
         assert len(said) <= LONGEST_MESSAGE, f"an error of {len(said):,} characters: {said[:200]!r}"
         return False
     return True
@@ -80,13 +84,30 @@ def format_name(name):
 
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
-CONTROL = st.sampled_from(["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"])
+CONTROL = st.sampled_from(
+    ["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"]
+)
 CHOICES = {word for setting in FIELDS.values() for word in setting.facts["choices"] or ()}
 FORMATS = ("E4M3", "e7m0", "E3M4IEEE", "E9M9", "none")
-WORDS = st.sampled_from([*sorted(CHOICES), *RULES, *FORMATS, "*", "attn", "weight", "off", "nan", "null", "../x"])
-NUMBERS = st.integers(-2, 10**6) | st.sampled_from([10**399, -(2**70), 1e308, -0.0, 5e-324]) | st.floats()
-LEAVES = st.none() | st.booleans() | NUMBERS | WORDS | ANY_TEXT | st.binary(max_size=8) | st.dates() | st.datetimes()
-KEYS = st.sampled_from([*FIELDS, *sorted(SECTIONS), "model.formats.attn", "alerts.at_most.x", "failure.x"])
+WORDS = st.sampled_from(
+    [*sorted(CHOICES), *RULES, *FORMATS, "*", "attn", "weight", "off", "nan", "null", "../x"]
+)
+NUMBERS = (
+    st.integers(-2, 10**6) | st.sampled_from([10**399, -(2**70), 1e308, -0.0, 5e-324]) | st.floats()
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | WORDS
+    | ANY_TEXT
+    | st.binary(max_size=8)
+    | st.dates()
+    | st.datetimes()
+)
+KEYS = st.sampled_from(
+    [*FIELDS, *sorted(SECTIONS), "model.formats.attn", "alerts.at_most.x", "failure.x"]
+)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
@@ -106,14 +127,32 @@ def values_of(key):
     elif "format" in key:
         known = st.sampled_from(FORMATS)
     else:
-        known = st.integers(1, 9) if setting.kind is int else st.just(setting.default) | st.sampled_from([0.25, 1, 2.5])
+        known = (
+            st.integers(1, 9)
+            if setting.kind is int
+            else st.just(setting.default) | st.sampled_from([0.25, 1, 2.5])
+        )
     if key == "model.formats":
-        known = st.dictionaries(st.sampled_from(["*", "attn", "blocks.0"]) | ANY_TEXT, known | LAYERS, max_size=2)
+        known = st.dictionaries(
+            st.sampled_from(["*", "attn", "blocks.0"]) | ANY_TEXT, known | LAYERS, max_size=2
+        )
     return st.one_of(known, known, known, known, known, VALUES)
 
 
 LAYERS = st.dictionaries(
-    st.sampled_from(["weight", "activation", "gradient", "granularity", "policy", "history", "rounding", "ste", "x"]),
+    st.sampled_from(
+        [
+            "weight",
+            "activation",
+            "gradient",
+            "granularity",
+            "policy",
+            "history",
+            "rounding",
+            "ste",
+            "x",
+        ]
+    ),
     st.sampled_from([*FORMATS, "tensor", "dynamic", "delayed", "split", "clipped", 16]) | VALUES,
     max_size=3,
 )
@@ -129,9 +168,13 @@ RANGES = st.fixed_dictionaries(
         "points": st.integers(1, 5) | st.just(10**15) | LEAVES,
     },
 )
-CALM = sorted(key for key in FIELDS if key.startswith(("eval.", "checkpoint.", "train.max")) or key == "seed")
+CALM = sorted(
+    key for key in FIELDS if key.startswith(("eval.", "checkpoint.", "train.max")) or key == "seed"
+)
 CALM_AXES = st.sampled_from(CALM).flatmap(
-    lambda key: st.dictionaries(st.just(key), st.lists(values_of(key), min_size=1, max_size=2), min_size=1)
+    lambda key: st.dictionaries(
+        st.just(key), st.lists(values_of(key), min_size=1, max_size=2), min_size=1
+    )
 )
 AXIS = st.sampled_from(sorted(FIELDS)).flatmap(
     lambda key: st.tuples(st.just(key), st.lists(values_of(key), min_size=1, max_size=2) | RANGES)
@@ -141,11 +184,15 @@ SWEEPS = st.fixed_dictionaries(
     {},
     optional={
         "config": WORDS | LEAVES | st.just("e4m3.yaml") | st.just("x" * 5000),
-        "axes": AXES | CALM_AXES | st.dictionaries(KEYS | ANY_TEXT, st.lists(VALUES, max_size=3) | RANGES, max_size=2),
+        "axes": AXES
+        | CALM_AXES
+        | st.dictionaries(KEYS | ANY_TEXT, st.lists(VALUES, max_size=3) | RANGES, max_size=2),
         "search": st.sampled_from(["grid", "random"]) | LEAVES,
         **dict.fromkeys(("samples", "sample_seed", "workers"), NUMBERS | LEAVES),
         **dict.fromkeys(("settings", "reference"), SETTINGS | VALUES),
-        "sensitivity": st.dictionaries(st.sampled_from(["patterns", "blocks", "operand"]), VALUES, max_size=2),
+        "sensitivity": st.dictionaries(
+            st.sampled_from(["patterns", "blocks", "operand"]), VALUES, max_size=2
+        ),
     },
 )
 #: what means something in YAML, or breaks it
@@ -153,17 +200,27 @@ MARKS = r"""
 :  -  { } [ ] , &a *a ' " | > # ? = 0x - 0 9 null true 1e999 .inf 1:1 --- ... !!float !!set !!binary !!timestamp !!int
 !!python/object:os.x %YAML
 """
-FRAGMENTS = st.sampled_from(MARKS.split()).map(lambda mark: f"{mark} ") | st.sampled_from(["\n", "\t", "<<: *a", "|\n"])
-EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 20), FRAGMENTS | CONTROL | ANY_TEXT), min_size=1, max_size=4)
+FRAGMENTS = st.sampled_from(MARKS.split()).map(lambda mark: f"{mark} ") | st.sampled_from(
+    ["\n", "\t", "<<: *a", "|\n"]
+)
+EDITS = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 20), FRAGMENTS | CONTROL | ANY_TEXT),
+    min_size=1,
+    max_size=4,
+)
 
 
 def as_yaml(content):
-    """A file that holds some content; what YAML has no word for is left to its own escapes."""
+    """A file that holds some content; what YAML has no word for is left to its own
+    escapes.
+    """
     return yaml.safe_dump(content, allow_unicode=True).encode("utf-8", errors="surrogatepass")
 
 
 def edited(text, edits):
-    """A text with stretches of it replaced: where each begins as a share, how long it is, and what takes its place."""
+    """A text with stretches of it replaced: where each begins as a share, how long it
+    is, and what takes its place.
+    """
     for share, length, new in edits:
         start = int(share * len(text))
         text = text[:start] + new + text[start + length :]
@@ -178,9 +235,14 @@ def edited_files(folder):
 ANY_FILES = VALUES.map(as_yaml) | st.binary(max_size=200)
 CONFIG_FILES = SETTINGS.map(as_yaml) | edited_files(FOLDER) | ANY_FILES
 CALM_SWEEPS = st.builds(
-    lambda axes, other, more: {"axes": axes} | ({} if more else other), CALM_AXES, SWEEPS, st.booleans()
+    lambda axes, other, more: {"axes": axes} | ({} if more else other),
+    CALM_AXES,
+    SWEEPS,
+    st.booleans(),
 )
-SWEEP_FILES = CALM_SWEEPS.map(as_yaml) | SWEEPS.map(as_yaml) | edited_files(sweep_file.FOLDER) | ANY_FILES
+SWEEP_FILES = (
+    CALM_SWEEPS.map(as_yaml) | SWEEPS.map(as_yaml) | edited_files(sweep_file.FOLDER) | ANY_FILES
+)
 OVERRIDES = st.lists(
     PAIRS.map(lambda pair: f"--{pair[0]}={pair[1]}")
     | st.builds(
@@ -193,12 +255,16 @@ OVERRIDES = st.lists(
     max_size=3,
 )
 NAMES = (
-    st.from_regex(r"(?i)e[0-9]m[0-9](fnuz|fn|ieee|finite|p3109[ef])?(_b-?[0-9]{1,3})?", fullmatch=True)
+    st.from_regex(
+        r"(?i)e[0-9]m[0-9](fnuz|fn|ieee|finite|p3109[ef])?(_b-?[0-9]{1,3})?", fullmatch=True
+    )
     | st.from_regex(r"(?i)p3109_[0-9]p[0-9]{1,2}f?", fullmatch=True)
     | ANY_TEXT
     | st.integers(0, 5000).map(lambda n: f"E{'9' * n}M1")
     | st.integers(0, 5000).map(lambda n: f"E4M3_B{'9' * n}")
-    | st.sampled_from(["E\uff14M\uff13", "E\u00b2M1", "\u017f", "E4M3\n", "\x00E4M3", "e4m3\ufb01nite"])
+    | st.sampled_from(
+        ["E\uff14M\uff13", "E\u00b2M1", "\u017f", "E4M3\n", "\x00E4M3", "e4m3\ufb01nite"]
+    )
 )
 
 
@@ -207,7 +273,11 @@ def tried(request, tally):
     """Counts what a test tries; both outcomes must occur, lest it try one thing only."""
     outcomes = []
     yield outcomes.append
-    tally(f"fuzzed: {request.node.name}", len(outcomes), f"{sum(outcomes):,} taken, the others refused in one line")
+    tally(
+        f"fuzzed: {request.node.name}",
+        len(outcomes),
+        f"{sum(outcomes):,} taken, the others refused in one line",
+    )
     assert 0 < sum(outcomes) < len(outcomes)
 
 
@@ -227,7 +297,9 @@ def fuzz(inputs, once, examples, full):
     ("parse", "inputs", "examples"),
     [
         pytest.param(config, st.tuples(CONFIG_FILES, st.just([])), 100, id="config files"),
-        pytest.param(config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"),
+        pytest.param(
+            config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"
+        ),
         pytest.param(config, st.tuples(st.just(b"{}"), OVERRIDES), 100, id="overrides"),
         pytest.param(sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
     ],
@@ -246,12 +318,26 @@ def test_a_format_name_is_read_or_refused_in_one_line(tried, full):
 
 def whole_tree():
     weight = fm.FP8Tensor(torch.linspace(-1, 1, 64).view(2, 32), "E4M3", granularity="block")
-    state = {0: {"step": torch.tensor(3.0), "moment": weight}, (1, "a"): [torch.ones(2), -0.0, float("nan"), 2**70]}
-    return {"state": state, "dtype": torch.bfloat16, "text": "a\u2028", "none": None, "pair": (True, [])}
+    state = {
+        0: {"step": torch.tensor(3.0), "moment": weight},
+        (1, "a"): [torch.ones(2), -0.0, float("nan"), 2**70],
+    }
+    return {
+        "state": state,
+        "dtype": torch.bfloat16,
+        "text": "a\u2028",
+        "none": None,
+        "pair": (True, []),
+    }
 
 
 NODES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT | st.sampled_from(["state/0/step", "nan"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | ANY_TEXT
+    | st.sampled_from(["state/0/step", "nan"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.builds(
@@ -265,7 +351,13 @@ NODES = st.recursive(
 
 
 def places(outline, found):
-    for key in list(outline) if isinstance(outline, dict) else range(len(outline)) if isinstance(outline, list) else []:
+    for key in (
+        list(outline)
+        if isinstance(outline, dict)
+        else range(len(outline))
+        if isinstance(outline, list)
+        else []
+    ):
         found.append((outline, key))
         places(outline[key], found)
     return found

@@ -1,4 +1,6 @@
-"""`run --resume`: what it refuses and goes on with, what it says, and that sums go on where they were."""
+"""`run --resume`: what it refuses and goes on with, what it says, and that sums go on
+where they were.
+"""
 
 import json
 import shutil
@@ -52,7 +54,10 @@ def taken_up_at(run_dir):
     [
         ({"train.batch_size": 4}, ["train.batch_size was 2, is 4"]),
         ({"seed": 7}, ["seed was 42, is 7"]),
-        ({"optimizer.lr": 0.125, "model.dropout": 0.25}, ["optimizer.lr was", "model.dropout was 0.1, is 0.25"]),
+        (
+            {"optimizer.lr": 0.125, "model.dropout": 0.25},
+            ["optimizer.lr was", "model.dropout was 0.1, is 0.25"],
+        ),
     ],
 )
 def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
@@ -68,7 +73,10 @@ def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
 
 
 def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
-    for less, why in (({"train.max_steps": STEPS - 1}, "is below"), ({"optimizer.lr": 0.125}, "which optimizer.lr")):
+    for less, why in (
+        ({"train.max_steps": STEPS - 1}, "is below"),
+        ({"optimizer.lr": 0.125}, "which optimizer.lr"),
+    ):
         assert main(line(less, "--allow-config-change")) == 2
         assert why in capsys.readouterr().err
     more = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
@@ -87,7 +95,10 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     told += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
     assert (RUN / "config.yaml").read_text().startswith(f"# {told}\nrule: ")
     (change,) = read_json(RUN / "summary.json")["config_history"]
-    assert change == {"step": STEPS, "changed": {"optimizer.lr": [0.002, 0.125], "train.max_steps": [STEPS, STEPS + 3]}}
+    assert change == {
+        "step": STEPS,
+        "changed": {"optimizer.lr": [0.002, 0.125], "train.max_steps": [STEPS, STEPS + 3]},
+    }
     capsys.readouterr()
     assert main(["verify", str(RUN)]) == 0
     assert f"  note: {told}\n" in capsys.readouterr().out
@@ -100,7 +111,10 @@ def test_settings_that_change_no_number_are_free_and_so_is_the_place_of_the_corp
     line, small_corpus, tmp_path, capsys
 ):
     shutil.copytree(small_corpus, tmp_path / "moved")
-    assert main(line({"checkpoint.keep": 5, "tracking.wandb": "off", "data.dir": tmp_path / "moved"})) == 0
+    assert (
+        main(line({"checkpoint.keep": 5, "tracking.wandb": "off", "data.dir": tmp_path / "moved"}))
+        == 0
+    )
     said = capsys.readouterr().err
     assert "settings that differ from the checkpoint's: data.dir was" in said
     assert ", checkpoint.keep was 2, is 5\n" in said
@@ -109,12 +123,16 @@ def test_settings_that_change_no_number_are_free_and_so_is_the_place_of_the_corp
 
 
 def test_another_corpus_is_refused_or_remembered(line, small_corpus, tmp_path, capsys):
-    (tmp_path / "text").write_text("Quite another text of some more words, again and again.\n" * 120)
+    (tmp_path / "text").write_text(
+        "Quite another text of some more words, again and again.\n" * 120
+    )
     prepare_text(tmp_path / "text", tmp_path / "other", "byte")
     before = traces(RUN)
     assert main(line({"data.dir": tmp_path / "other"})) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)" in said
+    assert (
+        "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)" in said
+    )
     assert differences(before, traces(RUN)) == []
     more = {"data.dir": tmp_path / "other", "train.max_steps": STEPS + 1}
     assert main(line(more, "--allow-config-change")) == 0
@@ -136,13 +154,20 @@ def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(finished, lin
     flip(step_file(RUN, STEPS))
     assert main(line()) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"skipped checkpoint 'runs/r/checkpoints/step-{STEPS}.safetensors': ")
+    assert lines[0].startswith(
+        f"skipped checkpoint 'runs/r/checkpoints/step-{STEPS}.safetensors': "
+    )
     assert "sha256" in lines[0]
     beside = "step-22.safetensors.sha256: No such file"
-    assert lines[1].startswith(f"skipped checkpoint 'runs/r/checkpoints/step-22.safetensors': {beside}")
+    assert lines[1].startswith(
+        f"skipped checkpoint 'runs/r/checkpoints/step-22.safetensors': {beside}"
+    )
     assert lines[2] == "runs/r goes on after step 21"
     differing = differences(traces(finished / RUN), traces(RUN))
-    assert {step_of(Path(name).name.removesuffix(".sha256")) for name in differing} <= {21, 22}  # kept beside step 24
+    assert {step_of(Path(name).name.removesuffix(".sha256")) for name in differing} <= {
+        21,
+        22,
+    }  # kept beside step 24
 
 
 def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys):
@@ -170,10 +195,14 @@ def test_without_a_whole_checkpoint_an_unfinished_run_begins(finished, line, cap
     assert differences(traces(finished / RUN), traces(RUN)) == []
 
 
-def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(finished, line, tmp_path, capsys):
+def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
+    finished, line, tmp_path, capsys
+):
     shutil.rmtree(RUN / "checkpoints")
     assert main(line()) == 2
-    assert "holds a finished run without a checkpoint; give another --name" in capsys.readouterr().err
+    assert (
+        "holds a finished run without a checkpoint; give another --name" in capsys.readouterr().err
+    )
     (RUN / "summary.json").unlink()
     assert main(line({"seed": 7})) == 2
     assert "seed was 42, is 7" in capsys.readouterr().err
@@ -202,7 +231,11 @@ def test_a_finished_run_is_left_as_it_is(finished, line, monkeypatch, capsys):
 
 
 def test_sums_go_on_over_two_resumes(small_corpus, tmp_path, monkeypatch):
-    more = {"shadow.enabled": False, "rule": "nearest", "optimizer.lr": 1e-5}  # a stall, told after the first resume
+    more = {
+        "shadow.enabled": False,
+        "rule": "nearest",
+        "optimizer.lr": 1e-5,
+    }  # a stall, told after the first resume
     overrides = words(KIND, small_corpus, more)[5:]
     config = load_config(find_config("e4m3.yaml"), overrides)
     now, train_step = [100.0], Trainer.train_step
@@ -221,9 +254,18 @@ def test_sums_go_on_over_two_resumes(small_corpus, tmp_path, monkeypatch):
             if progress.step == step:
                 stop.note(signal.SIGTERM)
 
-        train.run(config, tmp_path / "parts" / "r", resume=True, stop=stop, on_progress=show, say=lambda text: None)
+        train.run(
+            config,
+            tmp_path / "parts" / "r",
+            resume=True,
+            stop=stop,
+            on_progress=show,
+            say=lambda text: None,
+        )
     assert taken_up_at(tmp_path / "parts" / "r") == [7, 16]
-    whole, parts = (read_json(tmp_path / name / "r" / "summary.json") for name in ("whole", "parts"))
+    whole, parts = (
+        read_json(tmp_path / name / "r" / "summary.json") for name in ("whole", "parts")
+    )
     assert (whole["seconds"], whole["tokens"], whole["steps"]) == (STEPS, STEPS * 2 * 8, STEPS)
     assert whole["tokens_per_s"] == 16.0
     assert whole["alerts"]["stall"] == 1
@@ -231,7 +273,10 @@ def test_sums_go_on_over_two_resumes(small_corpus, tmp_path, monkeypatch):
     # Everything, the figures of the clock included.
     assert parts == whole
     figures = [
-        [json.loads(text) for text in (tmp_path / name / "r" / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(text)
+            for text in (tmp_path / name / "r" / "metrics.jsonl").read_text().splitlines()
+        ]
         for name in ("whole", "parts")
     ]
     for first, second in zip(*figures, strict=True):

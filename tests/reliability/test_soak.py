@@ -1,4 +1,6 @@
-"""A long run leaks nothing: memory, descriptors and threads are at its end what they were once it was warm."""
+"""A long run leaks nothing: memory, descriptors and threads are at its end what they
+were once it was warm.
+"""
 
 import os
 import statistics
@@ -10,7 +12,12 @@ from bench_child import append, below_checkpoints
 from small_runs import words
 
 QUICK, SLOW, FULL = 800, 2000, 20_000  # steps
-SETTINGS = {"eval.interval": 50, "monitor.interval": 50, "shadow.interval": 50, "checkpoint.every": 20}
+SETTINGS = {
+    "eval.interval": 50,
+    "monitor.interval": 50,
+    "shadow.interval": 50,
+    "checkpoint.every": 20,
+}
 #: a process that has committed so many checkpoints has done everything a run does
 WARM = 5
 #: memory is compared between medians of so many samples
@@ -19,7 +26,9 @@ MOST_DRIFT = 0.02
 
 
 class Sampler:
-    """Writes down memory (pages), descriptors and threads of the process at every commit, a line each."""
+    """Writes down memory (pages), descriptors and threads of the process at every
+    commit, a line each.
+    """
 
     def __init__(self, path):
         self._path = path
@@ -32,7 +41,9 @@ class Sampler:
 
 
 def _descriptors():
-    """Open descriptors, but for one of each file of records: these are opened when there is a first line to write."""
+    """Open descriptors, but for one of each file of records: these are opened when
+    there is a first line to write.
+    """
     open_files = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own
@@ -49,7 +60,14 @@ def test_a_long_run_leaks_nothing(small_corpus, tmp_path, full, tally, long):
     lines = (tmp_path / "samples").read_text(encoding="utf-8").splitlines()
     warm = [[*map(int, line.split())] for line in lines][WARM:]
     assert len({tuple(held) for _, *held in warm}) == 1, warm
-    before, after = (statistics.median(memory for memory, *_ in part) for part in (warm[:SAMPLES], warm[-SAMPLES:]))
+    before, after = (
+        statistics.median(memory for memory, *_ in part)
+        for part in (warm[:SAMPLES], warm[-SAMPLES:])
+    )
     drift = after / before - 1
-    tally("soak, steps", steps, f"resident memory {drift:+.2%} from warm to end, the same descriptors and threads")
+    tally(
+        "soak, steps",
+        steps,
+        f"resident memory {drift:+.2%} from warm to end, the same descriptors and threads",
+    )
     assert abs(drift) < MOST_DRIFT

@@ -1,4 +1,6 @@
-"""Signals and kills in every part of a step: exit code, checkpoint, and a resume with the same bits."""
+"""Signals and kills in every part of a step: exit code, checkpoint, and a resume with
+the same bits.
+"""
 
 import json
 import os
@@ -31,7 +33,12 @@ FEW, EVERY = 8, 2
 
 @pytest.fixture(scope="module")
 def overrides(small_corpus):
-    more = {"train.max_steps": FEW, "eval.interval": EVERY, "checkpoint.every": EVERY, "runtime.threads": 1}
+    more = {
+        "train.max_steps": FEW,
+        "eval.interval": EVERY,
+        "checkpoint.every": EVERY,
+        "runtime.threads": 1,
+    }
     return words("fp8 stochastic", small_corpus, more)[5:]
 
 
@@ -55,7 +62,11 @@ def send_at(point, number, what, times=1):
 
     def wrap(owner, name, at):
         original = getattr(owner, name)
-        setattr(owner, name, lambda *arguments, **options: (send(at), original(*arguments, **options))[1])
+        setattr(
+            owner,
+            name,
+            lambda *arguments, **options: (send(at), original(*arguments, **options))[1],
+        )
 
     def prepare():
         train_step = Trainer.train_step
@@ -89,10 +100,16 @@ def cases(full):
     for point in ("data", "forward", "backward", "step", "eval", "save"):
         possible = range(EVERY, FEW, EVERY) if point in ("eval", "save") else range(1, FEW)
         for count in range(34 if full else 5):
-            yield point, possible[count % len(possible)], (signal.SIGTERM, signal.SIGINT)[count // len(possible) % 2]
+            yield (
+                point,
+                possible[count % len(possible)],
+                (signal.SIGTERM, signal.SIGINT)[count // len(possible) % 2],
+            )
 
 
-def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(overrides, tmp_path, full, tally):
+def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
+    overrides, tmp_path, full, tally
+):
     assert child(tmp_path / "whole", overrides) == 0
     tried = list(cases(full))
     for index, (point, number, what) in enumerate(tried):
@@ -103,7 +120,11 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
         assert number <= last <= number + (point == "save"), (point, number)
         verify(step_file(run_dir, last))
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        assert (summary["status"], summary["stop"]["kind"], summary["steps"]) == ("stopped", "signal", last)
+        assert (summary["status"], summary["stop"]["kind"], summary["steps"]) == (
+            "stopped",
+            "signal",
+            last,
+        )
         assert what.name in summary["stop"]["message"]
         assert child(folder, overrides, resume=True) == 0, (point, number)
         assert_alike(folder, tmp_path / "whole")
@@ -128,7 +149,8 @@ def test_a_second_signal_leaves_the_checkpoint_before_whole(overrides, tmp_path,
 QUICK, SLOW, FULL = 24, 100, 2000
 CHILDREN = 2
 MOST_KILLS = 5
-#: of the seconds a whole run takes, the share that its steps take; the rest is its start
+#: of the seconds a whole run takes, the share that its steps take; the rest is its
+#: start
 STEPPING = 0.6
 SAVING = "while a checkpoint is written"
 RENAMING = "between its digest's fsync and its rename"
@@ -137,7 +159,9 @@ REMOVING = "while an old one, or litter, is removed"
 
 
 class Undisturbed(NamedTuple):
-    """A run that nothing happened to: what it left, what it did to its checkpoints, and how long it took."""
+    """A run that nothing happened to: what it left, what it did to its checkpoints, and
+    how long it took.
+    """
 
     folder: Path
     words: list
@@ -147,7 +171,9 @@ class Undisturbed(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """A kill: whether at an operation chosen beforehand, where, and before the first commit or not."""
+    """A kill: whether at an operation chosen beforehand, where, and before the first
+    commit or not.
+    """
 
     aimed: bool
     where: str
@@ -163,16 +189,24 @@ class Kill(NamedTuple):
 def undisturbed(small_corpus, tmp_path_factory):
     runs = {}
     for kind in KINDS:
-        folder, line, begun = tmp_path_factory.mktemp("whole"), words(kind, small_corpus), perf_counter()
+        folder, line, begun = (
+            tmp_path_factory.mktemp("whole"),
+            words(kind, small_corpus),
+            perf_counter(),
+        )
         child = children.start(folder, line, Record(folder / "operations"))
         assert children.finish(child, folder) == 0, children.output(folder)
         operations = (folder / "operations").read_text(encoding="utf-8").splitlines()
-        runs[kind] = Undisturbed(folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - begun)
+        runs[kind] = Undisturbed(
+            folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - begun
+        )
     return runs
 
 
 def place(operation):
-    """Return in which part of a checkpoint's life an operation on the checkpoints falls."""
+    """Return in which part of a checkpoint's life an operation on the checkpoints
+    falls.
+    """
     name, path = operation.split(" ", 1)
     if name == "remove":
         return REMOVING
@@ -181,15 +215,21 @@ def place(operation):
     return RENAMED if (name, path) == ("fsync", ".") else SAVING
 
 
-def test_an_undisturbed_run_passes_every_place_and_killed_before_its_summary_writes_the_same(undisturbed, tmp_path):
+def test_an_undisturbed_run_passes_every_place_and_killed_before_its_summary_writes_the_same(
+    undisturbed, tmp_path
+):
     for kind, whole in undisturbed.items():
         passed = Counter(map(place, whole.operations))
         assert set(passed) == {SAVING, RENAMING, RENAMED, REMOVING}, kind
-        assert passed[RENAMING] == STEPS // 3, kind  # a rename commits a checkpoint, every three steps
+        assert passed[RENAMING] == STEPS // 3, (
+            kind
+        )  # a rename commits a checkpoint, every three steps
         folder = tmp_path / kind
         shutil.copytree(whole.folder, folder)
         (folder / "runs" / "r" / "summary.json").unlink()
-        assert children.finish(children.start(folder, whole.words), folder) == 0, children.output(folder)
+        assert children.finish(children.start(folder, whole.words), folder) == 0, children.output(
+            folder
+        )
         assert differences(whole.traces, traces(folder / "runs" / "r")) == [], kind
 
 
@@ -203,15 +243,25 @@ def test_killed_runs_end_as_if_nothing_had_happened(undisturbed, tmp_path, full,
             runs += 8
     counted = [kill for kill in kills if kill.counts]
     early = len(kills) - len(counted)
-    tally("kill", len(counted), f"in {runs} runs, all ended bit-identical; {early} more came too early to count")
-    for (aimed, where), number in sorted(Counter((kill.aimed, kill.where) for kill in counted).items()):
+    tally(
+        "kill",
+        len(counted),
+        f"in {runs} runs, all ended bit-identical; {early} more came too early to count",
+    )
+    for (aimed, where), number in sorted(
+        Counter((kill.aimed, kill.where) for kill in counted).items()
+    ):
         tally(f"kill, {'aimed' if aimed else 'random'}, {where}", number)
     assert {kill.where for kill in kills if kill.aimed} == {SAVING, RENAMING, RENAMED, REMOVING}
     assert any(kill.first and kill.counts for kill in kills)
 
 
 def _survive(undisturbed, above, seed):
-    chance, kind, folder = random.Random(seed), list(undisturbed)[seed % len(undisturbed)], above / f"run-{seed}"
+    chance, kind, folder = (
+        random.Random(seed),
+        list(undisturbed)[seed % len(undisturbed)],
+        above / f"run-{seed}",
+    )
     whole, run_dir, kills = undisturbed[kind], folder / "runs" / "r", []
     folder.mkdir()
     code = -SIGKILL
@@ -222,11 +272,15 @@ def _survive(undisturbed, above, seed):
         kills.append(kill)
         # the last commit must be whole, whatever has been left beside it
         there = _steps(folder)
-        assert newest(run_dir) == (step_file(run_dir, max(there)) if there else None, []), f"run {seed}, {kind}, {kill}"
+        assert newest(run_dir) == (step_file(run_dir, max(there)) if there else None, []), (
+            f"run {seed}, {kind}, {kill}"
+        )
     if code == -SIGKILL:
         last = max(_steps(folder), default=0)
         code = children.finish(children.start(folder, whole.words), folder)
-        assert last == 0 or f"goes on after step {last}\n" in (folder / "output.txt").read_text(encoding="utf-8")
+        assert last == 0 or f"goes on after step {last}\n" in (folder / "output.txt").read_text(
+            encoding="utf-8"
+        )
     assert code == 0, f"run {seed}, {kind}: exit code {code}: {children.output(folder)}"
     _forget_unpruned(run_dir, whole)
     assert differences(whole.traces, traces(run_dir)) == [], f"run {seed}, {kind}: {kills}"
@@ -235,7 +289,9 @@ def _survive(undisturbed, above, seed):
 
 
 def _kill(whole, chance, folder):
-    """Start the run, or go on with it, and kill it; return its exit code, and no kill if it ended before."""
+    """Start the run, or go on with it, and kill it; return its exit code, and no kill
+    if it ended before.
+    """
     aimed = chance.random() < 0.5
     first, litter = not _steps(folder), _litter(folder)
     if aimed:
@@ -259,7 +315,8 @@ def _kill(whole, chance, folder):
 
 
 def _operation(operations, chance):
-    """Choose an operation: first the part of a checkpoint's life, so that its short parts are not missed.
+    """Choose an operation: first the part of a checkpoint's life, so that its short
+    parts are not missed.
 
     One choice in five lies in the first save, the rename that ends it included.
     """
@@ -273,7 +330,8 @@ def _operation(operations, chance):
 def _forget_unpruned(run_dir, whole):
     """Remove whole checkpoints that are older than those the undisturbed run kept.
 
-    A kill between the last commit and the removal of older checkpoints leaves them: no later commit removes them.
+    A kill between the last commit and the removal of older checkpoints leaves them: no
+    later commit removes them.
     """
     kept = steps(whole.folder / "runs" / "r")
     for step in steps(run_dir):
@@ -288,4 +346,6 @@ def _steps(folder):
 
 
 def _litter(folder):
-    return {(path.name, path.stat().st_ino) for path in (folder / "runs/r/checkpoints").glob(".step-*")}
+    return {
+        (path.name, path.stat().st_ino) for path in (folder / "runs/r/checkpoints").glob(".step-*")
+    }

@@ -1,4 +1,6 @@
-"""`compare` and `sweep` interrupted: the same command again, and the same bits as without the interruption."""
+"""`compare` and `sweep` interrupted: the same command again, and the same bits as
+without the interruption.
+"""
 
 import argparse
 import csv
@@ -32,7 +34,8 @@ SMALL = {
     **{key: value for key, value in BASE.items() if key.startswith("model.")},
     "train.batch_size": 2,
     "eval.batches": 1,
-    # So that there are final weights to be compared, and no other checkpoint beside them.
+    # So that there are final weights to be compared, and no other checkpoint beside
+    # them.
     "checkpoint.last": True,
     "checkpoint.keep": 1,
 }
@@ -40,7 +43,9 @@ SMALL = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
-    """Reports without their pictures and workers that find torch imported: most of the time, and no part in this."""
+    """Reports without their pictures and workers that find torch imported: most of the
+    time, and no part in this.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
         patch.setattr(pool, "CONTEXT", "fork")
@@ -77,7 +82,9 @@ def table(folder):
 
 @pytest.fixture(scope="module")
 def interrupted(small_corpus, tmp_path_factory):
-    """A folder where a comparison was stopped in its second run, gone on with, and started a third time."""
+    """A folder where a comparison was stopped in its second run, gone on with, and
+    started a third time.
+    """
     folder = tmp_path_factory.mktemp("compare")
     out, going = folder / "again" / "out", comparison(small_corpus)
     pid = start(folder / "again", going)
@@ -104,7 +111,9 @@ def compared(**asked):
 
 
 def planned_of(corpus, **settings):
-    return plan_sweep(comparison_of(**ROWS, data_dir=corpus, given=read_given(words(SMALL | settings))))
+    return plan_sweep(
+        comparison_of(**ROWS, data_dir=corpus, given=read_given(words(SMALL | settings)))
+    )
 
 
 def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupted, small_corpus):
@@ -127,7 +136,10 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
     expected = table(out)
     (out / "results.csv").unlink()
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
-    assert said(interrupted / "again").splitlines()[0] == "all runs of out have ended; nothing is trained"
+    assert (
+        said(interrupted / "again").splitlines()[0]
+        == "all runs of out have ended; nothing is trained"
+    )
     assert "running" not in said(interrupted / "again")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert table(out) == expected
@@ -136,9 +148,20 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
 def test_settings_that_changed_are_refused(interrupted, small_corpus):
     out = interrupted / "again" / "out"
     before = (out / "sweep.json").read_bytes()
-    for changed, named in (({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"), ({"data_dir": out}, "data.dir")):
+    for changed, named in (
+        ({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"),
+        ({"data_dir": out}, "data.dir"),
+    ):
         with pytest.raises(ValueError, match=rf"with {named}.*; give a new folder"):
-            compared(**{"data_dir": small_corpus, "overrides": words(SMALL), **ROWS, **changed, "out": out})
+            compared(
+                **{
+                    "data_dir": small_corpus,
+                    "overrides": words(SMALL),
+                    **ROWS,
+                    **changed,
+                    "out": out,
+                }
+            )
     assert (out / "sweep.json").read_bytes() == before
 
 
@@ -150,7 +173,8 @@ def test_a_record_that_can_not_be_read_is_refused(tmp_path, content):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-#: steps taken in the backward pass, whose hooks have to outlive what a checkpoint does to the optimizer
+#: steps taken in the backward pass, whose hooks have to outlive what a checkpoint does
+#: to the optimizer
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0.0, "shadow.enabled": False}
 
 
@@ -161,13 +185,18 @@ def await_checkpoint(run_dir):
 def test_a_command_that_is_killed_takes_its_workers_along(small_corpus, tmp_path):
     saving = {"checkpoint.every": 5}
     first = planned_of(small_corpus, **saving)[0]
-    pid, run_dir = start(tmp_path, comparison(small_corpus, **saving)), tmp_path / "out" / first.name
+    pid, run_dir = (
+        start(tmp_path, comparison(small_corpus, **saving)),
+        tmp_path / "out" / first.name,
+    )
     await_checkpoint(run_dir)
     os.kill(pid, signal.SIGKILL)
     assert finish(pid) == -signal.SIGKILL
     await_that((run_dir / "summary.json").is_file)
     assert read_json(run_dir / "summary.json")["stop"]["kind"] == "signal"
-    await_that(lambda: not os.path.exists(run_dir / ".lock"))  # so that the same command can have the folder
+    await_that(
+        lambda: not os.path.exists(run_dir / ".lock")
+    )  # so that the same command can have the folder
     assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, said(tmp_path)
     assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
@@ -176,7 +205,9 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
     settings |= {"checkpoint.every": 5, "train.max_steps": STEPS, **IN_BACKWARD}
     path, out = tmp_path / "my.yaml", tmp_path / "out"
-    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3", "E5M2"]}}))
+    path.write_text(
+        yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3", "E5M2"]}})
+    )
     first, second = plan_sweep(read_sweep(path))
     words = ["sweep", str(path), "--out", "out", "--workers", "1"]
     pid = start(tmp_path, lambda: main(words))
@@ -188,7 +219,11 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     assert "its process was killed" in said(tmp_path)
     assert [entry["ended"] for entry in read_json(out / "sweep.json")["runs"]] == [False, True]
     summary = read_json(out / first.name / "summary.json")
-    assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == ("stopped", None, "killed")
+    assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == (
+        "stopped",
+        None,
+        "killed",
+    )
     assert read_json(out / second.name / "summary.json")["status"] == "finished"
     assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
     assert 5 <= taken_up_at(out / first.name)[0] < STEPS
@@ -207,7 +242,9 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
         *((status, {}, True) for status in ("failed", "stopped", None)),
     ],
 )
-def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(status, settings, kept, tmp_path):
+def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(
+    status, settings, kept, tmp_path
+):
     (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
     if status is not None:
         (tmp_path / "summary.json").write_text(json.dumps({"status": status}))

@@ -1,4 +1,6 @@
-"""Runs in several processes of torchrun: stopped, killed, gone on with by as many or others, and what is refused."""
+"""Runs in several processes of torchrun: stopped, killed, gone on with by as many or
+others, and what is refused.
+"""
 
 import json
 import os
@@ -24,15 +26,28 @@ ENDLESS = 100_000
 
 
 def words(corpus, **more):
-    settings = {"checkpoint.every": 3, "shadow.enabled": False, "train.parallel": "ddp", "model.dropout": 0.1}
-    return small_runs.words("fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in more.items()})
+    settings = {
+        "checkpoint.every": 3,
+        "shadow.enabled": False,
+        "train.parallel": "ddp",
+        "model.dropout": 0.1,
+    }
+    return small_runs.words(
+        "fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in more.items()}
+    )
 
 
 @contextmanager
 def started(folder, words, processes):
-    """A command that goes on, what it says in output.txt, and none of it left afterwards."""
+    """A command that goes on, what it says in output.txt, and none of it left
+    afterwards.
+    """
     folder.mkdir(exist_ok=True)
-    ranks = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split() if processes > 1 else []
+    ranks = (
+        f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+        if processes > 1
+        else []
+    )
     command = [sys.executable, *ranks, "-m", "nanogpt_bench", *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with (folder / "output.txt").open("ab") as output:
@@ -53,18 +68,27 @@ def finished(folder, words, processes):
 
 def said(folder):
     """The command's own lines, without torchrun's about it."""
-    return [line for line in (folder / "output.txt").read_text().splitlines() if line.startswith("nanogpt-bench")]
+    return [
+        line
+        for line in (folder / "output.txt").read_text().splitlines()
+        if line.startswith("nanogpt-bench")
+    ]
 
 
 def children_of(child):
-    return [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    return [
+        int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    ]
 
 
 def ranks_of(child):
     """The processes that torchrun has started, in the order of their ranks."""
     ranks = {}
     for pid in children_of(child):
-        words = dict(word.partition("=")[::2] for word in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+        words = dict(
+            word.partition("=")[::2]
+            for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        )
         if "TORCHELASTIC_RUN_ID" in words:
             ranks[int(words["RANK"])] = pid
     return [ranks[rank] for rank in sorted(ranks)]
@@ -110,7 +134,9 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path,
     assert finished(tmp_path, words(small_corpus), 2) == 0
     left = without_peaks(small_runs.traces(run_dir))
     gone = [name for name in small_runs.differences(left, whole) if not name.startswith("config")]
-    assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, gone  # the stop's own, and what it displaced
+    assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, (
+        gone
+    )  # the stop's own, and what it displaced
     ours, theirs = (found["checkpoints/step-24.safetensors"] for found in (left, whole))
     weights = [name for name in theirs if name.startswith("model/")]
     assert [ours[name] for name in weights] == [theirs[name] for name in weights] != []
@@ -119,7 +145,9 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path,
 @pytest.mark.parametrize(("dying", "then"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dying, then):
     run_dir = tmp_path / "runs" / "r"
-    with started(tmp_path, words(small_corpus, train__max_steps=ENDLESS, train__batch_size=6), 2) as child:
+    with started(
+        tmp_path, words(small_corpus, train__max_steps=ENDLESS, train__batch_size=6), 2
+    ) as child:
         wait_for_step(child, run_dir, 6)
         begun = time.monotonic()
         os.kill(ranks_of(child)[dying], signal.SIGKILL)
@@ -144,9 +172,21 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dyi
 @pytest.mark.parametrize(
     ("processes", "settings", "line"),
     [
-        (2, {"train__parallel": "null"}, "torchrun started this process, and train.parallel is null; give"),
-        (1, {"train__parallel": "ddp"}, "train.parallel: 'ddp' needs processes; start them with torchrun"),
-        (2, {"train__batch_size": 5}, "train.batch_size: 5 sequences can't be divided among 2 processes; give a mult"),
+        (
+            2,
+            {"train__parallel": "null"},
+            "torchrun started this process, and train.parallel is null; give",
+        ),
+        (
+            1,
+            {"train__parallel": "ddp"},
+            "train.parallel: 'ddp' needs processes; start them with torchrun",
+        ),
+        (
+            2,
+            {"train__batch_size": 5},
+            "train.batch_size: 5 sequences can't be divided among 2 processes; give a mult",
+        ),
     ],
 )
 def test_one_line_and_nothing_on_the_disk(small_corpus, tmp_path, processes, settings, line):
@@ -162,5 +202,6 @@ def test_one_line_and_nothing_on_the_disk(small_corpus, tmp_path, processes, set
 def test_other_commands_take_one_process(tmp_path):
     assert finished(tmp_path, ["compare"], 2) == 1
     assert said(tmp_path) == [
-        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without torchrun"
+        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without "
+        "torchrun"
     ]

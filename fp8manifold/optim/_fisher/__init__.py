@@ -1,4 +1,6 @@
-"""FisherNaturalGradient: natural gradient steps of linear layers, damped in the metric of the format."""
+"""FisherNaturalGradient: natural gradient steps of linear layers, damped in the metric
+of the format.
+"""
 
 import math
 import warnings
@@ -23,32 +25,37 @@ __all__ = ["FisherNaturalGradient"]
 
 
 class FisherNaturalGradient(StiffnessOptimizer):
-    """Natural gradient for linear layers, computed in the coordinates of their codes; StiffnessAdamW for the rest.
+    """Natural gradient for linear layers, computed in the coordinates of their codes;
+    StiffnessAdamW for the rest.
 
-    With the chart's derivative ``T`` (value by code, relative to the tensor's mean) and the layer's Fisher matrix ``F``
-    the gradient ``g`` becomes
+    With the chart's derivative ``T`` (value by code, relative to the tensor's mean) and
+    the layer's Fisher matrix ``F`` the gradient ``g`` becomes
 
     .. math:: \\Delta = T (T F T + \\delta \\bar f I)^{-1} T g = (F + \\delta \\bar f \\, T^{-2})^{-1} g, \\qquad
               T = \\mathrm{clamp}(S / S_{ref}, floor, clip)^k
 
-    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping: little of it gives ``F^-1 g``, much of it
-    the Riemannian gradient ``S^2 g``; ``k = 0`` and ordinary parameters give the usual natural gradient.  Then
+    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping: little of
+    it gives ``F^-1 g``, much of it the Riemannian gradient ``S^2 g``; ``k = 0`` and
+    ordinary parameters give the usual natural gradient. Then
 
     .. math:: d = \\Delta / \\mathrm{rms}(\\Delta), \\qquad m \\leftarrow \\mu m + (1 - \\mu) d, \\qquad
               w \\leftarrow \\mathrm{round} \\left( (1 - \\eta \\lambda) w - \\eta \\, m / (1 - \\mu^t) \\right)
 
-    ``F`` is the Fisher information per token under labels drawn from the model's own softmax, layer by layer: its
-    ``diagonal``, a Kronecker product (``kfac``), or that product's eigenbasis (``ekfac``).  It is computed by
-    nngeometry in float32, in evaluation mode, and changes neither model, nor gradients, nor the global generator.
-    Weights of linear layers that belong to no other module take natural steps, and everything else
+    ``F`` is the Fisher information per token under labels drawn from the model's own
+    softmax, layer by layer: its ``diagonal``, a Kronecker product (``kfac``), or that
+    product's eigenbasis (``ekfac``). It is computed by nngeometry in float32, in
+    evaluation mode, and changes neither model, nor gradients, nor the global generator.
+    Weights of linear layers that belong to no other module take natural steps, and
+    everything else
     :class:`StiffnessAdamW`'s.
 
     Args:
         params: parameters, or groups of them with options of their own.
         model: what the gradients are taken of, before ``torch.compile``.
-        loader: batches to measure ``F`` with, an iterable that is used again and again, or a function from the number
-            of steps taken to one.
-        lr: learning rate: AdamW's; with ``normalize=False`` a fraction of the natural step.
+        loader: batches to measure ``F`` with, an iterable that is used again and again,
+            or a function from the number of steps taken to one.
+        lr: learning rate: AdamW's; with ``normalize=False`` a fraction of the natural
+            step.
         momentum: decay rate of the running average of directions.
         betas, eps, weight_decay: as in :class:`StiffnessAdamW`.
         representation: ``diagonal``, ``kfac`` or ``ekfac``.
@@ -58,19 +65,25 @@ class FisherNaturalGradient(StiffnessOptimizer):
         batches: batches for one measurement: the first of the loader.
         samples: labels drawn for each token.
         normalize: divide each natural gradient by its root mean square.
-        max_features: kfac and ekfac leave layers that are wider, on either side, to StiffnessAdamW.
-        logits: function (model, batch) to the logits (..., V), or to what has them as ``.logits``.
-        stiffness, metric, writeback, draws, moments, seed, clip, refresh_every, maximize, stabilize_every, flags: as in
+        max_features: kfac and ekfac leave layers that are wider, on either side, to
+            StiffnessAdamW.
+        logits: function (model, batch) to the logits (..., V), or to what has them as
+            ``.logits``.
+        stiffness, metric, writeback, draws, moments, seed, clip, refresh_every,
+            maximize, stabilize_every, flags: as in
             :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
         floor: lower bound of S / S_ref, ``damping`` in :class:`StiffnessAdamW`.
-        on_nonfinite: for gradients, and for a damped ``F`` that is not positive definite: ``skip``, with a
-            ``RuntimeWarning`` because of ``F``, or ``raise``.
+        on_nonfinite: for gradients, and for a damped ``F`` that is not positive
+            definite: ``skip``, with a ``RuntimeWarning`` because of ``F``, or
+            ``raise``.
         reset_every: forget momentum, running averages and ``F`` every so many steps.
 
     Raises:
         TypeError: an option of another type, a loader to iterate over once only.
-        ValueError: an option out of range, no linear layer that can take a natural step, an empty loader, no logits.
-        FloatingPointError, ImportError: as ``on_nonfinite`` says; nngeometry is missing (``fp8manifold[fisher]``).
+        ValueError: an option out of range, no linear layer that can take a natural
+            step, an empty loader, no logits.
+        FloatingPointError, ImportError: as ``on_nonfinite`` says; nngeometry is missing
+            (``fp8manifold[fisher]``).
 
     Example:
         >>> import fp8manifold as fm
@@ -82,8 +95,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
         >>> optimizer.state[model.weight]["inverse_inputs"].shape
         torch.Size([4, 4])
 
-    Source: Amari 1998; Martens and Grosse 2015 (KFAC); George et al. 2018 (EKFAC); Eschenhagen et al. 2023 (shared
-    weights).
+    Source: Amari 1998; Martens and Grosse 2015 (KFAC); George et al. 2018 (EKFAC);
+    Eschenhagen et al. 2023 (shared weights).
     """
 
     direction = "adam"
@@ -134,13 +147,17 @@ class FisherNaturalGradient(StiffnessOptimizer):
         super().__init__(params, options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
-                "none of the parameters is the weight of a linear layer of model (tied and very wide layers do not "
-                "count), so none can take a natural step: use StiffnessAdamW"
+                "none of the parameters is the weight of a linear layer of model (tied and very "
+                "wide layers do not count), so none can take a natural step: use StiffnessAdamW"
             )
 
     def __getstate__(self) -> dict[str, Any]:
         """The base's part, and what ``F`` is measured with."""
-        return super().__getstate__() | {"model": self.model, "loader": self.loader, "logits": self.logits}
+        return super().__getstate__() | {
+            "model": self.model,
+            "loader": self.loader,
+            "logits": self.logits,
+        }
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_unshared(type(self).__name__, group["params"])
@@ -153,9 +170,15 @@ class FisherNaturalGradient(StiffnessOptimizer):
             check_int(name, group[name], 1, 2**31)
         super()._check_group(group)
         if rule_of(group).injects and not (group["betas"][0] and group["momentum"]):
-            raise ValueError("writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into the momentum")
+            raise ValueError(
+                "writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into the "
+                "momentum"
+            )
         if group["moments"] != "float32" and not group["momentum"]:
-            raise ValueError(f"moments={group['moments']!r} needs momentum > 0: without it there is none to store")
+            raise ValueError(
+                f"moments={group['moments']!r} needs momentum > 0: without it there is none to "
+                f"store"
+            )
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         fields = super()._fields(slot)
@@ -180,7 +203,9 @@ class FisherNaturalGradient(StiffnessOptimizer):
         super()._prepare(slot)
 
     def _may_step(self, slots: list[Slot]) -> bool:
-        """Check gradients, then make natural ones of them: nothing of the state has changed when that fails."""
+        """Check gradients, then make natural ones of them: nothing of the state has
+        changed when that fails.
+        """
         self._metrics = {}
         if not super()._may_step(slots):
             return False
@@ -195,8 +220,12 @@ class FisherNaturalGradient(StiffnessOptimizer):
         return True
 
     def _precondition(self, group: dict[str, Any], slots: dict[Tensor, Slot]) -> None:
-        """Replace the gradients of a group's layers by natural ones, measuring the Fisher metric where it is due."""
-        layers = {slots[weight]: found for weight, found in self._layers(group).items() if weight in slots}
+        """Replace the gradients of a group's layers by natural ones, measuring the
+        Fisher metric where it is due.
+        """
+        layers = {
+            slots[weight]: found for weight, found in self._layers(group).items() if weight in slots
+        }
         due: dict[int, list[Slot]] = {}
         for slot in layers:
             renewed = slot.done % group["refresh"] == 0 or _resets(slot)
@@ -208,18 +237,26 @@ class FisherNaturalGradient(StiffnessOptimizer):
             slot.tensors["gradient"] = self._natural(name, slot)
 
     def _layers(self, group: dict[str, Any]) -> dict[Tensor, tuple[str, nn.Linear]]:
-        """Name and layer of each weight of the group that belongs to one linear layer of the model alone."""
+        """Name and layer of each weight of the group that belongs to one linear layer
+        of the model alone.
+        """
         widest = 2**62 if group["representation"] == "diagonal" else group["max_features"]
-        owners: Counter[Tensor] = Counter(p for m in self.model.modules() for p in m.parameters(recurse=False))
+        owners: Counter[Tensor] = Counter(
+            p for m in self.model.modules() for p in m.parameters(recurse=False)
+        )
         wanted = set(group["params"])
         return {
             module.weight: (name, module)
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and module.weight in wanted and owners[module.weight] == 1
+            if isinstance(module, nn.Linear)
+            and module.weight in wanted
+            and owners[module.weight] == 1
             if module.weight.numel() and max(module.in_features, module.out_features) <= widest
         }
 
-    def _measure(self, group: dict[str, Any], layers: dict[Slot, tuple[str, nn.Linear]], done: int) -> None:
+    def _measure(
+        self, group: dict[str, Any], layers: dict[Slot, tuple[str, nn.Linear]], done: int
+    ) -> None:
         batches = fisher.first_batches(self.loader, group["batches"], seed=group["seed"], step=done)
         if not batches:
             raise ValueError("the loader gave no batch to measure the Fisher metric with")
@@ -231,24 +268,33 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
         found = fisher.measure(
             self.model,
-            [fisher.Layer(*x, self._stretch(s), {} if _resets(s) else s.state) for s, x in layers.items()],
+            [
+                fisher.Layer(*x, self._stretch(s), {} if _resets(s) else s.state)
+                for s, x in layers.items()
+            ],
             loss,
             len(batches) * samples,
             representation=group["representation"],
             damping=float(group["damping"]),
             decay=float(group["decay"]),
         )
-        self._metrics |= {slot.parameter: metric for slot, metric in zip(layers, found, strict=True)}
+        self._metrics |= {
+            slot.parameter: metric for slot, metric in zip(layers, found, strict=True)
+        }
 
     def _natural(self, name: str, slot: Slot) -> Tensor:
         group = slot.group
         assert slot.parameter.grad is not None
         metric, kind = self._metrics.get(slot.parameter) or slot.state, group["representation"]
         gradient = slot.parameter.grad.float()
-        gradient = fisher.natural_gradient(kind, metric, gradient, self._stretch(slot) if kind == "diagonal" else 1.0)
+        gradient = fisher.natural_gradient(
+            kind, metric, gradient, self._stretch(slot) if kind == "diagonal" else 1.0
+        )
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
-            raise FloatingPointError(f"layer {name!r}: its natural gradient is not finite; raise damping")
+            raise FloatingPointError(
+                f"layer {name!r}: its natural gradient is not finite; raise damping"
+            )
         if group["normalize"] and norm:
             gradient = gradient * (gradient.numel() ** 0.5 / norm)
         return gradient.contiguous().resolve_neg()

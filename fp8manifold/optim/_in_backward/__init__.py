@@ -1,4 +1,6 @@
-"""Steps in the backward pass: each gradient is used and freed before the next is computed."""
+"""Steps in the backward pass: each gradient is used and freed before the next is
+computed.
+"""
 
 import gc
 import threading
@@ -25,7 +27,9 @@ _SUMS: Final = ("bfloat16",)
 
 
 class _Hook:
-    """The function that autograd calls once a parameter has its gradient; it keeps no handle or optimizer alive."""
+    """The function that autograd calls once a parameter has its gradient; it keeps no
+    handle or optimizer alive.
+    """
 
     def __init__(self, handle: "InBackward") -> None:
         self.handle = weakref.ref(handle)
@@ -36,17 +40,21 @@ class _Hook:
 
 
 class InBackward:
-    """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` returns them.
+    """The hooks by which an optimizer steps in the backward pass, as
+    :func:`step_in_backward` returns them.
 
-    A context manager that removes them at its end.  It does not keep the optimizer alive, whose deletion ends steps.
+    A context manager that removes them at its end. It does not keep the optimizer
+    alive, whose deletion ends steps.
 
     Args:
         optimizer: whose parameters step.
 
     Raises:
-        RuntimeError: in a backward pass, if there are several processes by then, if another hook has freed a gradient,
-            or if the optimizer was deleted before its first step.
-        FloatingPointError: in a backward pass, for a gradient that is not finite, with ``on_nonfinite="raise"``.
+        RuntimeError: in a backward pass, if there are several processes by then, if
+            another hook has freed a gradient, or if the optimizer was deleted before
+            its first step.
+        FloatingPointError: in a backward pass, for a gradient that is not finite, with
+            ``on_nonfinite="raise"``.
 
     Example:
         >>> import fp8manifold as fm
@@ -89,23 +97,31 @@ class InBackward:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the hooks, so that ``step()`` steps again.  A second call changes nothing."""
+        """Remove the hooks, so that ``step()`` steps again. A second call changes
+        nothing.
+        """
         _remove_all(self._hooks)
         optimizer = self._of()
         if optimizer is not None and optimizer._in_backward is self:
             optimizer._in_backward = None
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Hook a group's parameters; each steps with the options of the group that it is in at that moment.
+        """Hook a group's parameters; each steps with the options of the group that it
+        is in at that moment.
 
         Raises:
-            RuntimeError: another optimizer steps one of them in backward; nothing is hooked then.
+            RuntimeError: another optimizer steps one of them in backward; nothing is
+                hooked then.
         """
         self.check_free([group])
         for parameter in group["params"]:
             if self._hook not in _hooks_of(parameter):
-                trains = parameter.requires_grad  # autograd refuses a frozen one, which may train later
-                self._hooks.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._hook))
+                trains = (
+                    parameter.requires_grad
+                )  # autograd refuses a frozen one, which may train later
+                self._hooks.append(
+                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._hook)
+                )
                 parameter.requires_grad_(trains)
         self.listen([group])
         if self._clipping is not None:
@@ -123,7 +139,8 @@ class InBackward:
         if (found := self._taken(groups)) is not None:
             name, other = found
             raise RuntimeError(
-                f"{name} steps in backward already, with another {type(other).__name__}, which would use its gradient "
+                f"{name} steps in backward already, with another {type(other).__name__}, which "
+                f"would use its gradient "
                 "and free it: call remove() of that optimizer's handle, or delete the optimizer"
             )
 
@@ -132,7 +149,11 @@ class InBackward:
         for i, group in enumerate(groups):
             for k, parameter in enumerate(group["params"]):
                 for hook in _hooks_of(parameter):
-                    other = hook.handle() if isinstance(hook, _Hook) and hook is not self._hook else None
+                    other = (
+                        hook.handle()
+                        if isinstance(hook, _Hook) and hook is not self._hook
+                        else None
+                    )
                     if other is not None and (optimizer := other._of()) is None:
                         other.remove()
                     elif other is not None and other._place_of(parameter) is not None:
@@ -140,7 +161,9 @@ class InBackward:
         return None
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks."""
+        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and
+        drops their hooks.
+        """
         for group in groups:
             for parameter in group["params"]:
                 if (hooks := parameter._post_accumulate_grad_hooks) is not None:
@@ -155,12 +178,15 @@ class InBackward:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """A context whose backward pass takes the norm of the whole gradient, frees it, and steps nothing.
+        """A context whose backward pass takes the norm of the whole gradient, frees it,
+        and steps nothing.
 
-        With ``clip="exact"`` it comes before each pass that steps, with ``"previous"`` before the first.
+        With ``clip="exact"`` it comes before each pass that steps, with ``"previous"``
+        before the first.
 
         Raises:
-            RuntimeError: nothing is clipped; a step is under way; in it, no backward pass or a second one.
+            RuntimeError: nothing is clipped; a step is under way; in it, no backward
+                pass or a second one.
 
         Example:
             >>> import fp8manifold as fm
@@ -176,9 +202,14 @@ class InBackward:
         """
         clipping = self._clipping
         if clipping is None:
-            raise RuntimeError("measure() measures a norm to clip by: give step_in_backward clip='exact' or 'previous'")
+            raise RuntimeError(
+                "measure() measures a norm to clip by: give step_in_backward clip='exact' or "
+                "'previous'"
+            )
         if clipping.norms:
-            raise RuntimeError("measure() comes between steps: call optimizer.step(), which ends the one under way")
+            raise RuntimeError(
+                "measure() comes between steps: call optimizer.step(), which ends the one under way"
+            )
         clipping.measuring = True
         try:
             yield
@@ -197,23 +228,27 @@ class InBackward:
         """
         if self._clipping is not None and self._clipping.norms:
             raise RuntimeError(
-                "a step is under way, and has used gradients already: call optimizer.step(), which ends it, and save "
-                "the state afterwards"
+                "a step is under way, and has used gradients already: call optimizer.step(), which "
+                "ends it, and save the state afterwards"
             )
 
     def finish(self) -> None:
-        """Do the rest of ``optimizer.step()``: end the step, and step by accumulated gradients.
+        """Do the rest of ``optimizer.step()``: end the step, and step by accumulated
+        gradients.
 
         Raises:
             RuntimeError: a gradient that no hook has seen.
-            FloatingPointError: a norm that is not finite, with ``clip="exact"`` and ``on_nonfinite="raise"``.
+            FloatingPointError: a norm that is not finite, with ``clip="exact"`` and
+                ``on_nonfinite="raise"``.
         """
         for i, group in enumerate(self.optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
-                        f"{in_words(group, i, k)} has a gradient that step_in_backward has not seen: it was set by "
-                        "hand, or the parameter was moved (model.to); remove() the handle, call step_in_backward again"
+                        f"{in_words(group, i, k)} has a gradient that step_in_backward has not "
+                        f"seen: it was set by "
+                        "hand, or the parameter was moved (model.to); remove() the handle, call "
+                        "step_in_backward again"
                     )
         if self._accumulation is not None:
             with torch.no_grad():
@@ -224,7 +259,9 @@ class InBackward:
             self.optimizer.skipped_in_row = 0
             return
         if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
-            raise FloatingPointError("the norm of the whole gradient is not finite: on_nonfinite='skip' skips the step")
+            raise FloatingPointError(
+                "the norm of the whole gradient is not finite: on_nonfinite='skip' skips the step"
+            )
         self.optimizer.skipped_steps += 1
         self.optimizer.skipped_in_row += 1
         warnings.warn(
@@ -242,14 +279,17 @@ class InBackward:
         _check_alone()
         gradient = parameter.grad
         if isinstance(gradient, StandIn):
-            return  # the sum grows; or the parameter left and came back, has two hooks, and the first has stepped
+            # The sum grows; or the parameter left and came back, has two hooks, and the
+            # first has stepped
+            return
         if (place := self._place_of(parameter)) is None:
             return  # no group contains it any more: its gradient belongs to others
         group = self.optimizer.param_groups[place[0]]
         if gradient is None:
             raise RuntimeError(
                 f"the gradient of {in_words(group, *place)} was freed by another hook "
-                "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove that hook"
+                "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove "
+                "that hook"
             )
         with self._one_at_a_time, torch.no_grad():
             if self._accumulation is not None:
@@ -257,7 +297,9 @@ class InBackward:
             else:
                 self._step(group, parameter, gradient, place)
 
-    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]) -> None:
+    def _step(
+        self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]
+    ) -> None:
         clipping = self._clipping
         lets = clipping is None or clipping.lets(gradient, place, self.optimizer.param_groups)
         if lets:
@@ -270,7 +312,9 @@ class InBackward:
             parameter.grad = SpentGradient(parameter, clipping.norms[place], clipping.is_done_by)
 
     def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
-        """The parameter's place in the groups now: ``load_state_dict`` replaces groups, and users change them."""
+        """The parameter's place in the groups now: ``load_state_dict`` replaces groups,
+        and users change them.
+        """
         groups = self.optimizer.param_groups
         i, k = self._last_places.get(id(parameter), (0, 0))
         if i < len(groups) and k < len(groups[i]["params"]) and groups[i]["params"][k] is parameter:
@@ -283,9 +327,7 @@ class InBackward:
         return None
 
 
-_GONE = (
-    "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its handle does not keep it"
-)
+_GONE = "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its handle does not keep it"
 
 
 def _hooks_of(parameter: Tensor) -> list[Any]:
@@ -306,34 +348,44 @@ def step_in_backward(
     first: str = "refuse",
     accumulate: str | None = None,
 ) -> InBackward:
-    """Step each parameter as soon as its gradient is computed, and free it: at most one gradient is alive at a time.
+    """Step each parameter as soon as its gradient is computed, and free it: at most one
+    gradient is alive at a time.
 
     .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i, \\qquad
               g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
 
-    in place of ``weights + state + sum_i gradient_i``.  Without ``clip`` the numbers are those of ``optimizer.step()``
-    after the same pass, and ``step()`` only ends the step.  A used gradient becomes a placeholder without memory; a
-    second pass before ``zero_grad()``, ``GradScaler`` and several processes are refused.  If a gradient is not finite,
-    its parameter skips the step, with a warning.  With ``clip="exact"`` and with sums all parameters do, in ``step()``;
-    sums warn only after ``warn_after`` in a row.  ``docs/in-backward.md`` has each option with an example.
+    in place of ``weights + state + sum_i gradient_i``. Without ``clip`` the numbers are
+    those of ``optimizer.step()`` after the same pass, and ``step()`` only ends the
+    step. A used gradient becomes a placeholder without memory; a second pass before
+    ``zero_grad()``, ``GradScaler`` and several processes are refused. If a gradient is
+    not finite, its parameter skips the step, with a warning. With ``clip="exact"`` and
+    with sums all parameters do, in ``step()``; sums warn only after ``warn_after`` in a
+    row. ``docs/in-backward.md`` has each option with an example.
 
     Args:
-        optimizer: any of this library except :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
-        clip: None; ``exact``, with the numbers of ``clip_grad_norm_`` and two passes per step, the first under
-            ``handle.measure()`` for the norm; or ``previous``, one pass, clipped by the last finite norm of an earlier
-            step (``previous_norm`` of groups and states).
+        optimizer: any of this library except :class:`FisherNaturalGradient` and
+            :class:`StiffnessWrapper`.
+        clip: None; ``exact``, with the numbers of ``clip_grad_norm_`` and two passes
+            per step, the first under ``handle.measure()`` for the norm; or
+            ``previous``, one pass, clipped by the last finite norm of an earlier step
+            (``previous_norm`` of groups and states).
         max_norm: the bound of the norm of the whole gradient; inf only measures norms.
-        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``, which steps nothing.
-        accumulate: None or ``bfloat16``: sums of passes, rounded stochastically, in ``grad``, 2 bytes per weight.
+        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``,
+            which steps nothing.
+        accumulate: None or ``bfloat16``: sums of passes, rounded stochastically, in
+            ``grad``, 2 bytes per weight.
 
     Returns:
-        A handle with ``remove()``, a context manager; groups and parameters added or unfrozen later step as well.
+        A handle with ``remove()``, a context manager; groups and parameters added or
+        unfrozen later step as well.
 
     Raises:
-        TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the reverse, ``clip`` with
-            ``accumulate``.
-        RuntimeError: a gradient exists, another optimizer steps in backward already, or there are several processes.
-        FloatingPointError: ``on_nonfinite="raise"``, in the pass, or in ``step()`` where that skips the whole step.
+        TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the
+            reverse, ``clip`` with ``accumulate``.
+        RuntimeError: a gradient exists, another optimizer steps in backward already, or
+            there are several processes.
+        FloatingPointError: ``on_nonfinite="raise"``, in the pass, or in ``step()``
+            where that skips the whole step.
 
     Example:
         >>> import fp8manifold as fm
@@ -345,17 +397,22 @@ def step_in_backward(
         >>> model.weight.grad
         SpentGradient(shape=(2, 4), dtype=torch.float32)
 
-    Source: Lv et al. 2023 (LOMO, arXiv 2306.09782) for stepping in the backward pass, and for two passes to clip.
+    Source: Lv et al. 2023 (LOMO, arXiv 2306.09782) for stepping in the backward pass,
+    and for two passes to clip.
     """
     if not isinstance(optimizer, ManifoldOptimizer) or not optimizer.steps_alone:
         raise TypeError(
-            f"step_in_backward needs an optimizer of fp8manifold.optim whose parameters step independently, not "
-            f"{type(optimizer).__name__}"
+            f"step_in_backward needs an optimizer of fp8manifold.optim whose parameters step "
+            f"independently, not {type(optimizer).__name__}"
         )
     if optimizer._in_backward is not None:
-        raise RuntimeError(f"this {type(optimizer).__name__} steps in backward already: remove() the first handle")
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} steps in backward already: remove() the first handle"
+        )
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        raise RuntimeError("there are gradients already, which no backward pass would use: call zero_grad() first")
+        raise RuntimeError(
+            "there are gradients already, which no backward pass would use: call zero_grad() first"
+        )
     _check_alone()
     handle = InBackward(optimizer)
     handle._clipping, handle._accumulation = _options(clip, max_norm, first, accumulate)
@@ -371,7 +428,8 @@ def _options(
 ) -> tuple[Clipping | None, Accumulation | None]:
     if clip is None and max_norm is not None:
         raise ValueError(
-            f"max_norm={max_norm!r} needs clip='previous' (one backward pass per step, by the norm of the step "
+            f"max_norm={max_norm!r} needs clip='previous' (one backward pass per step, by the norm "
+            f"of the step "
             "before) or clip='exact' (two backward passes per step)"
         )
     if clip is None and first != "refuse":
@@ -380,7 +438,8 @@ def _options(
         check_choice("accumulate", accumulate, _SUMS)
     if clip is not None and accumulate is not None:
         raise ValueError(
-            f"clip={clip!r} does not go with accumulate={accumulate!r}: sums can be clipped by clip_grad_norm_; leave "
+            f"clip={clip!r} does not go with accumulate={accumulate!r}: sums can be clipped by "
+            f"clip_grad_norm_; leave "
             "out clip"
         )
     clipping = None if clip is None else Clipping(clip, max_norm, first)
@@ -390,6 +449,7 @@ def _options(
 def _check_alone() -> None:
     if are_several() and (size := torch.distributed.get_world_size()) > 1:
         raise RuntimeError(
-            f"step_in_backward works in one process, and here are {size}: a step would be taken before the "
+            f"step_in_backward works in one process, and here are {size}: a step would be taken "
+            f"before the "
             "gradients have been summed over them"
         )

@@ -1,4 +1,6 @@
-"""Gradients under steps in the backward pass: clipped by a norm, spent without memory, summed in bfloat16."""
+"""Gradients under steps in the backward pass: clipped by a norm, spent without memory,
+summed in bfloat16.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,34 +17,45 @@ from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range
 
 _SPENT: Final = (
-    "this gradient has been used and freed: under step_in_backward a parameter's step is taken as soon as its gradient "
-    "is there, so gradients cannot be accumulated, clipped, scaled or read; call optimizer.zero_grad() between "
-    "backward passes, or give step_in_backward accumulate='bfloat16', in place of clip"
+    "this gradient has been used and freed: under step_in_backward a parameter's step is taken as "
+    "soon as its gradient is there, so gradients cannot be accumulated, clipped, scaled or read; "
+    "call optimizer.zero_grad() between backward passes, or give step_in_backward "
+    "accumulate='bfloat16', in place of clip"
 )
 _ZEROED: Final = (
-    "zero_grad(set_to_none=False) keeps gradients, as zeros, for the next backward pass to add to: under "
-    "step_in_backward they are freed as soon as they are used; call zero_grad(set_to_none=True), the default"
+    "zero_grad(set_to_none=False) keeps gradients, as zeros, for the next backward pass to add to: "
+    "under step_in_backward they are freed as soon as they are used; call "
+    "zero_grad(set_to_none=True), the default"
 )
 _CLIPPED: Final = (
-    "this gradient has been used and freed: clip_grad_norm_ may be called for its result, with the norm of the whole "
-    "gradient and the max_norm of step_in_backward, or with inf; it was called with another factor"
+    "this gradient has been used and freed: clip_grad_norm_ may be called for its result, with the "
+    "norm of the whole gradient and the max_norm of step_in_backward, or with inf; it was called "
+    "with another factor"
 )
 _HELD: Final = (
-    "this gradient is a sum in bfloat16, kept by step_in_backward(accumulate='bfloat16'): it may be read, clipped by "
-    "norm and scaled by one number, but not changed otherwise"
+    "this gradient is a sum in bfloat16, kept by step_in_backward(accumulate='bfloat16'): it may "
+    "be read, clipped by norm and scaled by one number, but not changed otherwise"
 )
 _ADD: Final = torch.ops.aten.add_.Tensor
-_SCALES: Final = (torch.ops.aten.mul_.Tensor, torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
+_SCALES: Final = (
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten._foreach_mul_.Tensor,
+    torch.ops.aten._foreach_mul_.Scalar,
+)
 _ZEROING: Final = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 _NORMS: Final = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
 
 
 class StandIn(Tensor):
-    """A tensor with the shape and dtype of a gradient, without its memory; subclasses implement the operators."""
+    """A tensor with the shape and dtype of a gradient, without its memory; subclasses
+    implement the operators.
+    """
 
     @staticmethod
     def __new__(cls, parameter: Tensor, *_: Any, **__: Any) -> "StandIn":
-        return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -56,7 +69,9 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Dispatch each operator to the stand-in's method.  torch detaches gradients before it sets them to None."""
+        """Dispatch each operator to the stand-in's method. torch detaches gradients
+        before it sets them to None.
+        """
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]
@@ -77,13 +92,18 @@ class StandIn(Tensor):
 
 
 class SpentGradient(StandIn):
-    """A gradient that has been used and freed: shape and dtype, and an error for nearly every operator.
+    """A gradient that has been used and freed: shape and dtype, and an error for nearly
+    every operator.
 
-    ``clip_grad_norm_`` may read its ``norm``, where it was measured, and scale it where ``may_scale`` knows the factor.
+    ``clip_grad_norm_`` may read its ``norm``, where it was measured, and scale it where
+    ``may_scale`` knows the factor.
     """
 
     def __init__(
-        self, parameter: Tensor, norm: Tensor | None = None, may_scale: Callable[[float], bool] | None = None
+        self,
+        parameter: Tensor,
+        norm: Tensor | None = None,
+        may_scale: Callable[[float], bool] | None = None,
     ) -> None:
         self.norm_before, self.may_scale = norm, may_scale
 
@@ -91,7 +111,9 @@ class SpentGradient(StandIn):
         raise RuntimeError(_SPENT)
 
     def scaled(self, factor: Any) -> None:
-        """Change nothing if the gradient was clipped by this factor before its use; refuse any other."""
+        """Change nothing if the gradient was clipped by this factor before its use;
+        refuse any other.
+        """
         if self.may_scale is None:
             raise RuntimeError(_SPENT)
         if (isinstance(factor, Tensor) and factor.dim()) or not self.may_scale(float(factor)):
@@ -108,18 +130,23 @@ class SpentGradient(StandIn):
             raise RuntimeError(_SPENT)
         if func is _NORMS[0]:
             return self.norm_before
-        return [one.norm_before if isinstance(one, SpentGradient) else torch.linalg.vector_norm(one) for one in args[0]]
+        return [
+            one.norm_before if isinstance(one, SpentGradient) else torch.linalg.vector_norm(one)
+            for one in args[0]
+        ]
 
 
 FOR_SUMS: Final = 4  #: A fourth key word, which separates the draws of sums from those of steps.
 
 
 class GradientSum(StandIn):
-    """The sum of the gradients of several backward passes, in bfloat16, rounded stochastically after each.
+    """The sum of the gradients of several backward passes, in bfloat16, rounded
+    stochastically after each.
 
     .. math:: s_1 = \\mathrm{round}(g_1), \\qquad s_i = \\mathrm{round}(s_{i-1} + g_i)
 
-    Read, it is a tensor of the gradient's dtype.  A number that it is multiplied by is stored beside the sum.
+    Read, it is a tensor of the gradient's dtype. A number that it is multiplied by is
+    stored beside the sum.
     """
 
     def __init__(self, parameter: Tensor, words: tuple[int, int, int]) -> None:
@@ -132,7 +159,10 @@ class GradientSum(StandIn):
     def added(self, gradient: Tensor) -> None:
         """Add a gradient, and round the sum to bfloat16 once."""
         if self.factor is not None:
-            raise RuntimeError(f"{_HELD}; this one was scaled already, and another gradient comes: clip after the last")
+            raise RuntimeError(
+                f"{_HELD}; this one was scaled already, and another gradient comes: clip after the "
+                f"last"
+            )
         key = Stream((*self.words, FOR_SUMS, self.count))
         draws = draw_range(0, self.held.numel(), key, self.held.device).view(self.held.shape)
         self.held.copy_(to_half(self.held.float() + gradient.float(), torch.bfloat16, draws))
@@ -162,7 +192,9 @@ class GradientSum(StandIn):
 
 
 class Accumulation:
-    """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``."""
+    """The accumulated gradients of an optimizer's parameters between two calls of
+    ``optimizer.step()``.
+    """
 
     def __init__(self) -> None:
         self._twins: dict[Tensor, int] = {}
@@ -174,12 +206,20 @@ class Accumulation:
         if stream is None:  # take the one that the parameter's first step would give it
             if parameter not in self._twins:
                 self._twins = twins([p for each in optimizer.param_groups for p in each["params"]])
-            twin, alone, begun = self._twins[parameter], len(self._twins) == 1, optimizer.streams_begun
+            twin, alone, begun = (
+                self._twins[parameter],
+                len(self._twins) == 1,
+                optimizer.streams_begun,
+            )
             stream = new_stream(parameter, twin, optimizer.state, begun, draws=True, alone=alone)
-        parameter.grad = GradientSum(parameter, (group["seed"], steps_taken(state) + 1, int(stream)))
+        parameter.grad = GradientSum(
+            parameter, (group["seed"], steps_taken(state) + 1, int(stream))
+        )
 
     def finish(self, optimizer: Any) -> None:
-        """Step by all sums, and free them; if one is not finite, skip every step and leave the sums."""
+        """Step by all sums, and free them; if one is not finite, skip every step and
+        leave the sums.
+        """
         self._twins = {}
         members = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         summed = [(group, p) for group, p in members if isinstance(p.grad, GradientSum)]
@@ -201,9 +241,13 @@ _CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in a
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient, of shape (), in float32 or in the gradient's dtype where that is wider."""
+    """The 2-norm of a gradient, of shape (), in float32 or in the gradient's dtype
+    where that is wider.
+    """
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=None if dtype is gradient.dtype else dtype)
+    norm: Tensor = torch.linalg.vector_norm(
+        gradient, dtype=None if dtype is gradient.dtype else dtype
+    )
     return norm
 
 
@@ -218,29 +262,42 @@ def clip_factor(total: Tensor, max_norm: float) -> Tensor:
 class Clipping:
     """The norm of every gradient of the step under way, and the factor that clips them.
 
-    Its arguments are those of :func:`step_in_backward`.  With ``previous`` every group holds the last finite norm as
-    ``previous_norm``, None before the first.
+    Its arguments are those of :func:`step_in_backward`. With ``previous`` every group
+    holds the last finite norm as ``previous_norm``, None before the first.
     """
 
     def __init__(self, kind: str, max_norm: float | None, first: str) -> None:
         check_choice("clip", kind, _KINDS)
         check_choice("first", first, _FIRSTS)
         if max_norm is None:
-            raise ValueError(f"clip={kind!r} needs max_norm, what the norm of the whole gradient is clipped to")
+            raise ValueError(
+                f"clip={kind!r} needs max_norm, what the norm of the whole gradient is clipped to"
+            )
         check_number("max_norm", max_norm, 0.0, math.inf, open_low=True)
         if first != "refuse" and kind != "previous":
-            raise ValueError(f"first={first!r} is for clip='previous': every step of clip={kind!r} has its own pass")
+            raise ValueError(
+                f"first={first!r} is for clip='previous': every step of clip={kind!r} has its own "
+                f"pass"
+            )
         self.kind, self.max_norm, self.first = kind, float(max_norm), first
         self.measuring = False
-        self.norms: dict[tuple[int, int], Tensor] = {}  # by the index of a group, and that of a parameter there
-        self.is_left_out = False  # the pass under way steps nothing: it only measures, or its norm is not finite
+        self.norms: dict[
+            tuple[int, int], Tensor
+        ] = {}  # by the index of a group, and that of a parameter there
+        self.is_left_out = (
+            False  # the pass under way steps nothing: it only measures, or its norm is not finite
+        )
         self._measured: Tensor | None = None
         self._now: Tensor | None = None
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
-        """Add ``previous_norm`` to groups without one: that of the other groups, else None."""
+        """Add ``previous_norm`` to groups without one: that of the other groups, else
+        None.
+        """
         if self.kind == "previous":
-            known = next((group["previous_norm"] for group in groups if "previous_norm" in group), None)
+            known = next(
+                (group["previous_norm"] for group in groups if "previous_norm" in group), None
+            )
             for group in groups:
                 group.setdefault("previous_norm", known)
 
@@ -248,12 +305,19 @@ class Clipping:
         self.norms, self._measured, self.is_left_out = {}, None, False
 
     def lets(self, gradient: Tensor, place: tuple[int, int], groups: list[dict[str, Any]]) -> bool:
-        """Measure the norm of a gradient and clip it in place; True if its parameter may step."""
+        """Measure the norm of a gradient and clip it in place; True if its parameter
+        may step.
+        """
         if place in self.norms:
-            end = "measure() takes the norm of one backward pass" if self.measuring else "call optimizer.step() after"
+            end = (
+                "measure() takes the norm of one backward pass"
+                if self.measuring
+                else "call optimizer.step() after"
+            )
             raise RuntimeError(
-                f"a second backward pass before the step of the first has ended, under clip={self.kind!r}: {end}"
-                f"{'' if self.measuring else ' each, which ends a step and keeps its norm'}"
+                f"a second backward pass before the step of the first has ended, under "
+                f"clip={self.kind!r}: "
+                f"{end}{'' if self.measuring else ' each, which ends a step and keeps its norm'}"
             )
         if not self.norms:
             self._now = None if self.measuring else self._factor(groups)
@@ -267,7 +331,10 @@ class Clipping:
     def measured(self, groups: list[dict[str, Any]]) -> None:
         """Take over the norm of a pass that only measured."""
         if not self.norms:
-            raise RuntimeError("measure() has seen no gradient: no backward pass ran in it that reaches a parameter")
+            raise RuntimeError(
+                "measure() has seen no gradient: no backward pass ran in it that reaches a "
+                "parameter"
+            )
         total, self.norms = self._total(), {}
         if self.kind == "exact":
             self._measured = total.cpu()
@@ -283,14 +350,18 @@ class Clipping:
         return left_out
 
     def is_done_by(self, factor: float) -> bool:
-        """True for 1, and for the factor of ``clip_grad_norm_`` in this step, whose gradients are clipped already."""
+        """True for 1, and for the factor of ``clip_grad_norm_`` in this step, whose
+        gradients are clipped already.
+        """
         if factor == 1:
             return True
         own = float(clip_factor(self._total(), self.max_norm)) if self.norms else math.inf
         return math.isclose(factor, own, rel_tol=_CLOSE) or (math.isnan(factor) and math.isnan(own))
 
     def _factor(self, groups: list[dict[str, Any]]) -> Tensor | None:
-        """The factor of the pass that begins; None for a pass that only measures the first norm."""
+        """The factor of the pass that begins; None for a pass that only measures the
+        first norm.
+        """
         if math.isinf(self.max_norm):
             return torch.ones(())
         if self.kind == "exact":
@@ -302,21 +373,28 @@ class Clipping:
         if known is not None:
             return clip_factor(torch.tensor(known, dtype=torch.float32), self.max_norm)
         if self.first == "refuse":
-            more = ", or give step_in_backward(first='measure'), which takes no step in the first pass"
+            more = (
+                ", or give step_in_backward(first='measure'), which takes no step in the first pass"
+            )
             raise RuntimeError(_without_norm("previous", "the first step") + more)
         self.is_left_out = True
         return None
 
     def _total(self) -> Tensor:
-        """The norm of all gradients of the step, in the order in which ``clip_grad_norm_`` reduces the parameters."""
+        """The norm of all gradients of the step, in the order in which
+        ``clip_grad_norm_`` reduces the parameters.
+        """
         norms = [self.norms[place] for place in sorted(self.norms)]
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        total: Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(norms[0].device) for norm in norms])
+        )
         return total
 
 
 def _without_norm(kind: str, when: str) -> str:
     return (
-        f"clip={kind!r} has no norm to clip by: before {when} take it with `with handle.measure(): loss.backward()`, "
+        f"clip={kind!r} has no norm to clip by: before {when} take it with `with handle.measure(): "
+        f"loss.backward()`, "
         "which takes no step"
     )
 

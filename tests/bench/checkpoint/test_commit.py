@@ -1,4 +1,6 @@
-"""A checkpoint goes to disk whole, comes back bit for bit, and takes the place of those that are no longer needed."""
+"""A checkpoint goes to disk whole, comes back bit for bit, and takes the place of those
+that are no longer needed.
+"""
 
 import os
 import subprocess
@@ -22,7 +24,16 @@ from nanogpt_bench.checkpoint import (
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.complex64),
-    *(torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64),
+    *(
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+        torch.int64,
+    ),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
@@ -33,7 +44,9 @@ def contents(step: int, best: bool = False) -> Contents:
     weights = {f"blocks.{i}.w": torch.randn(3, 5, generator=random) for i in range(3)}
     codes = {"w/codes": torch.randint(0, 256, (7,), dtype=torch.uint8, generator=random)}
     facts = {"best": best, "config": {"seed": 42}, "scalars": [1, 2.5, None, "ü"]}
-    return Contents(step, {"model": weights, "optimizer": codes, "random": {}}, {"model": {"w": "E4M3"}}, facts)
+    return Contents(
+        step, {"model": weights, "optimizer": codes, "random": {}}, {"model": {"w": "E4M3"}}, facts
+    )
 
 
 def assert_same(found: Contents, wanted: Contents) -> None:
@@ -51,9 +64,17 @@ def assert_same(found: Contents, wanted: Contents) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path, dtype):
-    bits = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(4) if dtype is torch.bool else torch.arange(256).byte()
+    bits = (
+        torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(4)
+        if dtype is torch.bool
+        else torch.arange(256).byte()
+    )
     filled = bits.view(dtype)
-    tensors = {"filled": filled, "empty": torch.empty(0, 3, dtype=dtype), "scalar": filled[1].clone()}
+    tensors = {
+        "filled": filled,
+        "empty": torch.empty(0, 3, dtype=dtype),
+        "scalar": filled[1].clone(),
+    }
     wanted = Contents(1, {"model": tensors}, facts={})
     found = read(commit(tmp_path, wanted, keep_last=1))
     assert_same(found, wanted)
@@ -82,7 +103,11 @@ def test_without_checkpoints_there_is_none(tmp_path):
 def test_litter_is_removed_and_nothing_else(tmp_path):
     folder = commit(tmp_path, contents(1), keep_last=1).parent
     whole = sorted(os.listdir(folder))
-    for name in (".step-2.safetensors.part", "step-3.safetensors.sha256", "notes.safetensors.sha256"):
+    for name in (
+        ".step-2.safetensors.part",
+        "step-3.safetensors.sha256",
+        "notes.safetensors.sha256",
+    ):
         (folder / name).write_text("x")
     clean(tmp_path)
     assert sorted(os.listdir(folder)) == ["notes.safetensors.sha256", *whole]
@@ -93,7 +118,12 @@ def test_others_read_it(tmp_path):
     loaded = load_file(path)
     assert loaded["model/blocks.1.w"].equal(contents(1).tensors["model"]["blocks.1.w"])
     assert len(loaded) == 4
-    assert subprocess.run(["sha256sum", "-c", f"{path.name}.sha256"], cwd=path.parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            ["sha256sum", "-c", f"{path.name}.sha256"], cwd=path.parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +132,10 @@ def test_others_read_it(tmp_path):
         ({"facts": {"loss": float("nan")}}, "JSON compliant"),
         ({"facts": {"class": torch.nn.Linear}}, None),
         ({"tensors": {"model": {"w": torch.ones(4, 6).T}}}, "contiguous"),
-        ({"tensors": {"model": {"w": torch.ones(2).to(torch.float8_e8m0fnu)}}}, "of torch.float8_e8m0fnu"),
+        (
+            {"tensors": {"model": {"w": torch.ones(2).to(torch.float8_e8m0fnu)}}},
+            "of torch.float8_e8m0fnu",
+        ),
         ({"tensors": {"model": {"w": torch.ones(2).to_sparse()}}}, "sparse"),
     ],
 )

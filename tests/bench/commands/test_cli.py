@@ -1,4 +1,6 @@
-"""The command line, from the outside: exit codes, one-line errors, files, and where a user stumbles."""
+"""The command line, from the outside: exit codes, one-line errors, files, and where a
+user stumbles.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,13 @@ from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text, read_text
 from nanogpt_bench.loop.train import run
 
-QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
+QUICK = [
+    "--train.max_steps=3",
+    "--eval.batches=1",
+    "--model.n_layer=1",
+    "--model.n_embd=16",
+    "--model.n_head=2",
+]
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -31,7 +39,10 @@ def test_help_has_examples_and_that_of_run_is_short(command, capsys):
     if command == ["run"]:
         assert len(said.splitlines()) < 40
         assert "nanogpt-bench run --defaults" in said
-        assert (main(["run", "--defaults"]), capsys.readouterr().out.strip()) == (0, defaults_yaml().strip())
+        assert (main(["run", "--defaults"]), capsys.readouterr().out.strip()) == (
+            0,
+            defaults_yaml().strip(),
+        )
 
 
 def test_help_and_wrong_options_load_no_torch():
@@ -51,7 +62,21 @@ def test_help_and_wrong_options_load_no_torch():
 
 
 def test_prepare_then_run_and_runs_without_a_name_are_numbered(text_file, capsys):
-    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "char", "--out", "data/fox"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "text",
+                "--input",
+                str(text_file),
+                "--tokenizer",
+                "char",
+                "--out",
+                "data/fox",
+            ]
+        )
+        == 0
+    )
     assert "data/fox" in capsys.readouterr().out
     command = ["run", "bf16_baseline.yaml", "--data.dir", "data/fox", *QUICK]
     assert main([*command, "--name", "a"]) == 0
@@ -59,7 +84,11 @@ def test_prepare_then_run_and_runs_without_a_name_are_numbered(text_file, capsys
     assert json.loads(Path("runs/a/summary.json").read_text())["steps"] == 3
     assert main([*command, "--name", "a"]) == 2
     assert [main(command), main(command)] == [0, 0]
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "bf16_baseline", "bf16_baseline-2"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "a",
+        "bf16_baseline",
+        "bf16_baseline-2",
+    ]
 
 
 def test_a_failed_run_exits_with_1(corpus_dir, capsys):
@@ -78,9 +107,15 @@ def test_the_default_corpus_is_prepared_on_the_fly(capsys):
 def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
     script = f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
     script += "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith(f"nanogpt-bench: error: not installed: {package}; ")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith(f"nanogpt-bench: error: not installed: {package}; ")
+    )
     assert "fp8manifold[bench]" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
@@ -90,7 +125,9 @@ def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, capsys):
     for steps, said in ((2, False), (3, True)):
         words = [*QUICK, "--data.dir", str(corpus_dir), f"--optimizer.warmup_steps={steps}"]
         assert main(["run", "bf16_baseline.yaml", *words]) == 0
-        assert ("steps of warm-up in a run of 3: the learning rate rises to" in capsys.readouterr().err) is said
+        assert (
+            "steps of warm-up in a run of 3: the learning rate rises to" in capsys.readouterr().err
+        ) is said
 
 
 def test_a_byte_order_mark_is_no_token(tmp_path):
@@ -103,7 +140,9 @@ def test_a_byte_order_mark_is_no_token(tmp_path):
         read_text(tmp_path / "text")
 
 
-def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(tiny, here, corpus_dir, monkeypatch, refused):
+def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
+    tiny, here, corpus_dir, monkeypatch, refused
+):
     (here / "d").symlink_to(corpus_dir)
     run(tiny(data__dir="d", train__max_steps=1), here / "r")
     (here / "inner").mkdir()

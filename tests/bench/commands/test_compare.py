@@ -26,7 +26,9 @@ from nanogpt_bench.sweep.workers import Pool
 
 @pytest.fixture
 def run_cli(here, capsys):
-    """Return a function that runs the command in an empty folder: its exit code, what it printed, and its errors."""
+    """Return a function that runs the command in an empty folder: its exit code, what
+    it printed, and its errors.
+    """
     return lambda *arguments: (main(["compare", *arguments]), *capsys.readouterr())
 
 
@@ -40,7 +42,8 @@ def read_table(folder):
 def test_formats_cross_rules_and_the_reference_comes_first():
     assert ", ".join(map(label, choose_rows(None, None))) == (
         "bf16-mixed, fp32, muon, E4M3 master, E4M3 nearest, E4M3 stochastic, E4M3 stochastic-8bit, "
-        "E4M3 stiffness-anneal, E4M3 muon-stochastic, E2M5 muon-stochastic, E7M0 nearest, E7M0 stochastic"
+        "E4M3 stiffness-anneal, E4M3 muon-stochastic, E2M5 muon-stochastic, E7M0 nearest, E7M0 "
+        "stochastic"
     )
     rows = choose_rows(["e4m3", "E7M0", "E4M3"], ["nearest", "fp32", "stochastic"])
     crossed = ["E4M3 nearest", "E4M3 stochastic", "E7M0 nearest", "E7M0 stochastic"]
@@ -48,7 +51,9 @@ def test_formats_cross_rules_and_the_reference_comes_first():
 
 
 def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch):
-    monkeypatch.setitem(RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher")))
+    monkeypatch.setitem(
+        RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher"))
+    )
     assert "absent" not in {row["rule"] for row in choose_rows(None, ["all"])}
     with refusal("needs no_such_package"):
         choose_rows(None, ["all", "absent"])
@@ -74,7 +79,11 @@ def _stub_workers(monkeypatch, _forked_workers):
 @pytest.mark.usefixtures("_stub_workers")
 def test_workers_are_used_again_and_all_jobs_end():
     with Pool(2) as pool:
-        events = [event for event in pool.run([{} for _ in range(6)], [5, 0, 1, 2, 3, 4]) if event.job is not None]
+        events = [
+            event
+            for event in pool.run([{} for _ in range(6)], [5, 0, 1, 2, 3, 4])
+            if event.job is not None
+        ]
     assert [event.job for event in events if event.kind == "started"] == [5, 0, 1, 2, 3, 4]
     assert sorted(event.job for event in events if event.kind == "done") == list(range(6))
     assert len({event.data["pid"] for event in events if event.kind == "done"}) <= 2
@@ -82,7 +91,9 @@ def test_workers_are_used_again_and_all_jobs_end():
 
 @pytest.mark.usefixtures("_stub_workers")
 def test_jobs_that_follow_from_one_are_shared_by_all_workers():
-    """A search that ends with one trial, and the runs that wait for it: a worker that had nothing to do takes part."""
+    """A search that ends with one trial, and the runs that wait for it: a worker that
+    had nothing to do takes part.
+    """
     jobs, waiting, busy, most = [{}], deque([0]), set(), 0
     with Pool(2) as pool:
         for event in pool.run(jobs, waiting):
@@ -103,14 +114,17 @@ def test_a_worker_that_dies_or_is_killed_fails_its_job_and_no_other():
     with Pool(1) as pool:
         ends = {event.job: event for event in pool.run(jobs, range(5)) if event.kind in ENDS}
     assert [ends[job].kind for job in range(5)] == ["done", "failed", "done", "failed", "done"]
-    assert ends[1].data["error"]["message"] == "worker process ended with exit code 9: out of memory"
+    assert (
+        ends[1].data["error"]["message"] == "worker process ended with exit code 9: out of memory"
+    )
     assert ends[3].data["error"]["kind"] == "killed"
 
 
 @pytest.mark.usefixtures("_forked_workers")
 def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(
-        "nanogpt_bench.data.text.prepare_stdlib", lambda folder, **_: prepare_text(text_file, folder, "byte")
+        "nanogpt_bench.data.text.prepare_stdlib",
+        lambda folder, **_: prepare_text(text_file, folder, "byte"),
     )
     options = ("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
     code, printed, errors = run_cli(*options, *SMALL)
@@ -118,7 +132,11 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     out = tmp_path / "out"
     assert printed.strip().splitlines()[-1] == str(Path("out") / "report.html")
     assert {path.name for path in out.iterdir()} == {
-        *(f"{name}-seed={seed}" for name in ("bf16-mixed", "fp32", "E4M3-nearest") for seed in (42, 43)),
+        *(
+            f"{name}-seed={seed}"
+            for name in ("bf16-mixed", "fp32", "E4M3-nearest")
+            for seed in (42, 43)
+        ),
         *("figures", "sweep.json", "report.html", "results.csv", "table.md"),
     }
     table = read_table(out)
@@ -130,14 +148,18 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert table[0]["verdict"] == "reference"
     assert 0 <= float(table[2]["stall"]) <= 1
     held = [float(line["bytes_per_parameter"]) for line in table]
-    assert held == pytest.approx([12.0, 12.0, 9.99], abs=0.01)  # measured; embeddings and norms stay floats
+    assert held == pytest.approx(
+        [12.0, 12.0, 9.99], abs=0.01
+    )  # measured; embeddings and norms stay floats
     manifest = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
     assert (manifest["mode"], manifest["baseline"]) == ("compare", "bf16-mixed")
     assert {run["status"] for run in manifest["runs"]} == {"finished"}
     # The folder alone tells the same story again.
     monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     report([out], out=tmp_path / "again")
-    again, own = ((folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out))
+    again, own = (
+        (folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out)
+    )
     assert sorted(again) == sorted(own)
     # And against another row: nothing is trained again.
     code, _, errors = run_cli(*options, *SMALL, "--reference", "fp23")
@@ -152,10 +174,15 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     # And as one file, whose page is that of the folder.
     assert main(["results", "export", "out", "--out", "results.json"]) == 0
     content = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [entry["label"] for entry in content] == ["bf16-mixed"] * 2 + ["fp32"] * 2 + ["E4M3 nearest"] * 2
+    assert [entry["label"] for entry in content] == ["bf16-mixed"] * 2 + ["fp32"] * 2 + [
+        "E4M3 nearest"
+    ] * 2
     assert main(["report", "results.json", "--out", "of_file"]) == 0
     found, wanted = (
-        [[line[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")] for line in read_table(folder)]
+        [
+            [line[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")]
+            for line in read_table(folder)
+        ]
         for folder in (tmp_path / "of_file", out)
     )
     assert found == wanted
@@ -163,7 +190,9 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
 
 @pytest.mark.usefixtures("_forked_workers", "_no_figures")
 def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_dir, products):
-    code, _, errors = run_cli("--data.dir", str(corpus_dir), *SMALL, "--max-steps", "2", "--out", "out")
+    code, _, errors = run_cli(
+        "--data.dir", str(corpus_dir), *SMALL, "--max-steps", "2", "--out", "out"
+    )
     assert code == 0, errors
     runs = json.loads((tmp_path / "out" / "sweep.json").read_text(encoding="utf-8"))["runs"]
     assert [run["status"] for run in runs] == ["finished"] * len(choose_rows(None, None))
@@ -171,7 +200,16 @@ def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_
 
 @pytest.mark.usefixtures("_forked_workers")
 def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir):
-    line = ["compare", "--data.dir", str(corpus_dir), *SMALL, "--max-steps", "100000", "--out", "out"]
+    line = [
+        "compare",
+        "--data.dir",
+        str(corpus_dir),
+        *SMALL,
+        "--max-steps",
+        "100000",
+        "--out",
+        "out",
+    ]
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     try:
         metrics = tmp_path / "out" / "bf16-mixed-seed=42" / "metrics.jsonl"
@@ -190,7 +228,9 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
 
 
 def test_the_command_that_goes_on_says_where(run_cli, monkeypatch):
-    """Without --out the folder's name has the time, so that the same command would begin anew."""
+    """Without --out the folder's name has the time, so that the same command would
+    begin anew.
+    """
     asked = []
     monkeypatch.setattr(session, "sweep_grid", lambda *_, **more: asked.append(more["again"]) or 0)
     monkeypatch.setattr(sys, "argv", ["nanogpt-bench", "compare", "--formats", "E4M3"])
@@ -202,7 +242,9 @@ def test_the_command_that_goes_on_says_where(run_cli, monkeypatch):
 
 def test_the_shipped_sweep_is_the_comparison(tmp_path):
     planned, shipped = plan_sweep(comparison()), plan_sweep(read_sweep(find_sweep("compare.yaml")))
-    assert [(run.label, run.settings) for run in shipped] == [(run.label, run.settings) for run in planned]
+    assert [(run.label, run.settings) for run in shipped] == [
+        (run.label, run.settings) for run in planned
+    ]
     path = tmp_path / "my.yaml"
     for content, words in (
         ("rows: 3", "give a list"),
@@ -212,8 +254,13 @@ def test_the_shipped_sweep_is_the_comparison(tmp_path):
         path.write_text(content)
         with refusal(words):
             read_sweep(path)
-    path.write_text("rows: [{rule: sgd, optimizer.momentum: 0.5}, {rule: sgd, optimizer.momentum: 0.9}]")
-    assert [run.label for run in plan_sweep(read_sweep(path))] == ["sgd momentum=0.5", "sgd momentum=0.9"]
+    path.write_text(
+        "rows: [{rule: sgd, optimizer.momentum: 0.5}, {rule: sgd, optimizer.momentum: 0.9}]"
+    )
+    assert [run.label for run in plan_sweep(read_sweep(path))] == [
+        "sgd momentum=0.5",
+        "sgd momentum=0.9",
+    ]
     with refusal("has it in its rows"):
         read_sweep(path, ["--optimizer.momentum", "0.1"])
     assert main(["sweep", str(path), "--sensitivity", "--out", str(tmp_path / "out")]) == 2

@@ -1,4 +1,6 @@
-"""Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and saving for others to read."""
+"""Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and
+saving for others to read.
+"""
 
 import re
 import shutil
@@ -25,8 +27,18 @@ from nanogpt_bench.setup.pretrained import read_as_codes
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 
-SMALL = {"model.block_size": 16, "train.max_steps": 4, "eval.interval": 2, "eval.batches": 1, "monitor.interval": 2}
-SMALL |= {"monitor.watch": "[gradients, stall, ranges, trend]", "optimizer.lr": 1e-3, "optimizer.warmup_steps": 1}
+SMALL = {
+    "model.block_size": 16,
+    "train.max_steps": 4,
+    "eval.interval": 2,
+    "eval.batches": 1,
+    "monitor.interval": 2,
+}
+SMALL |= {
+    "monitor.watch": "[gradients, stall, ranges, trend]",
+    "optimizer.lr": 1e-3,
+    "optimizer.warmup_steps": 1,
+}
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
 
 
@@ -38,7 +50,21 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def law(model, text_file):
     out = text_file.parent / "law"
-    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "text",
+                "--input",
+                str(text_file),
+                "--tokenizer",
+                str(model),
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     return out
 
 
@@ -52,7 +78,9 @@ def settings(model, law):
     return made
 
 
-@pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8", "master", "fp32"])
+@pytest.mark.parametrize(
+    "rule", ["stochastic-8bit", "muon-stochastic", "residual8", "master", "fp32"]
+)
 def test_a_rule_trains_a_pretrained_model(settings, tmp_path, rule):
     summary = run(settings(rule=rule), tmp_path / "run")
     records = recorded(tmp_path / "run")
@@ -66,16 +94,22 @@ def test_a_rule_trains_a_pretrained_model(settings, tmp_path, rule):
 @pytest.mark.parametrize("embeddings", [None, "E3M4"])
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
 def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monkeypatch):
-    config = resolve(settings(rule=rule, **({"model.embeddings": embeddings} if embeddings else {})))
+    config = resolve(
+        settings(rule=rule, **({"model.embeddings": embeddings} if embeddings else {}))
+    )
     wanted = quantize(load_causal(str(model)), config).state_dict()
     monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
     found = trainer_of(config).model.state_dict()
     assert list(found) == list(wanted)
     for name, value in wanted.items():
-        assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
+        ), name
 
 
-def test_one_learning_rate_is_for_all_and_activations_in_a_format_are_measured_in_floats_first(settings):
+def test_one_learning_rate_is_for_all_and_activations_in_a_format_are_measured_in_floats_first(
+    settings,
+):
     for more, rate in (({}, 1e-3), ({"optimizer__float_lr": 2e-3}, 2e-3)):
         assert resolve(settings(rule="muon-stochastic", **more)).optimizer.float_lr == rate
     mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
@@ -89,7 +123,10 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
         run(settings(rule="muon-stochastic", **more), tmp_path / name)
     one, other = (recorded(tmp_path / name) for name in ("after", "within"))
     for ours, theirs in zip(one, other, strict=True):
-        assert (ours.get("train/loss"), ours.get("val/loss")) == (theirs.get("train/loss"), theirs.get("val/loss"))
+        assert (ours.get("train/loss"), ours.get("val/loss")) == (
+            theirs.get("train/loss"),
+            theirs.get("val/loss"),
+        )
         for key in ours.keys() & {"stall/arrived", "stall/update_lost"}:
             assert theirs[key] == pytest.approx(ours[key], rel=1e-12)
         assert "grad/norm" not in theirs
@@ -97,7 +134,9 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
     assert peaks == [4 * 19616, 4 * 64 * 32]
 
 
-def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(settings, monkeypatch):
+def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
+    settings, monkeypatch
+):
     trainer = trainer_of(settings(**IN_BACKWARD))
     start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with monkeypatch.context() as patch:
@@ -105,11 +144,16 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(se
         patch.setattr(trainer, "_model_loss", lambda *batch: real(*batch) * float("nan"))
         step = one_step(trainer)
     assert step.record["loss_is_nan"] == 1
-    assert all(torch.equal(start[name], value) for name, value in trainer.model.state_dict().items())
+    assert all(
+        torch.equal(start[name], value) for name, value in trainer.model.state_dict().items()
+    )
     trainer = trainer_of(settings(**IN_BACKWARD))
     norm = trainer.model.model.norm.weight
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
-    before, others = norm.detach().clone(), trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone()
+    before, others = (
+        norm.detach().clone(),
+        trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone(),
+    )
     for number, bad in ((1, 1), (2, 0)):
         step = one_step(trainer, number)
         assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
@@ -125,13 +169,21 @@ def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     assert "its finetune command with --resume --name run --save DIR writes it as a model" in said
 
 
-def test_recomputed_activations_change_nothing_and_a_fine_tuning_goes_on_where_it_was(settings, tmp_path):
+def test_recomputed_activations_change_nothing_and_a_fine_tuning_goes_on_where_it_was(
+    settings, tmp_path
+):
     for name in ("whole", "cut"):
-        run(settings(checkpoint__every=2, **({"train__max_seconds": 1e-9} if name == "cut" else {})), tmp_path / name)
+        run(
+            settings(
+                checkpoint__every=2, **({"train__max_seconds": 1e-9} if name == "cut" else {})
+            ),
+            tmp_path / name,
+        )
     run(settings(train__recompute=True), tmp_path / "recomputed")
     run(settings(checkpoint__every=2), tmp_path / "cut", resume=True)
     whole, cut, recomputed = (
-        [record.get("train/loss") for record in recorded(tmp_path / name)] for name in ("whole", "cut", "recomputed")
+        [record.get("train/loss") for record in recorded(tmp_path / name)]
+        for name in ("whole", "cut", "recomputed")
     )
     assert whole == cut == recomputed
 
@@ -144,7 +196,17 @@ def validated(*words):
 
 def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, here, capsys):
     options = flags(SMALL)
-    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", "stochastic", "--save", "saved"]
+    words = [
+        "finetune",
+        "--model",
+        str(model),
+        "--data.dir",
+        str(law),
+        "--rule",
+        "stochastic",
+        "--save",
+        "saved",
+    ]
     assert main([*words, *options]) == 0
     said = capsys.readouterr().out
     assert "memory: weights and state" in said
@@ -157,14 +219,29 @@ def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, her
     assert "--save 'saved' is in use" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
-@pytest.mark.parametrize(("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")])
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries' imports announce is their own business
+@pytest.mark.parametrize(
+    ("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")]
+)
 def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, here):
-    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule, *flags(SMALL)]
+    words = [
+        "finetune",
+        "--model",
+        str(model),
+        "--data.dir",
+        str(law),
+        "--rule",
+        rule,
+        *flags(SMALL),
+    ]
     assert main([*words, "--save", "coded", "--layout", layout]) == 0
     assert main([*words, "--resume", "--save", "floats"]) == 0
     with reading("saved") as transformers:
-        floats, coded = (transformers.AutoModelForCausalLM.from_pretrained(name) for name in ("floats", "coded"))
+        floats, coded = (
+            transformers.AutoModelForCausalLM.from_pretrained(name) for name in ("floats", "coded")
+        )
         assert len(transformers.AutoTokenizer.from_pretrained("coded")) == 23
     tokens = torch.arange(8).view(1, 8)
     with torch.no_grad():
@@ -175,13 +252,18 @@ def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law,
 
 def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
     run(settings(eval__also=law), tmp_path / "run")
-    losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in recorded(tmp_path / "run")]
+    losses = [
+        (record.get("val/loss"), record.get("val/also_loss"))
+        for record in recorded(tmp_path / "run")
+    ]
     assert [also is None for _, also in losses] == [False, True, False, True, False]
     assert all(own == also for own, also in losses)
     first = load_run(tmp_path / "run")
     assert first.number("also_loss") == losses[-1][1]
     other = replace(first, summary={**first.summary, "also_loss": losses[-1][1] + 0.25})
-    rows = [Row(label, label, "none", (run,)) for label, run in (("fp32", first), ("stochastic", other))]
+    rows = [
+        Row(label, label, "none", (run,)) for label, run in (("fp32", first), ("stochastic", other))
+    ]
     results = measure(rows, rows[0])
     assert results[1].also_difference == Difference(pytest.approx(0.25), 1)
     table = to_markdown(results)
@@ -190,7 +272,9 @@ def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
     assert "also_loss" in to_csv(results).splitlines()[0]
 
 
-QUICK = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
+QUICK = flags(
+    {"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1}
+)
 QUICK += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2})
 
 
@@ -198,7 +282,16 @@ def prepared(folder, text_file, kind, **more):
     """A model and its text in a folder, and the words of a small fine-tuning of it."""
     model = causal_models.write(folder / "model", kind, **more)
     out = folder / "law"
-    words = ["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(out)]
+    words = [
+        "prepare",
+        "text",
+        "--input",
+        str(text_file),
+        "--tokenizer",
+        str(model),
+        "--out",
+        str(out),
+    ]
     assert main([*words, "--limit-tokens", "2000"]) == 0
     return ["finetune", "--model", str(model), "--data.dir", str(out), *QUICK]
 
@@ -217,22 +310,30 @@ def prepared(folder, text_file, kind, **more):
 )
 def test_every_kind_of_layer_is_saved(kind, tied, more, rule, here, text_file):
     words = prepared(here, text_file, kind, tied=tied)
-    assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
+    assert (
+        main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"])
+        == 0
+    )
     loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
     assert validated(*QUICK, "--data.dir=law") == pytest.approx(loss, rel=1e-5)
 
 
-def test_what_is_in_the_way_of_saving_is_said_before_the_training(here, text_file, refused, monkeypatch):
+def test_what_is_in_the_way_of_saving_is_said_before_the_training(
+    here, text_file, refused, monkeypatch
+):
     words = prepared(here, text_file, "llama")
     for more, told in {
         "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
-        "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a directory",
+        "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a "
+        "directory",
         "--save saved --layout gguf": "--layout: 'gguf' is not known",
     }.items():
         assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(*words, "--save", "saved")
+        assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(
+            *words, "--save", "saved"
+        )
     shutil.copytree("model", "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     words[words.index("--model") + 1] = str(Path("bare").absolute())
     assert "tokenizer" in refused(*words, "--save", "saved")
@@ -251,8 +352,8 @@ def test_weights_that_could_not_be_written_are_not_lost(here, text_file, monkeyp
         patch.setattr("fp8manifold.dequantize_model", fails)
         assert main([*words, "--save", "saved"]) == 2
     assert (
-        "--save: 'saved' can't be written: ValueError: of whatever kind; the weights are kept in 'runs/finetune': the "
-        "same command with --resume --name finetune and --save DIR writes them"
+        "--save: 'saved' can't be written: ValueError: of whatever kind; the weights are kept in "
+        "'runs/finetune': the same command with --resume --name finetune and --save DIR writes them"
     ) in capsys.readouterr().err
     assert not Path("saved").exists()
     assert main([*words, "--resume", "--name", "finetune", "--save", "saved"]) == 0

@@ -1,4 +1,6 @@
-"""Files of somebody that a command line names stay as they are: one line, code 2, not a byte changed."""
+"""Files of somebody that a command line names stay as they are: one line, code 2, not a
+byte changed.
+"""
 
 import json
 import os
@@ -27,7 +29,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_prepare_replaces_what_it_made_and_nothing_else(what, tmp_path, text_file, refused, corpus_dir):
+def test_prepare_replaces_what_it_made_and_nothing_else(
+    what, tmp_path, text_file, refused, corpus_dir
+):
     folder = tmp_path / "corpus"
     shutil.copytree(corpus_dir, folder)
     prepare = ["prepare", "text", "--input", str(text_file), "--out", str(folder)]
@@ -47,7 +51,9 @@ def test_what_comes_while_a_text_is_prepared_stays(tmp_path):
     class Slow(ByteTokenizer):
         def encode(self, text):
             out.mkdir(exist_ok=True)
-            np.arange(1000, dtype=np.uint16).tofile(out / "train.bin")  # as nanoGPT's scripts write them
+            np.arange(1000, dtype=np.uint16).tofile(
+                out / "train.bin"
+            )  # as nanoGPT's scripts write them
             return super().encode(text)
 
     with refusal(r"holds 'train\.bin' without a meta\.json"):
@@ -56,10 +62,14 @@ def test_what_comes_while_a_text_is_prepared_stays(tmp_path):
 
 
 def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, refused):
-    """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
+    """Nor is a device, such as /dev/null, which a test that failed would take from the
+    whole machine.
+    """
     (tmp_path / "there").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "there")
-    assert "out' is a link;" in refused("prepare", "text", "--input", text_file, "--out", tmp_path / "out")
+    assert "out' is a link;" in refused(
+        "prepare", "text", "--input", text_file, "--out", tmp_path / "out"
+    )
     os.mkfifo(tmp_path / "pipe")
     assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
 
@@ -89,7 +99,13 @@ def test_a_file_of_the_users_stays(words, own, trained, corpus_dir, here, refuse
     file.write_text(own)
     sweep = here / "a sweep"
     shutil.copytree(trained["float"], sweep / "run", dirs_exist_ok=True)
-    places = {"RUN": trained["float"], "CORPUS": corpus_dir, "FILE": file, "DIR": here / "dir", "SWEEP": sweep}
+    places = {
+        "RUN": trained["float"],
+        "CORPUS": corpus_dir,
+        "FILE": file,
+        "DIR": here / "dir",
+        "SWEEP": sweep,
+    }
     said = refused(*(places.get(word, word) for word in words.split()))
     assert str(file) in said or str(here / "dir") in said
     assert file.read_text() == own

@@ -1,4 +1,6 @@
-"""Weights of other packages, in one byte without a master copy: they train, are counted, saved and taken up again."""
+"""Weights of other packages, in one byte without a master copy: they train, are
+counted, saved and taken up again.
+"""
 
 import math
 
@@ -14,7 +16,8 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import forward_weight, is_packaged, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
 
-#: rule, weights, and the bytes of a quantised weight with its averages, of layers that SDNQ finds large enough
+#: rule, weights, and the bytes of a quantised weight with its averages, of layers that
+#: SDNQ finds large enough
 PEERS = (
     ("sdnq-muon", "sdnq-E2M5", 1.125 + 1.25),
     ("sdnq-muon", "sdnq-E4M3", 1.125 + 1.25),
@@ -23,7 +26,9 @@ PEERS = (
     ("torchao-int8", "torchao-int8", 1.0 + 2.0 * (1 + 4 / 256)),
 )
 # torchao tells torch twice what torch now knows by itself.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torchao.*", "ignore:.*Enum.*", "ignore::DeprecationWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,12 @@ def peer_config(tiny):
     def made(rule, peer="null", width=64, **more):
         if rule not in available_rules():
             pytest.skip(f"the package of rule {rule}, {RULES[rule].needs}, is not installed")
-        given = {"rule": rule, "model__peer": peer, "train__precision": "float32", "model__n_embd": width}
+        given = {
+            "rule": rule,
+            "model__peer": peer,
+            "train__precision": "float32",
+            "model__n_embd": width,
+        }
         return tiny(**given, train__batch_size=12, train__max_steps=12, eval__interval=12, **more)
 
     return made
@@ -46,7 +56,9 @@ def peer_config(tiny):
 
 @pytest.mark.parametrize(("rule", "peer", "_"), PEERS)
 def test_peers_train_with_all_monitors(rule, peer, _, peer_config, corpus_dir, tmp_path):
-    summary = run(peer_config(rule, peer, monitor__interval=4, checkpoint__every=12), tmp_path / "run")
+    summary = run(
+        peer_config(rule, peer, monitor__interval=4, checkpoint__every=12), tmp_path / "run"
+    )
     assert (summary["status"], summary["rule"], summary["storage"]) == ("finished", rule, "peer")
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.1
     vocabulary = int(load_corpus(corpus_dir, 16).meta["vocab_size"])
@@ -58,7 +70,11 @@ def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, peer_config
     trainer = trainer_of(peer_config(rule, peer, 128))
     train(trainer, 1)
     weight = trainer.model.blocks[0].mlp.fc.weight
-    state = [value for value in trainer.optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    state = [
+        value
+        for value in trainer.optimizer.state[weight].values()
+        if isinstance(value, torch.Tensor)
+    ]
     rows = 0 if peer.startswith("sdnq") else 4 / weight.shape[1]
     tables = memory_of([value.qmap for value in state if hasattr(value, "qmap")])
     counts = sum(4 for value in state if value.dim() == 0)
@@ -72,12 +88,15 @@ def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
     sizes = []
     for given in ((rule, peer), ("muon" if rule.endswith("muon") else "fp32", "null")):
         trainer = trainer_of(peer_config(*given, 128))
-        layers = {name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"}
+        layers = {
+            name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"
+        }
         before = {name: forward_weight(layer).clone() for name, layer in layers.items()}
         train(trainer, 3)
         moved = [(forward_weight(layer) - before[name]).flatten() for name, layer in layers.items()]
         sizes.append(float(torch.cat(moved).square().mean().sqrt()))
-    # Rounding adds to the update: about half as much again at this width, and at the rates of the first steps.
+    # Rounding adds to the update: about half as much again at this width, and at the
+    # rates of the first steps.
     assert 0.7 < sizes[0] / sizes[1] < 2.0
 
 
@@ -85,7 +104,8 @@ def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
 def test_what_layers_hold_is_the_packages_own(name, peer_config):
     rule = "sdnq-adamw" if name.startswith("sdnq") else "torchao-int8"
     peers, floats = (
-        linear_layers(trainer_of(config).model) for config in (peer_config(rule, name), peer_config("fp32"))
+        linear_layers(trainer_of(config).model)
+        for config in (peer_config(rule, name), peer_config("fp32"))
     )
     assert peers
     for key, layer in peers.items():

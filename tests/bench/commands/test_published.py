@@ -1,4 +1,6 @@
-"""Published FP8 folders in the bench: trained, written back and measured as they are stored; all else is refused."""
+"""Published FP8 folders in the bench: trained, written back and measured as they are
+stored; all else is refused.
+"""
 
 import json
 import math
@@ -20,19 +22,34 @@ from nanogpt_bench.setup.pretrained import _bytes_each
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import free_memory
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
-SMALL = flags({"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1})
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries' imports announce is their own business
+SMALL = flags(
+    {"model.block_size": 16, "train.max_steps": 2, "train.batch_size": 2, "eval.batches": 1}
+)
 SMALL += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2, "eval.interval": 2})
 SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, e5m2"
 
 
 @pytest.fixture
 def words(here, text_file):
-    """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
+    """Give the words of a small fine-tuning of a folder in the layout of that name,
+    `model` beside its text `law`.
+    """
 
     def made(layout):
         causal_models.write_tokenizer(fp8_folders.make(layout, here / "model"))
-        text = ["prepare", "text", "--input", str(text_file), "--tokenizer", "./model", "--out", "law"]
+        text = [
+            "prepare",
+            "text",
+            "--input",
+            str(text_file),
+            "--tokenizer",
+            "./model",
+            "--out",
+            "law",
+        ]
         assert main([*text, "--limit-tokens", "2000"]) == 0
         return ["finetune", "--model", "./model", "--data.dir", "law", *SMALL]
 
@@ -41,16 +58,27 @@ def words(here, text_file):
 
 def resolved_of(finetune):
     """The configuration of the words of a fine-tuning."""
-    return resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+    return resolve(
+        load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"])
+    )
 
 
 def tensors(folder):
-    return {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in Path(folder).glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
     ("layout", "rule"),
-    [(SQUARES, "muon-stochastic"), (SQUARES, "residual8"), (ROWS, "stochastic-8bit"), (EXPERTS, "stochastic")],
+    [
+        (SQUARES, "muon-stochastic"),
+        (SQUARES, "residual8"),
+        (ROWS, "stochastic-8bit"),
+        (EXPERTS, "stochastic"),
+    ],
 )
 def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(layout, rule, words):
     finetune = [*words(layout), "--rule", rule]
@@ -66,10 +94,17 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(l
         assert not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
     for file in Path("model").iterdir():
         if file.suffix != ".safetensors":
-            assert file.name.endswith("index.json") or file.read_bytes() == Path("saved", file.name).read_bytes()
-        assert Path("saved", file.name).read_bytes() == Path("again", file.name).read_bytes(), file.name
+            assert (
+                file.name.endswith("index.json")
+                or file.read_bytes() == Path("saved", file.name).read_bytes()
+            )
+        assert Path("saved", file.name).read_bytes() == Path("again", file.name).read_bytes(), (
+            file.name
+        )
     loss = json.loads(Path("runs/whole/summary.json").read_text())["final_val_loss"]
-    trainer = trainer_of(load_config(Path("runs/whole/config.yaml"), ["--model.pretrained=./saved"]))
+    trainer = trainer_of(
+        load_config(Path("runs/whole/config.yaml"), ["--model.pretrained=./saved"])
+    )
     assert trainer.validate() == loss
     (tokens, targets), *_ = trainer._eval_batches
     logits = fp8_served.served(Path("saved"), torch.float32)(tokens).logits
@@ -78,22 +113,39 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(l
 
 def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(words, capsys):
     words(SQUARES)
-    evaluate = ["evaluate", "--model", "./model", "--data.dir", "law", "--windows", "3", "--model.block_size", "16"]
+    evaluate = [
+        "evaluate",
+        "--model",
+        "./model",
+        "--data.dir",
+        "law",
+        "--windows",
+        "3",
+        "--model.block_size",
+        "16",
+    ]
     assert main([*evaluate, "--out", "stored"]) == 0
     assert main([*evaluate, "--out", "rounded", "--formats", "E2M5", "--scales", "tensor"]) == 0
     (stored,), (floats, rounded) = (
-        json.loads(Path(out, "evaluation.json").read_text())["rows"] for out in ("stored", "rounded")
+        json.loads(Path(out, "evaluation.json").read_text())["rows"]
+        for out in ("stored", "rounded")
     )
     assert (stored["format"], stored["scale"], stored["gap"]) == ("E4M3", "square", None)
     found = outline("./model")
-    assert stored["bytes_per_parameter"] == pytest.approx(found.stored_bytes / found.parameters, rel=0.01)
-    assert stored["quantized_parameters"] == sum(math.prod(each.shape) for each in found.stored.values())
+    assert stored["bytes_per_parameter"] == pytest.approx(
+        found.stored_bytes / found.parameters, rel=0.01
+    )
+    assert stored["quantized_parameters"] == sum(
+        math.prod(each.shape) for each in found.stored.values()
+    )
     assert (floats["format"], floats["val_loss"]) == ("none", stored["val_loss"])
     assert floats["bytes_per_parameter"] == pytest.approx(4, rel=0.01)
     assert rounded["gap"] != 0
     windows = torch.arange(51).view(3, 17)
     served = fp8_served.served(Path("model"), torch.float32)
-    assert window_losses(load_causal("./model", quantization={}), windows, 2) == window_losses(served, windows, 2)
+    assert window_losses(load_causal("./model", quantization={}), windows, 2) == window_losses(
+        served, windows, 2
+    )
 
 
 def test_a_rule_of_floats_trains_the_values(words):
@@ -109,19 +161,30 @@ def test_a_rule_of_floats_trains_the_values(words):
 def test_the_values_of_weights_trained_in_codes_can_be_saved(words):
     finetune = [*words(FIVE), "--model.format", "null", "--rule", "stochastic"]
     assert main([*finetune, "--save", "saved"]) == 0
-    assert main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"]) == 0
-    assert all(torch.equal(value, tensors("floats")[name]) for name, value in fp8_served.decoded(Path("saved")).items())
+    assert (
+        main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"])
+        == 0
+    )
+    assert all(
+        torch.equal(value, tensors("floats")[name])
+        for name, value in fp8_served.decoded(Path("saved")).items()
+    )
 
 
 REFUSED = {
-    "--model.format E5M2": "model.formats: {'*': 'E5M2'} is not that of './model', whose weights are stored in codes",
-    "--model.formats.lm_head E4M3": "model.formats: {'lm_head': 'E4M3', '*': 'E4M3'} is not that of './model'",
-    "--model.granularity channel": "model.granularity: 'channel' is not that of './model', whose weights are stored in",
-    "--rule master": "model.storage: 'master' can't be used with './model', whose weights are stored in codes; give",
+    "--model.format E5M2": "model.formats: {'*': 'E5M2'} is not that of './model', whose weights "
+    "are stored in codes",
+    "--model.formats.lm_head E4M3": "model.formats: {'lm_head': 'E4M3', '*': 'E4M3'} is not that "
+    "of './model'",
+    "--model.granularity channel": "model.granularity: 'channel' is not that of './model', whose "
+    "weights are stored in",
+    "--rule master": "model.storage: 'master' can't be used with './model', whose weights are "
+    "stored in codes; give",
     "--rule stochastic-fp8": "model.products: 'fp8' can't be used with './model'",
     "--model.embeddings E4M3": "model.embeddings: 'E4M3' can't be used with './model'",
     "--model.headroom 2": "model.headroom: 2.0 can't be used with './model'",
-    "--save saved --layout torchao": "--layout torchao: './model' has a layout of its own; leave --layout out",
+    "--save saved --layout torchao": "--layout torchao: './model' has a layout of its own; leave "
+    "--layout out",
 }
 
 
@@ -141,9 +204,15 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, ref
     state = load_file("model/model.safetensors")
     del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(state, "model/model.safetensors", {"format": "pt"})
-    for command in (finetune, ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"]):
+    for command in (
+        finetune,
+        ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"],
+    ):
         told = refused(*command)
-        assert "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds F8_E4M3" in told
+        assert (
+            "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds "
+            "F8_E4M3" in told
+        )
         assert "its scale is missing" in told
 
 
@@ -162,7 +231,9 @@ def test_memory_is_that_of_codes(words, monkeypatch):
     finetune = words(SQUARES)
     found = outline("./model")
     codes = sum(math.prod(each.shape) for each in found.stored.values())
-    scales = sum(value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv"))
+    scales = sum(
+        value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv")
+    )
     assert found.stored_bytes == 4 * (found.parameters - codes) + codes + 4 * scales
     assert (
         _bytes_each(resolved_of(finetune)) == found.stored_bytes / found.parameters + 2 + 4
@@ -176,6 +247,8 @@ def test_memory_is_that_of_codes(words, monkeypatch):
 def test_a_trained_folder_says_its_formats(words):
     words(EXPERTS)
     model = load_causal("./model", quantization={"seed": 3, "rounding": "nearest"})
-    own = {name: value for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
+    own = {
+        name: value for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)
+    }
     assert all("experts" in name or name.endswith("_proj.weight") for name in own)
     assert {value.rounding for value in own.values()} == {"nearest"}

@@ -1,4 +1,6 @@
-"""Every wrong command line is one line that says what is wrong; every command that is advised can be given."""
+"""Every wrong command line is one line that says what is wrong; every command that is
+advised can be given.
+"""
 
 import ast
 import re
@@ -13,7 +15,8 @@ import nanogpt_bench
 from nanogpt_bench.cli import main, parse
 from nanogpt_bench.config.settings import parse_overrides
 
-#: files of the folder that a command is given in; RUN is a run, MODEL a pretrained one, CHARS and OWN are corpora
+#: files of the folder that a command is given in; RUN is a run, MODEL a pretrained one,
+#: CHARS and OWN are corpora
 FILES = {
     "fp32.yaml": "rule: fp32\n",
     "parallel.yaml": "settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n",
@@ -38,7 +41,8 @@ REFUSED = {
     "prepare eurlex --data-dir gone": "--data-dir 'gone' & not a folder",
     "prepare eurlex --data-dir x --revision main": "--revision 'main' & --data-dir",
     "prepare eurlex --task label": "--task: 'label' is not known; did you mean 'labels'?",
-    "prepare stdlib --task labels": "--task 'labels' goes with prepare eurlex, not with prepare stdlib",
+    "prepare stdlib --task labels": "--task 'labels' goes with prepare eurlex, not with prepare "
+    "stdlib",
     "prepare hub --column text": "prepare hub needs --dataset ID",
     "prepare hub --dataset a/b": "prepare hub needs --column COL",
     "prepare stdlib --limit-tokens 0": "--limit-tokens & '0' & >= 1",
@@ -52,33 +56,48 @@ REFUSED = {
     "run e4m3.yaml --name a/b": "--name & a/b",
     "run e4m3.yaml --name ''": "--name & is not allowed",
     "run bf16_baseline.yaml --data.dir gone": "gone & prepare stdlib",
-    f"run bf16_baseline --data.dir=CHARS {SMALL} --model.block_size=5000": "a block of 5000 needs 5001; give a longer "
-    "text or a smaller --model.block_size",
-    "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; keep one",
-    "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not that of the checkpoint",
-    "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 exceeds the 16 positions",
-    **{f"run --defaults {more}": "leave everything else out" for more in ("fp32.yaml", "--name x", "--resume")},
-    "run fp32.yaml --data.dir=CHARS --eval.also gone": "eval.also 'gone' does not exist in & --eval.also",
-    "run fp32.yaml --data.dir=CHARS --tracking.wandb_artifacts true": "needs tracking.wandb, which is off",
+    f"run bf16_baseline --data.dir=CHARS {SMALL} --model.block_size=5000": "a block of 5000 needs "
+    "5001; give a longer "
+    "text or a smaller "
+    "--model.block_size",
+    "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; "
+    "keep one",
+    "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not "
+    "that of the checkpoint",
+    "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 exceeds the "
+    "16 positions",
+    **{
+        f"run --defaults {more}": "leave everything else out"
+        for more in ("fp32.yaml", "--name x", "--resume")
+    },
+    "run fp32.yaml --data.dir=CHARS --eval.also gone": "eval.also 'gone' does not exist in & "
+    "--eval.also",
+    "run fp32.yaml --data.dir=CHARS --tracking.wandb_artifacts true": "needs tracking.wandb, which "
+    "is off",
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
-    "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a run's folder, or one of "
-    "its checkpoints: & step-6.safetensors",
+    "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a "
+    "run's folder, or one of its "
+    "checkpoints: & step-6.safetensors",
     "compare --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "compare --fromats E4M3": "--fromats & did you mean '--formats'",
     "compare --rules stochastik": "stochastik & 'stochastic'",
     "compare --formats E4M33": "'E4M33' & 'E4M3'",
     "compare --data.dir absent": "absent & prepare stdlib",
     "compare --seeds 0": "--seeds & '0' & >= 1",
-    "compare --rules fp32 --formats E4M3": "every rule of --rules trains floats (fp32); leave --formats out",
+    "compare --rules fp32 --formats E4M3": "every rule of --rules trains floats (fp32); leave "
+    "--formats out",
     "report RUN --baseline a --reference=b": "error: --reference is given twice; keep one",
-    "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run",
+    "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m "
+    "nanogpt_bench run",
     COMPARED: "--task classify needs --data.dir",
-    f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
+    f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with "
+    "labels",
     "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",
     f"{ROWS} --rule nearest": "--rule & give --rules",
     f"{ROWS} --model.format E4M3": "--model.format & --formats",
     f"{ROWS} --optimizer.name sgd": "--optimizer.name & --rules",
-    f"{ROWS} --optimizer.constrained_lr 0.5": "--optimizer.constrained_lr & any row & bf16-mixed, sgd, E4M3 stochastic",
+    f"{ROWS} --optimizer.constrained_lr 0.5": "--optimizer.constrained_lr & any row & bf16-mixed, "
+    "sgd, E4M3 stochastic",
     f"{ROWS} --train.max_steps 9 --max-steps 8": "--train.max_steps 9 & --max-steps 8",
     f"{ROWS} --model.n_embd 130": "model.n_embd & 132 & at rule 'bf16-mixed'",
     "report": "RUNS",
@@ -86,7 +105,8 @@ REFUSED = {
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
     "sweep format.yaml": "did you mean 'formats.yaml'",
-    "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
+    "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes "
+    "with --executor ray",
     # results files
     "results export .": "--out is missing",
     "results export . --out x.json": "holds no results",
@@ -105,27 +125,36 @@ REFUSED = {
     "sample RUN --model.storage fp8": "--model.storage: no row has a format; give --formats",
     "sample RUN --optimizer.lr 1": "the weights of a run have been trained",
     # weights of a run: losses
-    "evaluate RUN --checkpoint step-4": "'step-4' does not exist; allowed: best, last, step-3, step-6",
-    "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; allowed: data.dir",
+    "evaluate RUN --checkpoint step-4": "'step-4' does not exist; allowed: best, last, step-3, "
+    "step-6",
+    "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; "
+    "allowed: data.dir",
     "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
-    "evaluate RUN --formats none --model.headroom=2": "--model.headroom: no row has a format; give --formats",
+    "evaluate RUN --formats none --model.headroom=2": "--model.headroom: no row has a format; give "
+    "--formats",
     "evaluate RUN --save fp32.yaml": "--save 'fp32.yaml' is a file; give a folder",
-    "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; allowed: master, grid",
+    "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; "
+    "allowed: master, grid",
     "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
     "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
-    "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and --checkpoint step-3",
+    "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and "
+    "--checkpoint step-3",
     # weights of a run: reports of formats
     "evaluate RUN --out out --input x.txt": "--input goes with --model",
     "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
     "evaluate RUN --out out --scales row": "unknown --scales 'row'; allowed: tensor",
     "evaluate RUN --out out --formats all,none": "'none' is what the gaps are measured against",
-    "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing with a report",
+    "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing "
+    "with a report",
     "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
     "evaluate RUN --out out --budget nan": "--budget: 'nan' is not allowed; give a number > 0",
     "evaluate RUN --out out --budget 0": "--budget: '0' is not allowed; give a number > 0",
     "evaluate RUN --out out --scales block": "block",  # rows of 16
-    "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats sets every "
-    "layer already",
+    "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats "
+    "sets "
+    "every "
+    "layer "
+    "already",
     # weights of a pretrained model
     MODEL: "needs a text: --input FILE",
     f"{MEASURED} --data.dir OWN": "needs a text",
@@ -136,23 +165,46 @@ REFUSED = {
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
     f"{MEASURED} e4m3.yaml": "goes without --model",
     f"{TUNED} --layout torchao": "--layout needs --save DIR",
-    f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao takes quantised weights",
+    f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao takes "
+    "quantised weights",
     f"{TUNED} --save s --layout compressed-tensors --rule stochastic --model.format E3M4": "--layout "
-    "compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is in E3M4",
+    "compressed-tensors: "
+    "layer "
+    "'model.layers.0.self_attn.q_proj' "
+    "is in "
+    "E3M4",
     f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",
     f"{TUNED} --model.size 10M": "model.size: '10M' can't be used with model.pretrained",
     "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 exceeds the 64 positions",
     f"{TUNED} --model.tie_weights false": "model.tied says what formats do",
     f"{TUNED} --model.formats.mlp.fc E4M3": "'mlp.fc' matches none of the 15 linear layers",
-    "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was written by the tokenizer 'char'",
+    "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was written by the tokenizer "
+    "'char'",
     f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
     "sweep --sensitivity": "FILE.yaml is missing",
     # names that no file can have
-    **dict.fromkeys(("run LONG", "sweep NUL", "evaluate aNUL.yaml", "run /dev/null", "compare --out LONG"), ""),
-    **dict.fromkeys(("report LONG --out o", "report NUL --out o", "verify LONG", "sweep formats.yaml --out LONG"), ""),
+    **dict.fromkeys(
+        ("run LONG", "sweep NUL", "evaluate aNUL.yaml", "run /dev/null", "compare --out LONG"), ""
+    ),
+    **dict.fromkeys(
+        (
+            "report LONG --out o",
+            "report NUL --out o",
+            "verify LONG",
+            "sweep formats.yaml --out LONG",
+        ),
+        "",
+    ),
     "run fp32.yaml --data.dir=CHARS --name LONG": "",
-    **{f"run fp32.yaml --data.dir=CHARS --name {name}": "--name" for name in ("../out", "/tmp/out", ".hidden", "..")},
-    **{f"run gpt2.yaml --{key} {name}": "" for key in ("data.dir", "model.init_from") for name in ("LONG", "NUL")},
+    **{
+        f"run fp32.yaml --data.dir=CHARS --name {name}": "--name"
+        for name in ("../out", "/tmp/out", ".hidden", "..")
+    },
+    **{
+        f"run gpt2.yaml --{key} {name}": ""
+        for key in ("data.dir", "model.init_from")
+        for name in ("LONG", "NUL")
+    },
 }
 
 
@@ -161,16 +213,41 @@ def pretrained(text_file):
     """A model of transformers, and the text in its tokens."""
     import causal_models
 
-    model, own = causal_models.write(text_file.parent / "pretrained"), text_file.parent / "own tokens"
-    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(own)]) == 0
+    model, own = (
+        causal_models.write(text_file.parent / "pretrained"),
+        text_file.parent / "own tokens",
+    )
+    assert (
+        main(
+            [
+                "prepare",
+                "text",
+                "--input",
+                str(text_file),
+                "--tokenizer",
+                str(model),
+                "--out",
+                str(own),
+            ]
+        )
+        == 0
+    )
     return {"MODEL": str(model), "OWN": str(own)}
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(words.split()[0] for words in REFUSED))
-def test_a_wrong_command_line_is_refused_in_one_line(command, refused, trained, corpus_dir, text_file, here, request):
+def test_a_wrong_command_line_is_refused_in_one_line(
+    command, refused, trained, corpus_dir, text_file, here, request
+):
     for name, text in FILES.items():
         Path(name).write_text(text)
-    stand_ins = {"RUN": trained["float"], "CHARS": corpus_dir, "TEXT": text_file, "LONG": "x" * 5000, "NUL": "\0"}
+    stand_ins = {
+        "RUN": trained["float"],
+        "CHARS": corpus_dir,
+        "TEXT": text_file,
+        "LONG": "x" * 5000,
+        "NUL": "\0",
+    }
     for words in (words for words in REFUSED if words.split()[0] == command):
         if "MODEL" in words:
             stand_ins |= request.getfixturevalue("pretrained")
@@ -192,13 +269,24 @@ NUMBERS = {"N": "3", "NAME": "name", "word": "./word"}
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Every text of a module, what is put into it as a word; docstrings and usages are none that is printed so."""
+    """Every text of a module, what is put into it as a word; docstrings and usages are
+    none that is printed so.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    inner = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "word" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) else "word" for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner
+        ):
             yield node.value
 
 
@@ -221,17 +309,30 @@ def test_what_is_advised_can_be_parsed(line):
     parse_overrides(parse(words).overrides)
 
 
-def test_advice_for_a_model_of_a_bare_name_and_a_folder_with_blanks_works(here, text_file, corpus_dir, refused):
+def test_advice_for_a_model_of_a_bare_name_and_a_folder_with_blanks_works(
+    here, text_file, corpus_dir, refused
+):
     import causal_models
 
     for name in ("m", "gpt2", "with blanks"):
         causal_models.write(Path(name))
-        said = refused("finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16")
-        advised = said.partition("nanogpt-bench ")[2].replace("FILE", str(text_file)).replace("DIR", f"'of {name}'")
+        said = refused(
+            "finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16"
+        )
+        advised = (
+            said.partition("nanogpt-bench ")[2]
+            .replace("FILE", str(text_file))
+            .replace("DIR", f"'of {name}'")
+        )
         assert main(shlex.split(advised)) == 0
         tuned = f"--model '{name}' --data.dir 'of {name}' --model.block_size 16 --train.max_steps 1 --eval.batches 1"
         assert main(["finetune", *shlex.split(tuned)]) == 0
-    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "m", "--out", "bare"]) == 0
-    said = refused("run", "fp32.yaml", "--data.dir", here / "a folder; of mine")  # as a shell reads it
+    assert (
+        main(["prepare", "text", "--input", str(text_file), "--tokenizer", "m", "--out", "bare"])
+        == 0
+    )
+    said = refused(
+        "run", "fp32.yaml", "--data.dir", here / "a folder; of mine"
+    )  # as a shell reads it
     advised = shlex.split(said.partition("prepare it with: nanogpt-bench ")[2])
     assert advised == ["prepare", "stdlib", "--out", str(here / "a folder; of mine")]

@@ -1,4 +1,6 @@
-"""Sampling: the cache against whole passes, the draws, and the command over a run's weights."""
+"""Sampling: the cache against whole passes, the draws, and the command over a run's
+weights.
+"""
 
 import json
 import math
@@ -57,10 +59,15 @@ def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(model, pr
 
 def test_draws_follow_the_softmax_of_the_k_likeliest():
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(20_000, 4)
-    shares = torch.bincount(sample(logits, temperature=0.5, top_k=2, generator=generator()), minlength=4) / 20_000
+    shares = (
+        torch.bincount(sample(logits, temperature=0.5, top_k=2, generator=generator()), minlength=4)
+        / 20_000
+    )
     expected = 1 / (1 + math.exp(-1 / 0.5))
     assert shares[:2].tolist() == [0, 0]
-    assert float(shares[3]) == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 20_000))
+    assert float(shares[3]) == pytest.approx(
+        expected, abs=4 * math.sqrt(expected * (1 - expected) / 20_000)
+    )
     assert sample(logits[:2], top_k=1).tolist() == [3, 3]
     assert sample(logits[:2] * 1e30, temperature=1e-30).tolist() == [3, 3]
     for bad in (math.nan, math.inf):
@@ -70,12 +77,32 @@ def test_draws_follow_the_softmax_of_the_k_likeliest():
 
 def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
     out = tmp_path / "texts" / "a.json"
-    more = ["--prompt", "def ", "--tokens", "20", "--seed", "5", "--top-k", "9", "--temperature", "0.9"]
-    assert main(["sample", str(trained["float"]), "--formats", "e4m3,none", *more, "--out", str(out)]) == 0
+    more = [
+        "--prompt",
+        "def ",
+        "--tokens",
+        "20",
+        "--seed",
+        "5",
+        "--top-k",
+        "9",
+        "--temperature",
+        "0.9",
+    ]
+    assert (
+        main(["sample", str(trained["float"]), "--formats", "e4m3,none", *more, "--out", str(out)])
+        == 0
+    )
     rows = json.loads(out.read_text())
     assert [row["format"] for row in rows] == ["none (as trained)", "E4M3", "none"]
     assert rows[0]["text"] == rows[2]["text"] != ""
-    assert rows[0]["draw"] == {"prompt": "def ", "tokens": 20, "temperature": 0.9, "top_k": 9, "seed": 5}
+    assert rows[0]["draw"] == {
+        "prompt": "def ",
+        "tokens": 20,
+        "temperature": 0.9,
+        "top_k": 9,
+        "seed": 5,
+    }
     assert all(row["tokens"] <= 20 for row in rows)
     for seed in (5, 6):
         found = sample_run(trained["float"], Draw("def ", 20, 0.9, 9, seed))[0].text
@@ -84,15 +111,34 @@ def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
 
 @each("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_weights_of_every_kind_write(trained, kind, capsys):
-    assert main(["sample", str(trained[kind]), "--checkpoint", "step-3", "--tokens", "9", "--temperature", "0"]) == 0
+    assert (
+        main(
+            [
+                "sample",
+                str(trained[kind]),
+                "--checkpoint",
+                "step-3",
+                "--tokens",
+                "9",
+                "--temperature",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert "(as trained), " in capsys.readouterr().out
 
 
 def test_an_end_of_text_ends_the_text_and_nan_is_refused(tiny, text_file, tmp_path, monkeypatch):
     prepare_text(text_file, tmp_path / "corpus", "byte")
-    run(tiny(train__max_steps=2, checkpoint__every=2, data__dir=tmp_path / "corpus"), tmp_path / "run")
+    run(
+        tiny(train__max_steps=2, checkpoint__every=2, data__dir=tmp_path / "corpus"),
+        tmp_path / "run",
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(GPT, "generate", lambda *_, **__: iter(torch.tensor([[104], [105], [256], [33]])))
+        patch.setattr(
+            GPT, "generate", lambda *_, **__: iter(torch.tensor([[104], [105], [256], [33]]))
+        )
         (row,) = sample_run(tmp_path / "run", Draw())
     assert (row.text, row.tokens) == ("hi", 2)
     monkeypatch.setattr(GPT, "forward", lambda *_: torch.full((1, 1, 257), math.nan))

@@ -1,4 +1,6 @@
-"""`verify`: a run folder as it was written is whole; every damage is named, and what an interruption leaves is none."""
+"""`verify`: a run folder as it was written is whole; every damage is named, and what an
+interruption leaves is none.
+"""
 
 import shutil
 from pathlib import Path
@@ -50,9 +52,11 @@ def test_what_an_interruption_leaves_is_noted(folder, capsys):
         f"{folder}: whole, steps up to 5, 1 whole checkpoint",
         "  note: summary.json is missing: the run has not ended",
         "  note: metrics.jsonl: the last line is cut off; the 6 whole records were read",
-        "  note: checkpoints/.step-7.safetensors.part is left by an interruption; the next start removes it",
+        "  note: checkpoints/.step-7.safetensors.part is left by an interruption; the next start "
+        "removes it",
         "  note: checkpoints/notes.txt is no checkpoint, and is ignored",
-        "  note: checkpoints/step-6.safetensors.sha256 is left by an interruption; the next start removes it",
+        "  note: checkpoints/step-6.safetensors.sha256 is left by an interruption; the next start "
+        "removes it",
     ]
 
 
@@ -62,19 +66,31 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(folder, capsys):
     assert main(["verify", str(folder.parent)]) == 1
     output = capsys.readouterr().out
     assert "e4m3: not whole" in output
-    assert "step-6.safetensors': does not have the sha256 that step-6.safetensors.sha256 gives" in output
-    assert "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n" in output
+    assert (
+        "step-6.safetensors': does not have the sha256 that step-6.safetensors.sha256 gives"
+        in output
+    )
+    assert (
+        "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n"
+        in output
+    )
 
 
 def digit_changed(data):
-    """A digit changed into its neighbour, so that whatever the file is it can still be read."""
-    place = next(place for place in range(len(data) // 2, len(data)) if data[place : place + 1].isdigit())
+    """A digit changed into its neighbour, so that whatever the file is it can still be
+    read.
+    """
+    place = next(
+        place for place in range(len(data) // 2, len(data)) if data[place : place + 1].isdigit()
+    )
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
 DAMAGES = {
     "cut between lines": changed(
-        lambda data: data[: data.index(b"\n", len(data) // 2) + 1] if data.count(b"\n") > 1 else data[:-2]
+        lambda data: (
+            data[: data.index(b"\n", len(data) // 2) + 1] if data.count(b"\n") > 1 else data[:-2]
+        )
     ),
     "cut": changed(lambda data: data[: len(data) // 2]),
     "emptied": text(""),
@@ -83,7 +99,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_no_file_of_a_finished_run_or_of_one_that_was_killed_is_damaged_without_a_word(folder, damage):
+def test_no_file_of_a_finished_run_or_of_one_that_was_killed_is_damaged_without_a_word(
+    folder, damage
+):
     def check(*names):
         for name in names:
             assert check_run(folder).problems == []

@@ -1,4 +1,6 @@
-"""Every setting that is refused, by its name and in one line: values that it can't have, and settings beside it."""
+"""Every setting that is refused, by its name and in one line: values that it can't
+have, and settings beside it.
+"""
 
 import re
 from pathlib import Path
@@ -28,22 +30,26 @@ WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
 NEAREST, STOCHASTIC = (f"rule={rule} {E4M3}" for rule in ("nearest", "stochastic"))
 #: settings, and those that are refused beside them, each alone
 REFUSED = {
-    "": "model.headroom=4 model.granularity=tensor rule=nearest model.storage=master model.storage=peer "
-    "model.peer=sdnq-E2M4 train.parallel=fsdp train.recompute=true optimizer.writeback=nearest optimizer.moments=8bit "
-    "optimizer.momentum=0.5 optimizer.float_lr=1 optimizer.stiffness=1 optimizer.constrained_lr=0.5 "
+    "": "model.headroom=4 model.granularity=tensor rule=nearest model.storage=master "
+    "model.storage=peer model.peer=sdnq-E2M4 train.parallel=fsdp train.recompute=true "
+    "optimizer.writeback=nearest optimizer.moments=8bit optimizer.momentum=0.5 "
+    "optimizer.float_lr=1 optimizer.stiffness=1 optimizer.constrained_lr=0.5 "
     "optimizer.name=riemannian_adam optimizer.name=optimi_adamw optimizer.name=sdnq_muon",
-    LABELS: f"{GIVEN} model.tie_weights=true data.train_tokens=500 eval.also=other train.parallel=ddp",
+    LABELS: f"{GIVEN} model.tie_weights=true data.train_tokens=500 eval.also=other "
+    f"train.parallel=ddp",
     f"{LABELS} {FP8}": "optimizer.name=fisher",
     GIVEN: "model.torchao_float8=rowwise shadow.enabled=true runtime.compile=true model.dropout=0.5",
-    STIEFEL: f"{GIVEN} train.parallel=ddp train.precision=bf16-pure model.torchao_float8=rowwise optimizer.name=adamw",
+    STIEFEL: f"{GIVEN} train.parallel=ddp train.precision=bf16-pure model.torchao_float8=rowwise "
+    f"optimizer.name=adamw",
     f"{STIEFEL} model.n_head=1": "model.n_embd=1",
     f"{STIEFEL} optimizer.float_lr=2e-3": "optimizer.lr=1e-3",
     f"{STIEFEL} optimizer.name=riemannian_sgd": "optimizer.weight_decay=0.1",
-    PEER: f"{GIVEN} model.tie_weights=true train.parallel=ddp train.precision=bf16-pure train.precision=bf16-mixed "
+    PEER: f"{GIVEN} model.tie_weights=true train.parallel=ddp train.precision=bf16-pure "
+    f"train.precision=bf16-mixed "
     "shadow.enabled=true runtime.compile=true",
     f"{PEER} model.storage=peer": STIEFEL,
-    "rule=fp32": "optimizer.writeback_end=residual8 optimizer.draws=dither model.products=fp8 model.peer=sdnq-int8 "
-    "train.step_in_backward=true",
+    "rule=fp32": "optimizer.writeback_end=residual8 optimizer.draws=dither model.products=fp8 "
+    "model.peer=sdnq-int8 train.step_in_backward=true",
     "rule=sgd": "optimizer.beta1=0.5",
     STOCHASTIC: "optimizer.stiffness_schedule=cosine optimizer.clip_by=exact",
     f"rule=stochastic-fp8 {E4M3}": "model.storage=grid",
@@ -57,12 +63,18 @@ REFUSED = {
     f"{FP8} optimizer.name=fisher": "train.parallel=ddp train.step_in_backward=true",
     "shadow.enabled=true": "train.parallel=ddp",
     "train.precision=bf16-pure": "model.torchao_float8=rowwise",
-    "monitor.watch=[]": "train.stop_on=[divergence] train.stop_on=[nan,plateau] alerts.baseline=runs/b",
-    f"{WITHIN} optimizer.grad_clip=0": "train.parallel=ddp shadow.enabled=true optimizer.clip_by=exact",
+    "monitor.watch=[]": "train.stop_on=[divergence] train.stop_on=[nan,plateau] "
+    "alerts.baseline=runs/b",
+    f"{WITHIN} optimizer.grad_clip=0": "train.parallel=ddp shadow.enabled=true "
+    "optimizer.clip_by=exact",
     f"{WITHIN} train.accumulation=2": "optimizer.clip_by=previous",
     f"{WITHIN} runtime.compile=true": "optimizer.clip_by=exact",
 }
-CASES = [(word.partition("=")[0], f"{beside} {word}") for beside, words in REFUSED.items() for word in words.split()]
+CASES = [
+    (word.partition("=")[0], f"{beside} {word}")
+    for beside, words in REFUSED.items()
+    for word in words.split()
+]
 #: what is refused because something else is not given, or by another name
 CASES += [("optimizer.grad_clip", WITHIN), ("optimizer.name", "model.peer=sdnq-int8")]
 CASES += [("model.formats", f"rule=fp32 {E4M3}")]
@@ -75,19 +87,24 @@ UNREADABLE = {
     "--monitor.watch [bit]": "monitor.watch: 'bit' is not known; did you mean 'bits'?",
     "--train.zzz 1": "unknown key 'train.zzz'; allowed: train.max_steps, train.batch_size",
     "--train.max_steps many": "train.max_steps: 'many' is not allowed; give a whole number >= 1",
-    "--train.max_steps 0": "train.max_steps: 0 is out of range; give a whole number >= 1; nanogpt-bench evaluate",
+    "--train.max_steps 0": "train.max_steps: 0 is out of range; give a whole number >= 1; "
+    "nanogpt-bench evaluate",
     **{
-        f"--train.max_steps {number}": f"train.max_steps: '{number}' is not allowed; give a whole number"
+        f"--train.max_steps {number}": f"train.max_steps: '{number}' is not allowed; give a whole "
+        f"number"
         for number in ("010", "1:30", "-017")  # which readers of YAML differ in
     },
     "--optimizer.lr nan": "optimizer.lr: nan is out of range; give a number > 0 or null",
     "--optimizer.beta1 1": "optimizer.beta1: 1 is out of range; give a number >= 0 and < 1 or null",
     "--optimizer.schedule cosin": "optimizer.schedule: 'cosin' is not known; did you mean 'cosine'?",
     "--model.bias perhaps": "model.bias: 'perhaps' is not allowed; give true or false or null",
-    "--model.n_embd 130": "model.n_embd: 130 is not a multiple of model.n_head 4; give a multiple of 4, such as 132",
+    "--model.n_embd 130": "model.n_embd: 130 is not a multiple of model.n_head 4; give a multiple "
+    "of 4, such as 132",
     "--model.format E4M9": "model.formats.*: unknown float format 'E4M9'; did you mean 'E4M3'?",
-    "--model.formats 7": "model.formats: 7 is not allowed; give a mapping of layer pattern to format name",
-    "--monitor.gradient_format E5M3": "monitor.gradient_format: unknown float format 'E5M3'; did you mean 'E5M2'?",
+    "--model.formats 7": "model.formats: 7 is not allowed; give a mapping of layer pattern to "
+    "format name",
+    "--monitor.gradient_format E5M3": "monitor.gradient_format: unknown float format 'E5M3'; did "
+    "you mean 'E5M2'?",
     "--train.stop_on plateu": "train.stop_on: 'plateu' is not known; did you mean 'plateau'?",
     "--rule nearset": "unknown rule 'nearset'; did you mean 'nearest'?",
     f"--seed {2**64}": f"seed: {2**64} is out of range; give a whole number >= 0 and <= {2**64 - 1}",
@@ -97,16 +114,26 @@ UNREADABLE = {
 }
 #: settings that contradict a rule, and what the rule means
 CONTRADICTIONS = {
-    f"{NEAREST} model.storage=master": "model.storage: 'master' contradicts rule 'nearest', which means",
-    f"{STOCHASTIC} model.storage=continuous": "model.storage: 'continuous' contradicts rule 'stochastic', which means",
-    f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts rule 'nearest', which "
-    "means 'nearest'; add --optimizer.writeback null, or give --rule stochastic",
-    f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule 'stochastic', which means",
-    "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', which means",
-    f"{STOCHASTIC} model.products=fp8": "model.products: 'fp8' contradicts rule 'stochastic', which means 'decoded'",
-    f"rule=stochastic-fp8 {E4M3} model.products=decoded": "model.products: 'decoded' contradicts rule "
-    "'stochastic-fp8', which means 'fp8'; add --model.products null, or give --rule stochastic-8bit",
-    "rule=fp32 model.torchao_float8=rowwise": "model.torchao_float8: 'rowwise' contradicts rule 'fp32', which",
+    f"{NEAREST} model.storage=master": "model.storage: 'master' contradicts rule 'nearest', which "
+    "means",
+    f"{STOCHASTIC} model.storage=continuous": "model.storage: 'continuous' contradicts rule "
+    "'stochastic', which means",
+    f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts "
+    "rule 'nearest', which means 'nearest'; add "
+    "--optimizer.writeback null, or give --rule "
+    "stochastic",
+    f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule "
+    "'stochastic', which means",
+    "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', "
+    "which means",
+    f"{STOCHASTIC} model.products=fp8": "model.products: 'fp8' contradicts rule 'stochastic', "
+    "which means 'decoded'",
+    f"rule=stochastic-fp8 {E4M3} model.products=decoded": "model.products: 'decoded' contradicts "
+    "rule 'stochastic-fp8', which means "
+    "'fp8'; add --model.products null, or "
+    "give --rule stochastic-8bit",
+    "rule=fp32 model.torchao_float8=rowwise": "model.torchao_float8: 'rowwise' contradicts rule "
+    "'fp32', which",
 }
 
 
@@ -120,7 +147,10 @@ def flagged(words: str) -> str:
     return " ".join(f"--{pair}" for pair in words.split())
 
 
-@each(("words", "said"), [*UNREADABLE.items(), *((flagged(words), said) for words, said in CONTRADICTIONS.items())])
+@each(
+    ("words", "said"),
+    [*UNREADABLE.items(), *((flagged(words), said) for words, said in CONTRADICTIONS.items())],
+)
 def test_what_a_setting_or_beside_its_rule_can_not_have_is_refused_by_name(words, said):
     with refusal(f"^{re.escape(said)}"):
         resolve(load_config(None, words.split()))
@@ -130,21 +160,27 @@ ADVICE = re.compile(r"; add ((?:--\S+ [^\s,;]+ ?)+)")
 
 
 def agreed(given: list[str], path: Path | None = None) -> Config | None:
-    """The configuration once the flags that are advised were added; none where a refusal advises nothing."""
+    """The configuration once the flags that are advised were added; none where a
+    refusal advises nothing.
+    """
     for _ in range(6):
         try:
             return resolve(load_config(path, given))
         except BenchError as error:
             if (advised := ADVICE.search(str(error))) is None:
                 return None
-        added = [f"{key}={value}" for key, value in zip(*[iter(advised[1].split())] * 2, strict=True)]
+        added = [
+            f"{key}={value}" for key, value in zip(*[iter(advised[1].split())] * 2, strict=True)
+        ]
         keys = {word.partition("=")[0] for word in added}
         given = [word for word in given if word.partition("=")[0] not in keys] + added
     raise AssertionError(given)
 
 
 @each(("key", "words"), CASES)
-def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advised_make_it_agree(key, words):
+def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advised_make_it_agree(
+    key, words
+):
     given = flagged(words).split()
     with refusal(f"^{re.escape(key)}: "):
         resolve(load_config(None, given))
@@ -154,7 +190,10 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
 @each("name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")])
 def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name):
     for rule in available_rules():
-        given = [f"--rule={rule}", *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format=E4M3"])]
+        given = [
+            f"--rule={rule}",
+            *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format=E4M3"]),
+        ]
         config = agreed(given, find_config(name))
         assert rule_name(config) == config.rule == rule
 
@@ -175,4 +214,7 @@ def test_a_file_s_settings_that_get_another_meaning_are_refused(tmp_path):
     path.write_text("model: {formats: {attn: E4M3}}\n")
     with refusal(r"^model\.formats: .* stays beside --model\.format E5M2; add --model\.formats {}"):
         load_config(path, ["--model.format", "E5M2"])
-    assert load_config(path, ["--model.formats.mlp", "E5M2"]).model.formats == {"attn": "E4M3", "mlp": "E5M2"}
+    assert load_config(path, ["--model.formats.mlp", "E5M2"]).model.formats == {
+        "attn": "E4M3",
+        "mlp": "E5M2",
+    }

@@ -1,4 +1,6 @@
-"""The search for learning rates: its grid, its growth at the ends, and going on after an interruption."""
+"""The search for learning rates: its grid, its growth at the ends, and going on after
+an interruption.
+"""
 
 import doctest
 import importlib.util
@@ -51,9 +53,20 @@ def test_the_grid_grows_where_the_best_is_at_an_end(search, losses, grown):
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(search, tmp_path, text_file, capsys):
+def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(
+    search, tmp_path, text_file, capsys
+):
     prepare_text(text_file, tmp_path / "corpus", "byte")
-    command = ["--rules", "fp32,stochastic", "--max-steps", "1", "--points", "1", "--out", str(tmp_path)]
+    command = [
+        "--rules",
+        "fp32,stochastic",
+        "--max-steps",
+        "1",
+        "--points",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     folder = tmp_path / "1-steps-seed-42" / "fp32" / "0.001"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")  # begun and not ended
@@ -61,10 +74,16 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(search,
     first = capsys.readouterr()
     summaries = sorted(tmp_path.rglob("summary.json"))
     assert {json.loads(path.read_text())["status"] for path in summaries} == {"finished"}
-    assert len(summaries) == len(first.err.splitlines()) >= 4  # one point is both ends, so that it grows
+    assert (
+        len(summaries) == len(first.err.splitlines()) >= 4
+    )  # one point is both ends, so that it grows
     assert (tmp_path / "table.md").read_text() == first.out
-    best = min(json.loads(path.read_text())["final_val_loss"] for path in summaries if "fp32" in str(path))
-    assert f"**{best:.3f}**" in next(line for line in first.out.splitlines() if line.startswith("| fp32"))
+    best = min(
+        json.loads(path.read_text())["final_val_loss"] for path in summaries if "fp32" in str(path)
+    )
+    assert f"**{best:.3f}**" in next(
+        line for line in first.out.splitlines() if line.startswith("| fp32")
+    )
     assert search.main(command) == 0
     second = capsys.readouterr()
     assert (second.out, second.err) == (first.out, "")

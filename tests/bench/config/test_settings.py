@@ -1,4 +1,6 @@
-"""Configuration files, overrides, rules and comparisons' settings: what is read, resolved and refused."""
+"""Configuration files, overrides, rules and comparisons' settings: what is read,
+resolved and refused.
+"""
 
 import gpt2_checkpoints
 import pytest
@@ -27,20 +29,38 @@ STOP = "train: {stop_on: [nan, plateau]}"
 OF_A_RUN = [
     ("{seed: 7, data: {seed: 7}, model: {seed: 7}}", "{seed: 7, data: {seed: 8}}"),
     ("{task: classify, model: {pooling: mean}}", "{task: classify, model: {pooling: last}}"),
-    ("{rule: fisher, optimizer: {damping: 0.1, eps: 1.0e-8}}", "{rule: madam, optimizer: {damping: 0.1}}"),
-    ("{rule: madam, optimizer: {damping: 0.00390625}}", "{rule: fisher, optimizer: {damping: 0.00390625}}"),
+    (
+        "{rule: fisher, optimizer: {damping: 0.1, eps: 1.0e-8}}",
+        "{rule: madam, optimizer: {damping: 0.1}}",
+    ),
+    (
+        "{rule: madam, optimizer: {damping: 0.00390625}}",
+        "{rule: fisher, optimizer: {damping: 0.00390625}}",
+    ),
     ("{model: {constrained: [attn.qkv, attn.proj]}}", "{model: {constrained: [attn]}}"),
 ]
 #: a file, the words beside it, and settings that come of them
 READ = [
     ("seed: 3\ntrain: {max_steps: 10}", "--train.max_steps 20", {"seed": 3, "train.max_steps": 20}),
-    ("optimizer: {lr: 1e-2}", "--model.format=E5M2", {"optimizer.lr": 0.01, "model.format": "E5M2"}),
+    (
+        "optimizer: {lr: 1e-2}",
+        "--model.format=E5M2",
+        {"optimizer.lr": 0.01, "model.format": "E5M2"},
+    ),
     (STOP, "", {"train.stop_on": ["nan", "plateau"]}),
     (STOP, "--train.stop_on divergence,nan", {"train.stop_on": ["divergence", "nan"]}),
     (STOP, "--train.stop_on=[]", {"train.stop_on": []}),
-    ("tracking: {wandb: off, tensorboard: off}", "", {"tracking.wandb": "off", "tracking.tensorboard": False}),
+    (
+        "tracking: {wandb: off, tensorboard: off}",
+        "",
+        {"tracking.wandb": "off", "tracking.tensorboard": False},
+    ),
     *(
-        (f'optimizer: {{name: "{null}", lr: "{null}"}}', "", dict.fromkeys(("optimizer.name", "optimizer.lr")))
+        (
+            f'optimizer: {{name: "{null}", lr: "{null}"}}',
+            "",
+            dict.fromkeys(("optimizer.name", "optimizer.lr")),
+        )
         for null in ("null", "~")
     ),
     *(
@@ -48,9 +68,18 @@ READ = [
         for name in ("StiffnessAdamW", "stiffness-adamw", "stiffness_adamw")
     ),
     ("{}", "", dict.fromkeys(("model.format", "optimizer.lr"))),
-    # sections and settings of earlier files, where they ask for what was done by default
-    ("alerts: {enabled: false, levels: {}}\nfailure: {patience: 3, stall: 0.5}", "", {"alerts.enabled": False}),
-    ("model: {outliers: none, lora_rank: null}\ntrain: {max_rollbacks: 3, max_steps: 7}", "", {"train.max_steps": 7}),
+    # sections and settings of earlier files, where they ask for what was done by
+    # default
+    (
+        "alerts: {enabled: false, levels: {}}\nfailure: {patience: 3, stall: 0.5}",
+        "",
+        {"alerts.enabled": False},
+    ),
+    (
+        "model: {outliers: none, lora_rank: null}\ntrain: {max_rollbacks: 3, max_steps: 7}",
+        "",
+        {"train.max_steps": 7},
+    ),
     *((filled, "", {}) for filled, _ in OF_A_RUN),
 ]
 #: what is said of a file, its parts apart by " & "
@@ -63,7 +92,8 @@ REFUSED = {
     "seed: !!python/object/apply:os.getcwd []\n": "not YAML",
     **dict.fromkeys(("", "# nothing\n", "\ufeff"), "is empty; give settings"),
     "failure: {patience: 4}\n": "failure.patience: 4 is no longer supported; leave",
-    "model: {outliers: clip_sigma}\n": "model.outliers: 'clip_sigma' is no longer supported; leave model",
+    "model: {outliers: clip_sigma}\n": "model.outliers: 'clip_sigma' is no longer supported; leave "
+    "model",
     **{other: "is no longer supported" for _, other in OF_A_RUN},
 }
 
@@ -89,7 +119,11 @@ def test_the_file_of_all_defaults_is_read_as_none_at_all_and_explains_every_sett
     path.write_text(defaults_yaml())
     assert load_config(path) == build_config({}) == Config()
     lines = path.read_text().splitlines()
-    given = [place for place, line in enumerate(lines) if not line.lstrip().startswith("#") and line.partition(":")[2]]
+    given = [
+        place
+        for place, line in enumerate(lines)
+        if not line.lstrip().startswith("#") and line.partition(":")[2]
+    ]
     assert len(given) == len(FIELDS)
     assert all(lines[place - 1].lstrip().startswith("#") for place in given)
 
@@ -107,7 +141,12 @@ def test_an_entry_is_given_once_and_does_not_drop_the_others_whatever_the_order(
         ["--model.formats", "{attn: E4M3}"],
         ["--model.formats.mlp=E5M2"],
     )
-    for words in (attn + attn, whole + attn, attn + whole, ["--model.formats", "{attn: E4M3, attn: E5M2}"]):
+    for words in (
+        attn + attn,
+        whole + attn,
+        attn + whole,
+        ["--model.formats", "{attn: E4M3, attn: E5M2}"],
+    ):
         with refusal("given twice"):
             parse_overrides(words)
     merged = {"model.formats": {"attn": "E4M3", "mlp": "E5M2"}}
@@ -124,7 +163,9 @@ def test_every_shipped_file_is_valid(name, tmp_path):
     assert resolve(config).train.max_steps == (763 if name == "gpt2_124m.yaml" else 2000)
 
 
-def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered_with_the_nearest(here):
+def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered_with_the_nearest(
+    here,
+):
     for name in ("e4m3", "e4m3.yaml", "configs/e4m3.yaml"):
         assert find_config(name) == FOLDER / "e4m3.yaml"
     for name in ("e4m33.yaml", "elsewhere/e4m3.yaml"):
@@ -135,13 +176,25 @@ def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered
 
 
 @each("rule", available_rules())
-def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_itself(rule, tmp_path):
-    words = ["--rule", rule, *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format", "E4M3"])]
+def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_itself(
+    rule, tmp_path
+):
+    words = [
+        "--rule",
+        rule,
+        *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format", "E4M3"]),
+    ]
     config = resolved(words)
     entry, optimizer = RULES[rule], config.optimizer
     assert (config.model.storage, config.train.precision) == (entry.storage, entry.precision)
-    assert (optimizer.name, optimizer.lr, optimizer.writeback) == (entry.optimizer, entry.lr, entry.writeback)
-    assert optimizer.moments == (entry.moments or ("float32" if entry.storage in MANIFOLDS else None))
+    assert (optimizer.name, optimizer.lr, optimizer.writeback) == (
+        entry.optimizer,
+        entry.lr,
+        entry.writeback,
+    )
+    assert optimizer.moments == (
+        entry.moments or ("float32" if entry.storage in MANIFOLDS else None)
+    )
     assert (optimizer.stiffness, optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
     config.rule = None
     assert rule_name(config) == rule
@@ -180,7 +233,9 @@ ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "o
 
 @pytest.fixture
 def planned(monkeypatch, here):
-    """Return a function from a command line to the records of what it would have trained, by label."""
+    """Return a function from a command line to the records of what it would have
+    trained, by label.
+    """
     records = []
 
     def train(session, planned):
@@ -201,13 +256,30 @@ def planned(monkeypatch, here):
 
 
 def test_settings_go_into_every_row_that_takes_them(planned, capsys):
-    words = ("--model.n_layer=2", "--optimizer.lr", "3e-3", "--optimizer.weight_decay=0", "--optimizer.momentum", "0.5")
-    rows = planned(*words, "--model.formats.lm_head", "none", "--train.max_steps", "40", "--seed", "7")
+    words = (
+        "--model.n_layer=2",
+        "--optimizer.lr",
+        "3e-3",
+        "--optimizer.weight_decay=0",
+        "--optimizer.momentum",
+        "0.5",
+    )
+    rows = planned(
+        *words, "--model.formats.lm_head", "none", "--train.max_steps", "40", "--seed", "7"
+    )
     configs = {label: resolve(build_config(run.settings)) for label, run in rows.items()}
     assert list(configs) == ["bf16-mixed", "sgd", "E4M3 stochastic"]
     for label, config in configs.items():
-        assert (config.model.n_layer, config.optimizer.lr, config.optimizer.weight_decay) == (2, 3e-3, 0.0)
-        assert (config.train.max_steps, config.optimizer.warmup_steps, config.eval.interval) == (40, 4, 4)
+        assert (config.model.n_layer, config.optimizer.lr, config.optimizer.weight_decay) == (
+            2,
+            3e-3,
+            0.0,
+        )
+        assert (config.train.max_steps, config.optimizer.warmup_steps, config.eval.interval) == (
+            40,
+            4,
+            4,
+        )
         assert (config.seed, config.optimizer.momentum) == (7, 0.5 if label == "sgd" else None)
     assert configs["E4M3 stochastic"].model.formats == {"lm_head": "none", "*": "E4M3"}
     assert capsys.readouterr().err.splitlines()[:3] == [
@@ -217,8 +289,12 @@ def test_settings_go_into_every_row_that_takes_them(planned, capsys):
     ]
 
 
-def test_without_settings_every_row_has_its_rule_s_rate_and_what_differs_later_is_named(planned, refused):
-    rates = {run.rule: resolve(build_config(run.settings)).optimizer.lr for run in planned().values()}
+def test_without_settings_every_row_has_its_rule_s_rate_and_what_differs_later_is_named(
+    planned, refused
+):
+    rates = {
+        run.rule: resolve(build_config(run.settings)).optimizer.lr for run in planned().values()
+    }
     assert rates == {rule: RULES[rule].lr for rule in ("bf16-mixed", "sgd", "stochastic")}
     refused(*ROWS, "--optimizer.lr", "0.1")
     assert "with eval.batches 20, now 3; give a new folder" in refused(*ROWS, "--eval.batches", "3")

@@ -1,4 +1,6 @@
-"""Data sets in the hub's layout, from a local copy; labelled documents written, opened again, and drawn."""
+"""Data sets in the hub's layout, from a local copy; labelled documents written, opened
+again, and drawn.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,10 @@ from nanogpt_bench.system.files import sha256
 pytestmark = pytest.mark.extra("datasets")
 
 SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
-TRAIN = [f"Article {number}: the Member States shall notify measure {number * 37} to Brussels." for number in range(40)]
+TRAIN = [
+    f"Article {number}: the Member States shall notify measure {number * 37} to Brussels."
+    for number in range(40)
+]
 VAL = [f"Annex {number}: done at Strasbourg, {number % 28 + 1} May." for number in range(12)]
 
 
@@ -29,7 +34,11 @@ VAL = [f"Annex {number}: done at Strasbourg, {number % 28 + 1} May." for number 
 def copy(tmp_path):
     """A copy of a data set: two files for training, one for validation, one for tests."""
     folder = tmp_path / "copy"
-    parts = {"train-00000-of-00002": TRAIN[:25], "train-00001-of-00002": TRAIN[25:], "validation-00000-of-00001": VAL}
+    parts = {
+        "train-00000-of-00002": TRAIN[:25],
+        "train-00001-of-00002": TRAIN[25:],
+        "validation-00000-of-00001": VAL,
+    }
     for name, texts in {**parts, "test-00000-of-00001": ["never read"]}.items():
         write_parquet(folder / "eurlex" / f"{name}.parquet", texts)
     return folder
@@ -61,7 +70,9 @@ def test_every_document_is_written_once_and_its_source_named(tmp_path, copy, tok
     assert (train["documents"], train["bytes"]) == (len(TRAIN), sum(map(len, TRAIN)))
     if tokenizer == "char":  # of both splits
         assert meta["characters"] == "".join(sorted({*"".join(TRAIN), *"".join(VAL)}))
-    files = {path.name: sha256(path) for path in (copy / "eurlex").iterdir() if "test" not in path.name}
+    files = {
+        path.name: sha256(path) for path in (copy / "eurlex").iterdir() if "test" not in path.name
+    }
     named = {"dataset": "coastalcph/lex_glue", "config": "eurlex", "column": "text"}
     assert meta["source"] == {"kind": "copy", **named, "files": files, "limit_tokens": None}
 
@@ -109,14 +120,32 @@ def test_bad_copies_are_named_and_nothing_is_written(tmp_path, change, options, 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 @pytest.mark.parametrize("place", ["sample", "own"])
 def test_a_model_learns_from_eu_law(tmp_path, copy, tiny, tokenizer, place):
-    """The path a user takes: the command, then a run on what it wrote; of the data set's real layout too."""
+    """The path a user takes: the command, then a run on what it wrote; of the data
+    set's real layout too.
+    """
     if place == "sample" and not SAMPLE.is_dir():
         pytest.skip("the sample of EU legislation is not there")
     folder, out = SAMPLE if place == "sample" else copy, tmp_path / "corpus"
-    assert main(["prepare", "eurlex", "--data-dir", str(folder), "--tokenizer", tokenizer, "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "eurlex",
+                "--data-dir",
+                str(folder),
+                "--tokenizer",
+                tokenizer,
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     corpus = load_corpus(out, 16)
     if place == "sample":
-        assert corpus.meta["splits"]["train"]["tokens"] == {"byte": 446_512, "gpt2": 83_201}[tokenizer]
+        assert (
+            corpus.meta["splits"]["train"]["tokens"] == {"byte": 446_512, "gpt2": 83_201}[tokenizer]
+        )
         assert "Regulation" in text_of(out, "train")[:10_000]
     config = tiny(data__dir=out, train__max_steps=12, eval__interval=12, optimizer__lr=1e-2)
     summary = run(config, tmp_path / "run")
@@ -130,13 +159,19 @@ TEXTS = [f"Council decision {number} on fisheries and trade." for number in rang
 LABELS = [sorted({number % 3, number % 5}) for number in range(20)]
 
 
-def write_copy(folder: Path, texts: list[str], labels: list[object], names: list[str] | None = None) -> Path:
-    """A data set in the hub's layout, its labels named as the hub keeps names where there are some."""
+def write_copy(
+    folder: Path, texts: list[str], labels: list[object], names: list[str] | None = None
+) -> Path:
+    """A data set in the hub's layout, its labels named as the hub keeps names where
+    there are some.
+    """
     import datasets
 
     (folder / "eurlex").mkdir(parents=True)
     label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
-    features = datasets.Features({"text": datasets.Value("string"), "labels": datasets.Sequence(label)})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "labels": datasets.Sequence(label)}
+    )
     for split, rows in (("train", slice(0, 15)), ("validation", slice(15, None))):
         content = {"text": texts[rows], "labels": labels[rows]}
         table = datasets.Dataset.from_dict(content, features)
@@ -184,7 +219,9 @@ def test_labels_that_are_none_are_named(tmp_path, labels, reason):
     (tmp_path / "copy" / "eurlex").mkdir(parents=True)
     columns = {"text": TEXTS} | ({} if labels is None else {"labels": labels})
     for split in ("train", "validation"):
-        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "copy" / "eurlex" / f"{split}.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table(columns), tmp_path / "copy" / "eurlex" / f"{split}.parquet"
+        )
     with refusal(reason):
         prepare_eurlex(tmp_path / "out", data_dir=tmp_path / "copy", task="labels")
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
@@ -197,7 +234,9 @@ def test_the_command_says_how_many_labels_there_are(here, capsys):
     assert said.startswith("data/eurlex-labels: ")
     assert "; 5 labels, 15 documents for training, 5 for validation" in said
     Path("a.txt").write_text("one two three\n" * 100)
-    prepare_text(Path("a.txt"), here / "data" / "eurlex-labels")  # a text over it leaves none of its files
+    prepare_text(
+        Path("a.txt"), here / "data" / "eurlex-labels"
+    )  # a text over it leaves none of its files
     names = {path.name for path in (here / "data" / "eurlex-labels").iterdir()}
     assert names == {"meta.json", "train.bin", "val.bin"}
 
@@ -221,7 +260,9 @@ def test_drawing_depends_on_seed_step_and_micro_step_only(prepared):
     draw = drawn(found, 8, seed=1, step=5, micro_step=2)
     assert np.array_equal(draw, drawn(found, 8, seed=1, step=5, micro_step=2))
     for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}):
-        assert not np.array_equal(draw, drawn(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change}))
+        assert not np.array_equal(
+            draw, drawn(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
+        )
     batches = held_out(found, 4, 4, seed=7)
     assert [len(part) for part in batches] == [4, 4, 4, 3]
     assert sorted(np.concatenate(batches)) == list(range(15))

@@ -1,4 +1,6 @@
-"""The hub: streams from a server that answers as it does, and one line in time when it doesn't answer."""
+"""The hub: streams from a server that answers as it does, and one line in time when it
+doesn't answer.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ from nanogpt_bench.data.dataset import NotOnHubError, find_commit
 
 pytestmark = pytest.mark.extra("datasets")
 
-TRAIN = [f"Article {number}: the Council has adopted decision {number * 41}." for number in range(30)]
+TRAIN = [
+    f"Article {number}: the Council has adopted decision {number * 41}." for number in range(30)
+]
 VAL = [f"Annex {number}: done at Luxembourg, {number % 28 + 1} June." for number in range(12)]
 CARD = """---
 configs:
@@ -35,7 +39,9 @@ GLUE, MULTI = "coastalcph/lex_glue", "coastalcph/multi_eurlex"
 
 
 def add_repository(root: Path, name: str, config: str) -> None:
-    """Lay out a data set as the hub keeps them: a card that names the files of each split."""
+    """Lay out a data set as the hub keeps them: a card that names the files of each
+    split.
+    """
     folder = root / name
     write_parquet(folder / config / "train-00000-of-00002.parquet", TRAIN[:20])
     write_parquet(folder / config / "train-00001-of-00002.parquet", TRAIN[20:])
@@ -47,7 +53,17 @@ def add_repository(root: Path, name: str, config: str) -> None:
 COMMANDS = {
     "copy": ["eurlex", "--data-dir", "local"],
     "eurlex": ["eurlex", "--revision", "v2"],
-    "limited": ["hub", "--dataset", "some/set", "--config", "en", "--column", "text", "--limit-tokens", "800"],
+    "limited": [
+        "hub",
+        "--dataset",
+        "some/set",
+        "--config",
+        "en",
+        "--column",
+        "text",
+        "--limit-tokens",
+        "800",
+    ],
     "configuration": ["hub", "--dataset", "some/set", "--config", "eng", "--column", "text"],
     "column": ["hub", "--dataset", "some/set", "--column", "txt"],
     "revision": ["hub", "--dataset", "some/set", "--column", "text", "--revision", "gone"],
@@ -55,7 +71,8 @@ COMMANDS = {
     "id": ["hub", "--dataset", "a/b/c", "--column", "text"],
     "fallback": ["eurlex", "--tokenizer", "char"],
 }
-#: where the hub is, is read when its client is imported, so these run in a process of their own: one, for its imports
+#: where the hub is, is read when its client is imported, so these run in a process of
+#: their own: one, for its imports
 PROCESS = """
 import contextlib, io, json, sys, urllib.request
 from nanogpt_bench.cli import main
@@ -72,7 +89,9 @@ print(json.dumps(outcomes))
 
 
 class Preparation(NamedTuple):
-    """A preparation that has ended: exit code, output, where it was to go, and what the hub was asked for."""
+    """A preparation that has ended: exit code, output, where it was to go, and what the
+    hub was asked for.
+    """
 
     code: int
     out: str
@@ -93,10 +112,22 @@ def outcomes(tmp_path_factory, hub):
         add_repository(hub.root, name, config)
     add_repository(place, "local", "eurlex")
     hub.leaves = {"fallback": GLUE}
-    plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    surroundings = {**plain, "HF_ENDPOINT": hub.url, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command, piped = [sys.executable, "-c", PROCESS, hub.url], {"capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run(command, input=json.dumps(COMMANDS), env=surroundings, cwd=place, check=False, **piped)
+    plain = {
+        name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+    }
+    surroundings = {
+        **plain,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(place / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    command, piped = (
+        [sys.executable, "-c", PROCESS, hub.url],
+        {"capture_output": True, "text": True, "timeout": 240},
+    )
+    done = subprocess.run(
+        command, input=json.dumps(COMMANDS), env=surroundings, cwd=place, check=False, **piped
+    )
     assert (done.returncode, done.stderr) == (0, "")
     asked: dict[str, list[str]] = {}
     for request in hub.requests:
@@ -104,7 +135,10 @@ def outcomes(tmp_path_factory, hub):
             asked[request.removeprefix("GET /begin/")] = []
         elif "/datasets/" in request:
             asked[[*asked][-1]].append(request)
-    return {name: Preparation(*said, place / name, asked[name]) for name, said in json.loads(done.stdout).items()}
+    return {
+        name: Preparation(*said, place / name, asked[name])
+        for name, said in json.loads(done.stdout).items()
+    }
 
 
 def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
@@ -113,12 +147,22 @@ def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
     assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
     train = np.fromfile(done.folder / "train.bin", dtype="<u2")
     assert train.tolist() == [code for text in TRAIN for code in [*text.encode(), 256]]
-    named = {"dataset": "coastalcph/lex_glue", "config": "eurlex", "column": "text", "limit_tokens": None}
+    named = {
+        "dataset": "coastalcph/lex_glue",
+        "config": "eurlex",
+        "column": "text",
+        "limit_tokens": None,
+    }
     assert done.meta["source"] == {"kind": "hub", "revision": "c0ffee" * 6 + "c0de", **named}
-    assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
+    assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [
+        len(TRAIN),
+        len(VAL),
+    ]
     done = outcomes["copy"]
     assert (done.code, done.err, done.requests) == (0, "", [])
-    assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
+    assert (done.folder / "train.bin").read_bytes() == (
+        outcomes["eurlex"].folder / "train.bin"
+    ).read_bytes()
 
 
 def test_a_limit_leaves_files_unread(outcomes):
@@ -154,13 +198,17 @@ def test_what_the_hub_does_not_have_is_named(outcomes, name, parts):
     assert [path.name for path in done.folder.parent.iterdir() if name in path.name] == []
 
 
-def test_a_hub_out_of_reach_in_trouble_or_silent_is_given_up_in_one_line(hub, tmp_path, monkeypatch, refused):
+def test_a_hub_out_of_reach_in_trouble_or_silent_is_given_up_in_one_line(
+    hub, tmp_path, monkeypatch, refused
+):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     monkeypatch.setattr(hub, "down", 503)
     with refusal(r"can't be reached \(.*503.*\)"):
         find_commit("some/set", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}"
+        )
         assert dataset.LOOKUP_SECONDS < 10
         monkeypatch.setattr(dataset, "LOOKUP_SECONDS", 0.5)
         started = time.monotonic()
@@ -173,11 +221,22 @@ def test_a_hub_out_of_reach_in_trouble_or_silent_is_given_up_in_one_line(hub, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_errors_are_a_hub_out_of_reach_and_a_given_revision_is_looked_for_in_one_data_set(monkeypatch, tmp_path):
-    for error in (ConnectionError("no route"), OfflineModeIsEnabled("off"), TimeoutError(), OSError(5, "broken pipe")):
+def test_errors_are_a_hub_out_of_reach_and_a_given_revision_is_looked_for_in_one_data_set(
+    monkeypatch, tmp_path
+):
+    for error in (
+        ConnectionError("no route"),
+        OfflineModeIsEnabled("off"),
+        TimeoutError(),
+        OSError(5, "broken pipe"),
+    ):
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
         with refusal(r"can't be reached \(.+\)"):
             find_commit("some/set", None)
-    monkeypatch.setattr(dataset, "find_commit", Mock(side_effect=NotOnHubError("the hub has no data set 'lex_glue'")))
+    monkeypatch.setattr(
+        dataset,
+        "find_commit",
+        Mock(side_effect=NotOnHubError("the hub has no data set 'lex_glue'")),
+    )
     with pytest.raises(NotOnHubError, match="lex_glue"):
         dataset.prepare_eurlex(tmp_path / "out", revision="v2")

@@ -1,4 +1,6 @@
-"""Packages as a corpus: what is taken of each kind, what is left out, and archives that can't be had or are others."""
+"""Packages as a corpus: what is taken of each kind, what is left out, and archives that
+can't be had or are others.
+"""
 
 import gzip
 import io
@@ -49,7 +51,10 @@ def tar_xz(files: dict[str, bytes]) -> bytes:
 def deb(files: dict[str, bytes]) -> bytes:
     """An ar archive as dpkg-deb writes it; the control archive's size is odd."""
     control = tar_xz({"control": b"Package: tiny"})
-    members = {"debian-binary": b"2.0\n", "control.tar.xz": control + b"\0" * (len(control) % 2 == 0)}
+    members = {
+        "debian-binary": b"2.0\n",
+        "control.tar.xz": control + b"\0" * (len(control) % 2 == 0),
+    }
     written = b"!<arch>\n"
     for name, data in {**members, "data.tar.xz": tar_xz(files)}.items():
         written += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode()
@@ -58,14 +63,20 @@ def deb(files: dict[str, bytes]) -> bytes:
 
 
 def described(key: str, text: str) -> bytes:
-    return json.dumps({"shapes": [{key: f"<p>{text}</p>"}, {key: {"not a": "text"}}, {key: "short"}]}).encode()
+    return json.dumps(
+        {"shapes": [{key: f"<p>{text}</p>"}, {key: {"not a": "text"}}, {key: "short"}]}
+    ).encode()
 
 
 def archives() -> dict[str, bytes]:
-    """Return an archive of every package with two files; the text of one has a sentence of the others before it."""
+    """Return an archive of every package with two files; the text of one has a sentence
+    of the others before it.
+    """
     service = "botocore/data/{}/{}/service-2.json"
     google = "googleapiclient/discovery_cache/documents/{}.json"
-    comment = b'/* %s */\nchar *a = "/* a text in quotes, which is not a comment of the program. */";\n'
+    comment = (
+        b'/* %s */\nchar *a = "/* a text in quotes, which is not a comment of the program. */";\n'
+    )
     linux = {
         "linux-source-6.1/Documentation/a.rst": said("a.rst").encode(),
         "linux-source-6.1/Documentation/translations/fr/b.rst": b"Une phrase en fran\xc3\xa7ais, qui n'est pas utile.",
@@ -74,23 +85,40 @@ def archives() -> dict[str, bytes]:
         "linux-source-6.1/lib/e.rs": b"// The lines of one comment in the other form\n// belong to one another.\nx\n",
         "linux-source-6.1/lib/e.bin": b"/* A comment in a file that holds no source code at all. */",
     }
-    java = {"java.base/A.java": comment % said("A {@code java}").encode(), "java.base/A.class": b"\xca\xfe"}
+    java = {
+        "java.base/A.java": comment % said("A {@code java}").encode(),
+        "java.base/A.class": b"\xca\xfe",
+    }
     s3 = gzip.compress(described("documentation", said("s3 &amp; more")))
-    services = {service.format(f"x{n}", "1"): described("documentation", said("a service", n)) for n in range(200)}
+    services = {
+        service.format(f"x{n}", "1"): described("documentation", said("a service", n))
+        for n in range(200)
+    }
     old = described("documentation", said("an old version"))
-    services |= {service.format("s3", "2006-03-01"): old, service.format("s3", "2016-03-01") + ".gz": s3}
+    services |= {
+        service.format("s3", "2006-03-01"): old,
+        service.format("s3", "2016-03-01") + ".gz": s3,
+    }
     return {
-        "oci": wheel({"oci/a.py": f'"""{said("a module")}"""'.encode(), "oci/z.py": b"def broken("}),
+        "oci": wheel(
+            {"oci/a.py": f'"""{said("a module")}"""'.encode(), "oci/z.py": b"def broken("}
+        ),
         "botocore": wheel(services),
-        "google-api-python-client": wheel({google.format("v1"): described("description", said("v1"))}),
-        "openjdk-17-source": deb({"./usr/share/doc": b"", "./usr/lib/jvm/openjdk-17/lib/src.zip": wheel(java)}),
+        "google-api-python-client": wheel(
+            {google.format("v1"): described("description", said("v1"))}
+        ),
+        "openjdk-17-source": deb(
+            {"./usr/share/doc": b"", "./usr/lib/jvm/openjdk-17/lib/src.zip": wheel(java)}
+        ),
         "linux-source-6.1": deb({"./usr/src/linux-source-6.1.tar.xz": tar_xz(linux)}),
     }
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with an archive of each package, whose sha256 are those that are expected."""
+    """A folder with an archive of each package, whose sha256 are those that are
+    expected.
+    """
     made = tmp_path / "archives"
     made.mkdir()
     for name, data in archives().items():
@@ -103,7 +131,10 @@ def folder(tmp_path, monkeypatch):
 def documents(out: Path) -> dict[str, list[str]]:
     corpus, made = load_corpus(out, 16), make_tokenizer("byte", "")
     return {
-        split: [made.decode(part) for part in np.split(tokens, np.flatnonzero(tokens == made.end_of_text) + 1)][:-1]
+        split: [
+            made.decode(part)
+            for part in np.split(tokens, np.flatnonzero(tokens == made.end_of_text) + 1)
+        ][:-1]
         for split, tokens in (("train", corpus.train), ("val", corpus.val))
     }
 
@@ -116,15 +147,28 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder, tmp_path):
     for what in ("s3 & more", "v1", "A java", "a.rst", "c.c", "a module"):
         assert any(f"of {what} goes on" in text for text in texts), what
     assert "The lines of one comment in the other form\nbelong to one another." in texts
-    for left in ("old version", "short", "in quotes", "Une phrase", "under which licence", "no source code", "<p>"):
+    for left in (
+        "old version",
+        "short",
+        "in quotes",
+        "Une phrase",
+        "under which licence",
+        "no source code",
+        "<p>",
+    ):
         assert not any(left in text for text in texts), left
     assert meta["source"]["documents"] == len(texts) == 1 + 201 + 1 + 1 + 3
     facts = meta["source"]["packages"]
     counts = {**dict.fromkeys(PACKAGES, 1), "botocore": 201, "linux-source-6.1": 3}
     assert {name: fact["documents"] for name, fact in facts.items()} == counts
-    assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == ["Apache-2.0", "GPL-2.0-only"]
+    assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == [
+        "Apache-2.0",
+        "GPL-2.0-only",
+    ]
     assert all(fact["sha256"] == sha256(folder / fact["archive"]) for fact in facts.values())
-    assert sum(fact["bytes"] for fact in facts.values()) == sum(len(text.encode()) for text in texts)
+    assert sum(fact["bytes"] for fact in facts.values()) == sum(
+        len(text.encode()) for text in texts
+    )
 
 
 def test_no_long_sentence_is_twice_whatever_stands_before_it():
@@ -133,7 +177,12 @@ def test_no_long_sentence_is_twice_whatever_stands_before_it():
     assert known.new(f"Short. {long}") == f"Short. {long}"
     other = "Another one of them, which stands before the first of all."
     assert known.new(f"Else. {long}\n{other} So.") == f"Else. {other} So."
-    assert known.new(long.replace(" ", "\n ")) == known.new(f"{long} And so on.") == known.new("Short. Else.") == ""
+    assert (
+        known.new(long.replace(" ", "\n "))
+        == known.new(f"{long} And so on.")
+        == known.new("Short. Else.")
+        == ""
+    )
     brief = "Brief. Very brief. " * 4
     assert known.new(brief) == brief.strip()
     assert known.new(brief) == ""
@@ -143,16 +192,25 @@ def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(f
     prepare_packages(tmp_path / "all", data_dir=folder)
     prepare_packages(tmp_path / "botocore", packages=["botocore"], data_dir=folder)
     every, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
-    found = {split: [text.replace(TWICE, "").strip() for text in alone[split]] for split in ("train", "val")}
+    found = {
+        split: [text.replace(TWICE, "").strip() for text in alone[split]]
+        for split in ("train", "val")
+    }
     assert len(found["train"]) + len(found["val"]) == 201
     assert 0.2 < len(found["val"]) * VAL_EVERY / 201 < 4
     for split in ("train", "val"):
-        assert [text for text in every[split] if "of a service" in text or "of s3" in text] == found[split]
-    numbers = [text.split("number ")[1].split(" ")[0] for text in found["train"] if "of a service" in text]
+        assert [
+            text for text in every[split] if "of a service" in text or "of s3" in text
+        ] == found[split]
+    numbers = [
+        text.split("number ")[1].split(" ")[0] for text in found["train"] if "of a service" in text
+    ]
     assert numbers != sorted(numbers)  # as they are in the archive: a limit takes of all packages
 
 
-def test_what_is_downloaded_is_read_and_goes_and_the_same_archives_give_the_same_bytes(folder, tmp_path, monkeypatch):
+def test_what_is_downloaded_is_read_and_goes_and_the_same_archives_give_the_same_bytes(
+    folder, tmp_path, monkeypatch
+):
     def copying(package, name):
         program = "import shutil, sys; shutil.copy(*sys.argv[1:])"
         return [sys.executable, "-c", program, str(folder / package.archive), package.archive]
@@ -184,8 +242,16 @@ OTHER = "get botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64},
     ("name", "packages", "message"),
     [
         ("botocore", None, OTHER),
-        ("linux-source-6.1", None, rf"{LINUX}.*then .* --packages oci,botocore,google-api-python-client,openjdk"),
-        ("botocore", ["linux-source"], "unknown package 'linux-source'; did you mean 'linux-source-6.1'"),
+        (
+            "linux-source-6.1",
+            None,
+            rf"{LINUX}.*then .* --packages oci,botocore,google-api-python-client,openjdk",
+        ),
+        (
+            "botocore",
+            ["linux-source"],
+            "unknown package 'linux-source'; did you mean 'linux-source-6.1'",
+        ),
     ],
 )
 def test_an_archive_that_cant_be_had_is_refused(folder, tmp_path, name, packages, message):
@@ -199,7 +265,10 @@ def test_an_archive_that_cant_be_had_is_refused(folder, tmp_path, name, packages
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ([sys.executable, "-c", r"import sys; sys.exit('noise\nERROR: No match\nnotice')"], "any.whl; ERROR: No match"),
+        (
+            [sys.executable, "-c", r"import sys; sys.exit('noise\nERROR: No match\nnotice')"],
+            "any.whl; ERROR: No match",
+        ),
         (["true"], "can't get oci.*: it is not in"),
         (["/nowhere/client"], "any.whl; /nowhere/client: No such file"),
     ],
@@ -212,5 +281,7 @@ def test_a_client_that_fails_is_one_line(tmp_path, monkeypatch, program, message
 
 
 def test_the_command(folder, here, capsys):
-    assert main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
+    assert (
+        main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
+    )
     assert capsys.readouterr().out.startswith("data/packages: ")

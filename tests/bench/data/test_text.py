@@ -1,4 +1,6 @@
-"""Texts as corpora: any UTF-8 file, nanoGPT's own data by the name of its tokenizer, the standard library's prose."""
+"""Texts as corpora: any UTF-8 file, nanoGPT's own data by the name of its tokenizer,
+the standard library's prose.
+"""
 
 import pickle
 import sys
@@ -18,7 +20,10 @@ def test_char_scheme_splits_nine_to_one_and_keeps_line_ends(tmp_path, text_file)
     text = text_file.read_text().replace("\n", "\r\n")
     (tmp_path / "dos.txt").write_bytes(text.encode())
     meta = prepare_text(tmp_path / "dos.txt", tmp_path / "out", "char")
-    train, val = (np.fromfile(tmp_path / "out" / f"{split}.bin", dtype=np.uint16) for split in ("train", "val"))
+    train, val = (
+        np.fromfile(tmp_path / "out" / f"{split}.bin", dtype=np.uint16)
+        for split in ("train", "val")
+    )
     assert meta["vocab_size"] == len(set(text))
     assert len(train) == int(0.9 * len(text))
     tokenizer = tokenizer_from_meta(meta)
@@ -50,7 +55,21 @@ def folder_of(folder: Path, tokenizer: str) -> Path:
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "gpt2"])
 def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
     given, out = folder_of(tmp_path / "shakespeare", tokenizer), tmp_path / "out"
-    assert main(["prepare", "nanogpt", "--input", str(given), "--tokenizer", tokenizer, "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "nanogpt",
+                "--input",
+                str(given),
+                "--tokenizer",
+                tokenizer,
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     assert f"{tokenizer} tokenizer, vocabulary" in capsys.readouterr().out
     corpus = load_corpus(out, 16)
     made = tokenizer_from_meta(corpus.meta)
@@ -64,12 +83,36 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
 @pytest.mark.parametrize(
     ("damage", "tokenizer", "message"),
     [
-        (lambda f: np.full(99, 257, np.uint16).tofile(f / "val.bin"), "byte", "token 257: byte has 0 to 256"),
-        (lambda f: np.full(99, 50257, np.uint16).tofile(f / "val.bin"), "gpt2", "token 50257: gpt2 has 0 to 50256"),
-        (lambda f: (f / "input.txt").unlink(), "char", "meta.pkl is never unpickled; put the text there"),
-        (lambda f: (f / "input.txt").write_text(TEXT[:-2] + "!\n"), "char", "not the characters of its input.txt"),
-        (lambda f: (f / "train.bin").write_bytes(b"abc"), "byte", "has 3 bytes; uint16 tokens take two each"),
-        (lambda f: (f / "train.bin").write_bytes(b""), "byte", "has 0 bytes; uint16 tokens take two each"),
+        (
+            lambda f: np.full(99, 257, np.uint16).tofile(f / "val.bin"),
+            "byte",
+            "token 257: byte has 0 to 256",
+        ),
+        (
+            lambda f: np.full(99, 50257, np.uint16).tofile(f / "val.bin"),
+            "gpt2",
+            "token 50257: gpt2 has 0 to 50256",
+        ),
+        (
+            lambda f: (f / "input.txt").unlink(),
+            "char",
+            "meta.pkl is never unpickled; put the text there",
+        ),
+        (
+            lambda f: (f / "input.txt").write_text(TEXT[:-2] + "!\n"),
+            "char",
+            "not the characters of its input.txt",
+        ),
+        (
+            lambda f: (f / "train.bin").write_bytes(b"abc"),
+            "byte",
+            "has 3 bytes; uint16 tokens take two each",
+        ),
+        (
+            lambda f: (f / "train.bin").write_bytes(b""),
+            "byte",
+            "has 0 bytes; uint16 tokens take two each",
+        ),
         (lambda f: (f / "val.bin").unlink(), "byte", "val.bin' can't be read: No such file"),
         (lambda f: (f / "val.bin").write_bytes(b"a\0"), "byte", "its val split has 1 token"),
         (lambda f: None, "bpe-512", "byte, char, gpt2"),
@@ -86,7 +129,10 @@ def test_what_is_no_such_data_is_refused(tmp_path, damage, tokenizer, message):
 def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
     given = folder_of(tmp_path / "in", "byte")
     assert main(["prepare", "nanogpt", "--input", str(given)]) == 2
-    assert "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled" in capsys.readouterr().err
+    assert (
+        "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled"
+        in capsys.readouterr().err
+    )
     line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
     with refusal(line):
         load_corpus(given, 16)
@@ -95,7 +141,8 @@ def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
 def fake_library(root: Path) -> Path:
     files = {
         "pydoc_data/topics.py": "topics = {'zip': 'last\\n', 'and': 'first'}\n",
-        "json/__init__.py": '"""JSON, with an \\d escape."""\nimport nowhere\ndef f():\n    """F.\n\n    More."""\n',
+        "json/__init__.py": '"""JSON, with an \\d escape."""\nimport nowhere\ndef f():\n    '
+        '"""F.\n\n    More."""\n',
         "json/tests/__init__.py": '"""excluded"""\n',
         "site-packages/json.py": '"""excluded"""\n',
         "mine.py": '"""not of the standard library"""\n',
@@ -114,7 +161,12 @@ def fake_library(root: Path) -> Path:
 def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path):
     with refusal("no standard library sources"):
         stdlib_documents(tmp_path)
-    written = ["first\n", "last\n", "a class\n\na coroutine\n", "JSON, with an \\d escape.\n\nF.\n\nMore.\n"]
+    written = [
+        "first\n",
+        "last\n",
+        "a class\n\na coroutine\n",
+        "JSON, with an \\d escape.\n\nF.\n\nMore.\n",
+    ]
     assert stdlib_documents(fake_library(tmp_path)) == written
     assert "nowhere" not in sys.modules
 

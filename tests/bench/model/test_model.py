@@ -1,4 +1,6 @@
-"""The GPT: shapes, initial values, causality; weights in a file, and back; other models, and models in 16 bits."""
+"""The GPT: shapes, initial values, causality; weights in a file, and back; other
+models, and models in 16 bits.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,11 @@ SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 
 def test_what_is_known_of_layers_before_there_is_a_model_is_so():
     modules = dict(GPT(SMALL).named_modules())
-    linear = {name: (m.in_features, m.out_features) for name, m in modules.items() if isinstance(m, torch.nn.Linear)}
+    linear = {
+        name: (m.in_features, m.out_features)
+        for name, m in modules.items()
+        if isinstance(m, torch.nn.Linear)
+    }
     assert list(linear_sizes(2, 32, 50).items()) == list(linear.items())
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in modules.items()}
     blocks = {"blocks", "0", "1", "attn", "mlp", ""}  # what holds others
@@ -45,9 +51,17 @@ def test_a_token_does_not_see_later_ones():
 
 
 def test_initial_values_follow_gpt2_and_the_seed_and_the_global_generator_stays():
-    model = build_model(GPTShape(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=300, bias=True), seed=0)
-    for name, std in (("blocks.0.attn.qkv", 0.02), ("blocks.3.mlp.proj", 0.005), ("token_embedding", 0.02)):
-        assert float(model.get_submodule(name).weight.detach().std()) == pytest.approx(std, rel=0.02)
+    model = build_model(
+        GPTShape(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=300, bias=True), seed=0
+    )
+    for name, std in (
+        ("blocks.0.attn.qkv", 0.02),
+        ("blocks.3.mlp.proj", 0.005),
+        ("token_embedding", 0.02),
+    ):
+        assert float(model.get_submodule(name).weight.detach().std()) == pytest.approx(
+            std, rel=0.02
+        )
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
     before = torch.get_rng_state()
     one, same, other = (build_model(SMALL, seed) for seed in (1, 1, 2))
@@ -71,7 +85,9 @@ def test_tying_shares_one_parameter_and_dropout_acts_in_training_only():
 TOKENS = torch.arange(11)[None]
 
 
-def wrapped(storage: str, seed: int, fmt: str = "E4M3", width: int = 32, tie: bool = False) -> nn.Module:
+def wrapped(
+    storage: str, seed: int, fmt: str = "E4M3", width: int = 32, tie: bool = False
+) -> nn.Module:
     formats = f"{{'*': {fmt}, lm_head: none, mlp.fc: {{weight: {fmt}, activation: E5M2}}}}"
     shape = ["--model.n_layer=2", "--model.n_head=2", f"--model.n_embd={width}"]
     config = resolved([*shape, "--model.formats", formats, "--model.storage", storage])
@@ -105,7 +121,10 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("there", "words"),
     [
-        ({"width": 16}, r"are of another model: .* is float32 \(11, 16\) there, float32 \(11, 32\) here"),
+        (
+            {"width": 16},
+            r"are of another model: .* is float32 \(11, 16\) there, float32 \(11, 32\) here",
+        ),
         ({"fmt": "E5M2"}, "E5M2"),
         ({"storage": "grid"}, "float32 .* there, E4M3 codes .* here"),
     ],
@@ -125,23 +144,55 @@ def mixtral(tmp_path_factory):
     return causal_models.write(tmp_path_factory.mktemp("models") / "mixtral", "mixtral")
 
 
-def test_experts_in_one_parameter_are_measured_around_and_named(mixtral, text_file, tmp_path, capsys):
+def test_experts_in_one_parameter_are_measured_around_and_named(
+    mixtral, text_file, tmp_path, capsys
+):
     words = ["evaluate", "--model", str(mixtral), "--input", str(text_file), "--formats", "E4M3"]
-    assert main([*words, "--model.block_size", "16", "--windows", "2", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main([*words, "--model.block_size", "16", "--windows", "2", "--out", str(tmp_path / "out")])
+        == 0
+    )
     assert "model.layers.0.mlp.experts (18,432): " in capsys.readouterr().err
     rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
     assert rows[1]["quantized_parameters"] == 2 * 4 * 32 * 32
 
 
 def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, here, capsys):
-    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(mixtral), "--out", "law"]) == 0
-    quick = ["--model.block_size=16", "--train.max_steps=2", "--eval.batches=1", "--monitor.interval=2"]
-    assert main(["finetune", "--model", str(mixtral), "--data.dir", "law", "--name", "f", *quick]) == 0
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: "))
+    assert (
+        main(
+            [
+                "prepare",
+                "text",
+                "--input",
+                str(text_file),
+                "--tokenizer",
+                str(mixtral),
+                "--out",
+                "law",
+            ]
+        )
+        == 0
+    )
+    quick = [
+        "--model.block_size=16",
+        "--train.max_steps=2",
+        "--eval.batches=1",
+        "--monitor.interval=2",
+    ]
+    assert (
+        main(["finetune", "--model", str(mixtral), "--data.dir", "law", "--name", "f", *quick]) == 0
+    )
+    (line,) = (
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: ")
+    )
     summary = json.loads(Path("runs/f/summary.json").read_text())
     left = summary["parameters"] - summary["quantized_parameters"]
-    assert line.startswith(f"left in float: {left / summary['parameters']:.0%} of the weights, {left:,} of ")
-    assert "most in model.layers.0.mlp.experts (18,432), model.layers.1.mlp.experts (18,432)" in line
+    assert line.startswith(
+        f"left in float: {left / summary['parameters']:.0%} of the weights, {left:,} of "
+    )
+    assert (
+        "most in model.layers.0.mlp.experts (18,432), model.layers.1.mlp.experts (18,432)" in line
+    )
 
 
 @pytest.mark.parametrize("command", ["evaluate", "finetune"])
@@ -158,7 +209,10 @@ def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused):
         tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
         save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
         said = refused("evaluate", "--model", model, "--input", text_file)
-        assert "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values" in said
+        assert (
+            "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values"
+            in said
+        )
 
 
 def written(folder: Path, kind: str, dtype: torch.dtype) -> Path:
@@ -173,35 +227,68 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)]
+    ("kind", "dtype"),
+    [("llama", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)],
 )
-def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(kind, dtype, text_file, tmp_path, monkeypatch):
+def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(
+    kind, dtype, text_file, tmp_path, monkeypatch
+):
     """The results equal those of a model that holds float weights and codes."""
     model = written(tmp_path / kind, kind, dtype)
-    words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "3", "--model.block_size=16"]
+    words = [
+        "evaluate",
+        "--model",
+        str(model),
+        "--input",
+        str(text_file),
+        "--windows",
+        "3",
+        "--model.block_size=16",
+    ]
     words += ["--formats", "E4M3,E2M1", "--scales", "tensor,channel"]
     held = []
 
     def losses(model, *rest):
-        layers = [each for each in model.modules() if is_linear(each) or isinstance(each, fm.QuantizedLinear)]
-        codes = [isinstance(each.weight, fm.FP8Tensor) for each in layers if each is not model.get_output_embeddings()]
+        layers = [
+            each
+            for each in model.modules()
+            if is_linear(each) or isinstance(each, fm.QuantizedLinear)
+        ]
+        codes = [
+            isinstance(each.weight, fm.FP8Tensor)
+            for each in layers
+            if each is not model.get_output_embeddings()
+        ]
         held.append({torch.uint8} if all(codes) else {each.weight.dtype for each in layers})
         return window_losses(model, *rest)
 
     monkeypatch.setattr(measurement, "window_losses", losses)
     assert main([*words, "--out", str(tmp_path / "anew")]) == 0
     assert held == [{dtype}, *[{torch.uint8}] * 4]
-    monkeypatch.setattr(report, "find_model", lambda _: {"gguf_file": ""})  # of which floats alone are read
+    monkeypatch.setattr(
+        report, "find_model", lambda _: {"gguf_file": ""}
+    )  # of which floats alone are read
     assert main([*words, "--out", str(tmp_path / "floats")]) == 0
     assert held[5] == {torch.float32}
     assert rows_of(tmp_path / "anew") == rows_of(tmp_path / "floats")
 
 
-@pytest.mark.parametrize("options", [["--sensitivity"], ["--embeddings"], ["--model.formats.embeddings", "E4M3"]])
+@pytest.mark.parametrize(
+    "options", [["--sensitivity"], ["--embeddings"], ["--model.formats.embeddings", "E4M3"]]
+)
 def test_what_is_measured_beside_floats_holds_them(options, text_file, tmp_path, monkeypatch):
     model = written(tmp_path / "llama", "llama", torch.bfloat16)
     monkeypatch.setattr(report, "load_narrow", lambda _: pytest.fail("read without its floats"))
-    words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "2", "--model.block_size=16"]
+    words = [
+        "evaluate",
+        "--model",
+        str(model),
+        "--input",
+        str(text_file),
+        "--windows",
+        "2",
+        "--model.block_size=16",
+    ]
     assert main([*words, "--formats", "E4M3", *options, "--out", str(tmp_path / "out")]) == 0
 
 

@@ -44,9 +44,17 @@ def test_the_logits_are_those_of_transformers(tmp_path, function, tied):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    settings = {key: value for key, value in gpt2_checkpoints.SETTINGS.items() if key != "model_type"}
-    settings |= {"activation_function": function, "tie_word_embeddings": tied, "initializer_range": 0.3}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
+    settings = {
+        key: value for key, value in gpt2_checkpoints.SETTINGS.items() if key != "model_type"
+    }
+    settings |= {
+        "activation_function": function,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.3,
+    }
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)
+    ).eval()
     theirs.save_pretrained(tmp_path)
     ours = loaded(tmp_path)
     tokens = torch.randint(0, 61, (3, 32))
@@ -97,7 +105,9 @@ def test_codes_are_not_read_as_weights(tmp_path):
     def edit(stored):
         stored["h.0.mlp.c_fc.weight"] = (stored["h.0.mlp.c_fc.weight"] * 100).to(torch.int8)
 
-    with refusal(r"weight of 'model\.safetensors' holds I8 of shape \(16, 64\), and its scale is missing"):
+    with refusal(
+        r"weight of 'model\.safetensors' holds I8 of shape \(16, 64\), and its scale is missing"
+    ):
         loaded(gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit))
 
 
@@ -118,7 +128,12 @@ def test_settings_for_another_model_are_refused(folder, arguments, words):
 
 
 def test_a_model_of_another_kind_or_with_a_head_of_its_own_is_refused(tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     other = gpt2_checkpoints.write(tmp_path / "other", model_type="llama", **sizes)
     with refusal(r"model_type 'llama'; only gpt2 can be loaded"):
         checkpoint_shape(str(other))
@@ -129,8 +144,15 @@ def test_a_model_of_another_kind_or_with_a_head_of_its_own_is_refused(tmp_path):
 
 def test_a_run_starts_from_the_checkpoint(tiny, corpus_dir, tmp_path):
     vocabulary = load_corpus(corpus_dir, 16).vocab_size
-    folder = gpt2_checkpoints.write(tmp_path / "gpt2", vocab_size=vocabulary, n_layer=1, n_positions=16)
-    config = tiny(model__init_from=str(folder), model__format="E4M3", model__tie_weights=False, train__max_steps=3)
+    folder = gpt2_checkpoints.write(
+        tmp_path / "gpt2", vocab_size=vocabulary, n_layer=1, n_positions=16
+    )
+    config = tiny(
+        model__init_from=str(folder),
+        model__format="E4M3",
+        model__tie_weights=False,
+        train__max_steps=3,
+    )
     model = initial_model(resolve(config), load_corpus(corpus_dir, 16))
     assert torch.equal(model.position_embedding.weight, loaded(folder).position_embedding.weight)
     summary = run(config, tmp_path / "run")
@@ -145,12 +167,18 @@ def test_another_vocabulary_is_refused(tiny, folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_hub_does_not_have_is_named_and_one_out_of_reach_is_given_up(hub, folder, tmp_path, monkeypatch):
+def test_what_a_hub_does_not_have_is_named_and_one_out_of_reach_is_given_up(
+    hub, folder, tmp_path, monkeypatch
+):
     from huggingface_hub import constants
 
     (hub.root / "openai-community").mkdir()
     (hub.root / "openai-community" / "gpt2").symlink_to(folder)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
@@ -174,7 +202,8 @@ def test_a_path_that_does_not_exist_is_no_id(name):
         checkpoint_shape(name)
 
 
-#: AdamW as everybody writes it, on a CPU; the file's own on a card differs in its precision, compiled
+#: AdamW as everybody writes it, on a CPU; the file's own on a card differs in its
+#: precision, compiled
 PLAIN = ["--rule=fp32", "--runtime.compile=false", "--monitor.watch=[]", "--checkpoint.every=null"]
 #: GPT-2's names of the layers; those of the others differ in a word
 NAMES = {"norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
@@ -184,18 +213,31 @@ NAMES |= {"token_embedding": "wte", "position_embedding": "wpe"}
 
 def settings(data: Path, *given: str) -> Resolved:
     """The shipped file, with AdamW in float32 and what else is given."""
-    return resolve(load_config(find_config("gpt2_124m.yaml"), [f"--data.dir={data}", *PLAIN, *given]))
+    return resolve(
+        load_config(find_config("gpt2_124m.yaml"), [f"--data.dir={data}", *PLAIN, *given])
+    )
 
 
 def transformers_model(config: Resolved, vocabulary: int) -> Any:
-    """A GPT-2 of transformers with the run's first weights; its linear layers hold (inputs, outputs)."""
+    """A GPT-2 of transformers with the run's first weights; its linear layers hold
+    (inputs, outputs).
+    """
     import transformers
 
     shape = model_shape(config, open_corpus(config))
     assert shape.vocab_size == vocabulary
-    sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd, "n_positions": shape.block_size}
-    zeros = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
-    made = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=vocabulary, **sizes, **zeros))
+    sizes = {
+        "n_layer": shape.n_layer,
+        "n_head": shape.n_head,
+        "n_embd": shape.n_embd,
+        "n_positions": shape.block_size,
+    }
+    zeros = dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0
+    )
+    made = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=vocabulary, **sizes, **zeros)
+    )
     theirs = dict(made.transformer.named_parameters())
     for name, weight in build_model(shape, config.seed).named_parameters():
         for ours, other in NAMES.items():
@@ -207,29 +249,42 @@ def transformers_model(config: Resolved, vocabulary: int) -> Any:
 
 
 def transformers_losses(config: Resolved, steps: int) -> list[float]:
-    """The losses of the first steps as one would write a training: torch's AdamW, its norm, warm-up and cosine."""
+    """The losses of the first steps as one would write a training: torch's AdamW, its
+    norm, warm-up and cosine.
+    """
     folder, options, train = Path(config.data.dir), config.optimizer, config.train
     meta = json.loads((folder / "meta.json").read_text())
     tokens, block = np.fromfile(folder / "train.bin", dtype=np.uint16), config.model.block_size
     model = transformers_model(config, meta["vocab_size"])
-    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+    matrices, others = (
+        [p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8)
     losses = []
     for step in range(steps):
         share = (step - options.warmup_steps) / (train.max_steps - options.warmup_steps)
-        decayed = options.min_lr_ratio + (1 - options.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share))
+        decayed = options.min_lr_ratio + (1 - options.min_lr_ratio) * 0.5 * (
+            1 + math.cos(math.pi * share)
+        )
         factor = (step + 1) / (options.warmup_steps + 1) if share < 0 else decayed
         for group in optimizer.param_groups:
             group["lr"] = options.lr * factor
         optimizer.zero_grad()
         total = 0.0
         for micro in range(train.accumulation):
-            drawn = np.random.Generator(np.random.Philox(key=config.seed, counter=[0, 0, micro, step]))
+            drawn = np.random.Generator(
+                np.random.Philox(key=config.seed, counter=[0, 0, micro, step])
+            )
             starts = drawn.integers(0, len(tokens) - block, size=train.batch_size)
-            rows = torch.from_numpy(np.stack([tokens[i : i + block + 1] for i in starts]).astype(np.int64))
+            rows = torch.from_numpy(
+                np.stack([tokens[i : i + block + 1] for i in starts]).astype(np.int64)
+            )
             logits = model(rows[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) / train.accumulation
+            loss = (
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+                / train.accumulation
+            )
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -243,14 +298,27 @@ def check(config: Resolved, folder: Path, moves: float) -> None:
     ours = [line["train/loss"] for line in records_of(config, folder) if "train/loss" in line]
     theirs = transformers_losses(config, steps)
     assert len(ours) == steps
-    assert ours == pytest.approx(theirs, abs=1e-5, rel=0)  # ten of float32's units at losses from 8 to 16
+    assert ours == pytest.approx(
+        theirs, abs=1e-5, rel=0
+    )  # ten of float32's units at losses from 8 to 16
     assert max(ours) - min(ours) > moves
 
 
 def test_a_small_model_has_the_losses_of_transformers(tmp_path, text_file):
     prepare_text(text_file, tmp_path / "data", "gpt2")
-    small = {"model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 24, "train.batch_size": 3}
-    small |= {"train.max_steps": 12, "optimizer.warmup_steps": 4, "eval.batches": 1, "eval.interval": 12}
+    small = {
+        "model.n_layer": 2,
+        "model.n_head": 2,
+        "model.n_embd": 32,
+        "model.block_size": 24,
+        "train.batch_size": 3,
+    }
+    small |= {
+        "train.max_steps": 12,
+        "optimizer.warmup_steps": 4,
+        "eval.batches": 1,
+        "eval.interval": 12,
+    }
     config = settings(tmp_path / "data", *flags(small))
     assert config.train.accumulation == 2
     check(config, tmp_path / "run", moves=0.5)

@@ -1,4 +1,6 @@
-"""Entropy of attention by hand, and zones without gradient by trial: two monitors that share their models."""
+"""Entropy of attention by hand, and zones without gradient by trial: two monitors that
+share their models.
+"""
 
 import math
 from typing import Any
@@ -44,7 +46,9 @@ def test_attention_that_looks_at_everything_alike_has_the_entropy_of_that():
     record = one_step(model, observers, tokens).record
     uniform = sum(math.log(n) for n in range(1, 5)) / 4
     heads = [record[f"attention/entropy/{block}/{head}"] for block in range(2) for head in range(2)]
-    assert [*heads, record["attention/entropy"], record["attention/entropy_min"]] == pytest.approx([uniform] * 6)
+    assert [*heads, record["attention/entropy"], record["attention/entropy_min"]] == pytest.approx(
+        [uniform] * 6
+    )
 
 
 def test_looking_at_attention_leaves_the_scales():
@@ -62,8 +66,12 @@ def test_looking_at_attention_leaves_the_scales():
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def zone_by_trial(w: torch.Tensor, x: torch.Tensor, fmt: str, scale: Any, output: torch.dtype) -> float:
-    """Move every weight up and down by half a spacing and look at the rounded outputs, in float64."""
+def zone_by_trial(
+    w: torch.Tensor, x: torch.Tensor, fmt: str, scale: Any, output: torch.dtype
+) -> float:
+    """Move every weight up and down by half a spacing and look at the rounded outputs,
+    in float64.
+    """
     half = (fm.ulp((w / scale).double(), fmt) * scale.double() / 2).expand(w.shape)
     y, unchanged = x.double() @ w.double().T, 0
     for i in range(w.shape[0]):
@@ -81,7 +89,9 @@ def test_zones_are_found_by_trial(output):
             x = normal(rows, 40, seed=1) * torch.logspace(-4, 0, 40)
             x[:, 3] = 0
             found = zero_gradient_zone(w, x, of(name), SCALES[0], output=output)
-            assert found == pytest.approx(zone_by_trial(w, x, name, SCALES[0], output), abs=1.5 / 200)
+            assert found == pytest.approx(
+                zone_by_trial(w, x, name, SCALES[0], output), abs=1.5 / 200
+            )
             assert 0 < found < 1
 
 
@@ -100,12 +110,16 @@ def test_zones_at_the_edges():
     assert zero_gradient_zone(w, torch.zeros(4, 3), of("E4M3")) == 1
     assert zero_gradient_zone(w, torch.ones(4, 3), of("E4M3"), output=torch.float32) == 0
     assert zero_gradient_zone(w, torch.ones(1, 3), of("E4M3"), bias=torch.full((2,), 1e6)) == 1
-    assert zero_gradient_zone(w, torch.ones(1, 3), of("E4M3"), bias=torch.full((2,), torch.inf)) == 1
+    assert (
+        zero_gradient_zone(w, torch.ones(1, 3), of("E4M3"), bias=torch.full((2,), torch.inf)) == 1
+    )
     assert zero_gradient_zone(torch.empty(0, 3), torch.ones(1, 3), of("E4M3")) == 0
 
 
 @pytest.mark.parametrize(("inputs", "share"), [(0.0, 1.0), (1.0, 0.0)])
 def test_weights_that_meet_no_input_are_in_a_zone(inputs, share):
     model = layer_of({"weight": "E4M3"}, normal(4, 4))
-    record = one_step(model, observers_of(watched(model), "zones"), torch.full((2, 4), inputs)).record
+    record = one_step(
+        model, observers_of(watched(model), "zones"), torch.full((2, 4), inputs)
+    ).record
     assert record["stall/zero_gradient_zone/0"] == record["stall/zero_gradient_zone"] == share

@@ -1,4 +1,6 @@
-"""Code histograms, spacings of the weights and constraints, against counts and definitions by hand."""
+"""Code histograms, spacings of the weights and constraints, against counts and
+definitions by hand.
+"""
 
 import itertools
 import math
@@ -8,12 +10,34 @@ import pytest
 import torch
 from laws import each
 from torch import nn
-from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, on_grid, one_step, watched
+from watched_models import (
+    NAMES,
+    SCALES,
+    layer_of,
+    normal,
+    observers_of,
+    of,
+    on_grid,
+    one_step,
+    watched,
+)
 
 import fp8manifold as fm
 from fp8manifold import reference
-from nanogpt_bench.monitors.bits import CODES_USED, TOP_EXPONENT, UNIFORMITY, bit_figures, code_histogram
-from nanogpt_bench.monitors.geometry import OFF_GRID, STIFFNESS_MEAN, geometry_figures, orthogonality, row_length_error
+from nanogpt_bench.monitors.bits import (
+    CODES_USED,
+    TOP_EXPONENT,
+    UNIFORMITY,
+    bit_figures,
+    code_histogram,
+)
+from nanogpt_bench.monitors.geometry import (
+    OFF_GRID,
+    STIFFNESS_MEAN,
+    geometry_figures,
+    orthogonality,
+    row_length_error,
+)
 
 
 @each("name", NAMES)
@@ -28,7 +52,9 @@ def test_figures_are_the_counts(name):
     top = max((c & (fmt.sign_bit - 1)) >> m for c in finite)
     assert size == 1000
     shares = [codes.count(code) / 1000 for code in set(codes)]
-    assert found.pop(UNIFORMITY) == pytest.approx(-sum(p * math.log2(p) for p in shares) / math.log2(len(finite)))
+    assert found.pop(UNIFORMITY) == pytest.approx(
+        -sum(p * math.log2(p) for p in shares) / math.log2(len(finite))
+    )
     assert found.pop(CODES_USED) == len(set(codes)) / len(finite)
     assert found.pop(TOP_EXPONENT) == fields.count(top) / 1000
     assert (fields.count(top) > 0) is (name != "E7M0")
@@ -56,12 +82,16 @@ def test_counts_are_those_of_encode(dtype):
 
 
 def test_weights_and_activations_that_are_quantised_have_codes():
-    model = layer_of({"weight": {"format": "E4M3", "scale": 1.0}}, torch.tensor([[1.0, 1.5, 448.0, 448.0]]))
+    model = layer_of(
+        {"weight": {"format": "E4M3", "scale": 1.0}}, torch.tensor([[1.0, 1.5, 448.0, 448.0]])
+    )
     record = one_step(model, observers_of(watched(model), "bits"), torch.ones(1, 4)).record
     assert record["bits/uniformity/weight/0"] == 1.5 / math.log2(254)
     assert record["bits/top_exponent/weight/0"] == 0.5
     model = layer_of({"activation": {"format": "E2M1", "scale": 1.0}}, torch.ones(1, 2))
-    record = one_step(model, observers_of(watched(model), "bits"), torch.tensor([[1.0, 6.0]])).record
+    record = one_step(
+        model, observers_of(watched(model), "bits"), torch.tensor([[1.0, 6.0]])
+    ).record
     assert record["bits/codes_used/activation/0"] == 2 / 16
     assert "bits/codes_used/weight/0" not in record
 
@@ -97,7 +127,9 @@ def test_distances_from_constraints_and_fields_without_weights_or_numbers():
     assert bad[OFF_GRID] == pytest.approx(1 / 3)
     q = geoopt.Stiefel().projx(normal(3, 8, 5))
     assert orthogonality(q) < 1e-5
-    assert orthogonality(q * 2) == orthogonality(q.mT * 2) == pytest.approx(3 * math.sqrt(5), rel=1e-5)
+    assert (
+        orthogonality(q * 2) == orthogonality(q.mT * 2) == pytest.approx(3 * math.sqrt(5), rel=1e-5)
+    )
     assert orthogonality(torch.empty(0, 3)[:, :0]) == row_length_error(torch.empty(0, 3)) == 0
     assert math.isnan(orthogonality(torch.full((2, 2), math.nan)))
     assert row_length_error(torch.tensor([[0.6, 0.8], [0.0, 0.5]])) == 0.5
@@ -107,7 +139,9 @@ def test_a_layer_on_the_grid_stays_there():
     model = layer_of({"weight": "E4M3"}, torch.full((2, 2), 1.0), "grid")
     scale = model[0].weight_scale()[0, 0]
     stiffness = float(fm.ulp(1 / scale, "E4M3") * scale)
-    record = one_step(model, observers_of(watched(model), "geometry"), torch.ones(1, 2), lr=4 * stiffness).record
+    record = one_step(
+        model, observers_of(watched(model), "geometry"), torch.ones(1, 2), lr=4 * stiffness
+    ).record
     assert record["geometry/stiffness_mean/0"] == pytest.approx(stiffness)
     assert record["geometry/off_grid"] == 0.0
 
@@ -115,7 +149,9 @@ def test_a_layer_on_the_grid_stays_there():
 def test_parameters_on_geoopts_manifolds_are_checked():
     model = nn.Linear(2, 2, bias=False)
     for name, manifold in (("q", geoopt.Stiefel()), ("r", geoopt.Sphere())):
-        parameter = geoopt.ManifoldParameter(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), manifold=manifold)
+        parameter = geoopt.ManifoldParameter(
+            torch.tensor([[1.0, 0.0], [0.0, 2.0]]), manifold=manifold
+        )
         model.register_parameter(name, parameter)
     record = one_step(model, observers_of(watched(model), "geometry"), torch.ones(1, 2)).record
     assert record["geometry/orthogonality/q"] == record["geometry/orthogonality"] == 3.0

@@ -1,4 +1,6 @@
-"""Gradient figures, dead runs, the noise of rounding and the angle to a shadow's, against definitions in float64."""
+"""Gradient figures, dead runs, the noise of rounding and the angle to a shadow's,
+against definitions in float64.
+"""
 
 import math
 
@@ -11,19 +13,32 @@ from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, 
 
 import fp8manifold as fm
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.monitors.gradients import GRAD_L2, GRAD_SNR, GRAD_ZERO, DeadRuns, gradient_figures, update_to_noise
+from nanogpt_bench.monitors.gradients import (
+    GRAD_L2,
+    GRAD_SNR,
+    GRAD_ZERO,
+    DeadRuns,
+    gradient_figures,
+    update_to_noise,
+)
 from nanogpt_bench.monitors.shadow import shadow_figures
 
 
 @each("shape", [(5,), (400, 700)])
 @each("size", [1.0, 1e-25, 1e25])
 def test_norms_and_signal(shape, size):
-    for dtype in (torch.float32, torch.float64) if size != 1 else (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (
+        (torch.float32, torch.float64)
+        if size != 1
+        else (torch.float32, torch.bfloat16, torch.float16)
+    ):
         g = ((normal(*shape, seed=1) - 0.3) * size).to(dtype)
         g.view(-1)[:2] = 0
         found, wide = gradient_figures(g), g.double()
         assert found[GRAD_L2] == pytest.approx(wide.norm().item(), rel=1e-5)
-        assert found[GRAD_SNR] == pytest.approx((wide.mean().abs() / wide.std(correction=0)).item(), rel=1e-4)
+        assert found[GRAD_SNR] == pytest.approx(
+            (wide.mean().abs() / wide.std(correction=0)).item(), rel=1e-4
+        )
         assert found[GRAD_ZERO] == 2 / g.numel()
 
 
@@ -35,7 +50,11 @@ def test_gradients_without_signal():
     assert gradient_figures(torch.tensor([1.0, -1.0]))[GRAD_SNR] == 0
     for bad in (math.nan, math.inf):
         found = gradient_figures(torch.tensor([0.0, bad, 1.0, 2.0]))
-        assert (math.isfinite(found[GRAD_L2] or 0.0), found[GRAD_SNR], found[GRAD_ZERO]) == (False, None, 0.25)
+        assert (math.isfinite(found[GRAD_L2] or 0.0), found[GRAD_SNR], found[GRAD_ZERO]) == (
+            False,
+            None,
+            0.25,
+        )
 
 
 def test_noise_is_the_variance_of_stochastic_rounding():
@@ -45,12 +64,20 @@ def test_noise_is_the_variance_of_stochastic_rounding():
         many = (target / SCALES).expand(4000, 3, 40)
         errors = (fm.round_to_grid(many, name, "stochastic", seed=1) * SCALES - target).double()
         measured = (target - weight).double().square().sum() / errors.square().mean(0).sum()
-        assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(measured.item(), rel=0.05)
+        assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(
+            measured.item(), rel=0.05
+        )
 
 
 @each(
     ("target", "ratio"),
-    [(1.0, None), (2.0, math.inf), (1e6, math.inf), (math.inf, math.inf), (1.0625, 0.0625**2 / (0.25 * 0.125**2))],
+    [
+        (1.0, None),
+        (2.0, math.inf),
+        (1e6, math.inf),
+        (math.inf, math.inf),
+        (1.0625, 0.0625**2 / (0.25 * 0.125**2)),
+    ],
 )
 def test_noise_at_the_edges(target, ratio):
     one = torch.ones(4)
@@ -79,7 +106,9 @@ def test_dead_is_a_hundred_steps_below_the_threshold():
     assert runs.dead == 0
     for step in range(100):
         assert runs.dead == 0
-        runs.update(torch.tensor([0.0, -9e-9, 1e-8 if step != 50 else 0.0, 0.0 if step != 50 else 1.0]))
+        runs.update(
+            torch.tensor([0.0, -9e-9, 1e-8 if step != 50 else 0.0, 0.0 if step != 50 else 1.0])
+        )
     assert runs.dead == 0.5
     other = DeadRuns()
     other.load_state(runs.state())
@@ -94,12 +123,22 @@ def test_dead_is_a_hundred_steps_below_the_threshold():
 def test_a_weight_is_dead_after_its_steps_without_a_gradient(small):
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     observers, dead = observers_of(watched(model, dead_interval=50), "gradients"), []
-    for number, first in ((50, 1.0), (100, small), (120, 1.0), (150, small), (200, 1.0), (250, small)):
+    for number, first in (
+        (50, 1.0),
+        (100, small),
+        (120, 1.0),
+        (150, small),
+        (200, 1.0),
+        (250, small),
+    ):
         model.zero_grad()
         record = one_step(model, observers, torch.tensor([[first, 1.0]]), number=number).record
         dead.append(record["grad/dead/0"])
     assert dead == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
-    assert (record["grad/l2/0"], record["grad/zero/0"]) == (pytest.approx((1 + small**2) ** 0.5), 0.5 * (small == 0))
+    assert (record["grad/l2/0"], record["grad/zero/0"]) == (
+        pytest.approx((1 + small**2) ** 0.5),
+        0.5 * (small == 0),
+    )
 
 
 @pytest.mark.parametrize("shape", [(5,), (400, 700)])
@@ -107,9 +146,15 @@ def test_cosine_and_noise_are_the_definitions(shape):
     for size in (1.0, 1e-25, 1e25):
         reference = normal(*shape, seed=1) * size
         g = reference + normal(*shape, seed=2) * 0.3 * size
-        (cosine, decibels), a, b = shadow_figures(g, reference), g.double().flatten(), reference.double().flatten()
+        (cosine, decibels), a, b = (
+            shadow_figures(g, reference),
+            g.double().flatten(),
+            reference.double().flatten(),
+        )
         assert cosine == pytest.approx((a @ b / a.norm() / b.norm()).item(), rel=1e-5)
-        assert decibels == pytest.approx(10 * math.log10(b.square().sum() / (a - b).square().sum()), rel=1e-4)
+        assert decibels == pytest.approx(
+            10 * math.log10(b.square().sum() / (a - b).square().sum()), rel=1e-4
+        )
         assert shadow_figures(g, g.clone()) == (1.0, math.inf)
         assert shadow_figures(g, -g)[0] == -1.0
 
@@ -121,7 +166,12 @@ def test_gradients_of_other_size_and_dtype_have_an_angle_and_others_none():
     for dtype in (torch.bfloat16, torch.float64):
         assert shadow_figures(g.to(dtype), g)[0] == pytest.approx(1, abs=1e-4)
     zero, one = torch.zeros(3), torch.ones(3)
-    for g, reference in ((zero, zero), (one * math.nan, one), (one, one * math.inf), (zero[:0], zero[:0])):
+    for g, reference in (
+        (zero, zero),
+        (one * math.nan, one),
+        (one, one * math.inf),
+        (zero[:0], zero[:0]),
+    ):
         assert shadow_figures(g, reference) == (None, None)
     assert shadow_figures(zero, one) == (None, 0)
     assert shadow_figures(one, zero) == (None, -math.inf)
@@ -129,7 +179,10 @@ def test_gradients_of_other_size_and_dtype_have_an_angle_and_others_none():
 
 @pytest.mark.parametrize("settings", [{}, {"train__accumulation": 3}, {"model__dropout": 0.3}])
 def test_float32_weights_have_a_shadow_that_agrees_exactly(tiny, tmp_path, settings):
-    run(tiny(rule="fp32", shadow__enabled=True, shadow__interval=3, train__max_steps=4, **settings), tmp_path / "r")
+    run(
+        tiny(rule="fp32", shadow__enabled=True, shadow__interval=3, train__max_steps=4, **settings),
+        tmp_path / "r",
+    )
     records = recorded(tmp_path / "r")
     assert ["grad/cosine" in record for record in records] == [False, False, False, True, True]
     for record in records[3:]:
@@ -140,7 +193,12 @@ def test_float32_weights_have_a_shadow_that_agrees_exactly(tiny, tmp_path, setti
 
 
 def test_the_shadow_holds_dequantised_weights(tiny, tmp_path):
-    settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "shadow__enabled": True}
+    settings = {
+        "rule": "master",
+        "model__format": "E2M1",
+        "train__precision": "float32",
+        "shadow__enabled": True,
+    }
     settings |= {"shadow__interval": 1, "train__max_steps": 1}
     run(tiny(**settings), tmp_path / "r")
     # the straight-through gradient is that at the dequantised weights

@@ -1,4 +1,6 @@
-"""Range figures against exact rounding and definitions in float64, and which tensors a run measures."""
+"""Range figures against exact rounding and definitions in float64, and which tensors a
+run measures.
+"""
 
 import math
 from fractions import Fraction
@@ -26,12 +28,22 @@ SHARES = (OVERFLOW, UNDERFLOW, CLAMPED)
 
 
 def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float]:
-    """Each value rounded in exact arithmetic to a grid that goes on beyond the largest value."""
+    """Each value rounded in exact arithmetic to a grid that goes on beyond the largest
+    value.
+    """
     counts = [0, 0, 0]
     for value in map(abs, values):
-        low = max(c for c in range(fmt.max_code + 1) if reference.magnitude(c, fmt) <= Fraction(value))
+        low = max(
+            c for c in range(fmt.max_code + 1) if reference.magnitude(c, fmt) <= Fraction(value)
+        )
         middle = (reference.magnitude(low, fmt) + reference.magnitude(low + 1, fmt)) / 2
-        code = low if Fraction(value) < middle else low + 1 if Fraction(value) > middle else low + low % 2
+        code = (
+            low
+            if Fraction(value) < middle
+            else low + 1
+            if Fraction(value) > middle
+            else low + low % 2
+        )
         found = code > fmt.max_code, value > 0 and code == 0, value > fmt.max * (1 + 2**-20)
         counts = [count + hit for count, hit in zip(counts, found, strict=True)]
     return [count / len(values) for count in counts]
@@ -40,7 +52,9 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float
 @each("name", NAMES)
 def test_shares_are_those_of_exact_rounding(name):
     fmt = of(name)
-    middle = float((reference.magnitude(fmt.max_code, fmt) + reference.magnitude(fmt.max_code + 1, fmt)) / 2)
+    middle = float(
+        (reference.magnitude(fmt.max_code, fmt) + reference.magnitude(fmt.max_code + 1, fmt)) / 2
+    )
     least = fmt.ulp_min / 2
     ends = torch.tensor([fmt.max, middle, least, 2 * least], dtype=torch.float32)
     near = [torch.nextafter(ends, ends + sign) for sign in (-1, 1)]
@@ -65,7 +79,9 @@ def test_moments(shape, offset):
     x = normal(*shape, seed=3, std=2.0) ** 3 + offset
     found, wide = range_figures(x), x.double()
     centred, logs = wide - wide.mean(), wide.abs().log2()
-    assert found[KURTOSIS] == pytest.approx((centred.pow(4).mean() / centred.square().mean() ** 2).item(), rel=1e-4)
+    assert found[KURTOSIS] == pytest.approx(
+        (centred.pow(4).mean() / centred.square().mean() ** 2).item(), rel=1e-4
+    )
     assert found[LOG2_STD] == pytest.approx(logs.std(correction=0).item(), rel=1e-5)
     third = (logs - logs.mean()).pow(3).mean() / logs.std(correction=0) ** 3
     assert found[LOG2_SKEWNESS] == pytest.approx(third.item(), rel=1e-4, abs=1e-5)
@@ -84,7 +100,9 @@ def test_what_is_not_finite_and_what_is_not_there():
     x = torch.cat([normal(997), torch.tensor([math.nan, math.inf, -math.inf])])
     found, finite = range_figures(x, of("E5M2")), range_figures(x[:997], of("E5M2"))
     assert found[OVERFLOW] == found[CLAMPED] == 2 / 1000
-    assert [found[m] for m in (AMAX, KURTOSIS, LOG2_STD)] == [finite[m] for m in (AMAX, KURTOSIS, LOG2_STD)]
+    assert [found[m] for m in (AMAX, KURTOSIS, LOG2_STD)] == [
+        finite[m] for m in (AMAX, KURTOSIS, LOG2_STD)
+    ]
     for nothing in (torch.full((3,), math.nan), torch.empty(0, 3)):
         found = range_figures(nothing, of("E7M0"))
         assert [found[m] for m in (OVERFLOW, AMAX, KURTOSIS, LOG2_STD)] == [0.0, 0.0, None, None]
@@ -133,7 +151,9 @@ def test_gradients_of_weights_are_measured_where_they_are_quantised(granularity)
     record = one_step(model, observers_of(of_run, "ranges", "bits"), inputs).record
     assert record["quant/amax/weight_gradient/0"] == 1e6
     assert record["quant/underflow/weight_gradient/0"] == 1 / 32
-    assert record["quant/overflow/weight_gradient/0"] == (1 / 32 if granularity == "tensor" else 0.0)
+    assert record["quant/overflow/weight_gradient/0"] == (
+        1 / 32 if granularity == "tensor" else 0.0
+    )
     assert record["bits/codes_used/weight_gradient/0"] == 3 / 248
     assert not of_run.capture.weight_gradients
     assert not model[0].weight_gradient_scaler._forward_pre_hooks
@@ -145,7 +165,9 @@ def test_what_has_no_format_is_measured_without_one_or_in_that_of_the_setting_an
     record = one_step(model, observers_of(watched(model), "ranges"), inputs).record
     assert record["quant/amax/activation/0"] == 3.0
     assert not [key for key in record if key.startswith("quant/overflow")]
-    record = one_step(model, observers_of(watched(model, activation_format="E4M3"), "ranges"), inputs).record
+    record = one_step(
+        model, observers_of(watched(model, activation_format="E4M3"), "ranges"), inputs
+    ).record
     assert record["quant/underflow/activation/0"] == 0.25
     assert "quant/underflow/gradient/0" not in record
     model = layer_of({"activation": {"format": "E4M3", "granularity": "block"}}, torch.ones(2, 64))

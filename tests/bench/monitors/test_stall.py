@@ -1,4 +1,6 @@
-"""Stall: its counts on the grid and with master weights, the share of the updates that moves weights, and its steps."""
+"""Stall: its counts on the grid and with master weights, the share of the updates that
+moves weights, and its steps.
+"""
 
 import math
 
@@ -29,13 +31,20 @@ def test_shares_are_the_counts():
     rows = list(zip(before.tolist(), target.tolist(), after.tolist(), strict=True))
     assert update_lost(before, target, after) == sum(t != b and a == b for b, t, a in rows) / 1000
     codes = (before // 2).to(torch.uint8), (after // 2).to(torch.uint8)
-    assert code_unchanged(*codes, before, after) == sum(b != a and b // 2 == a // 2 for b, _, a in rows) / 1000
+    assert (
+        code_unchanged(*codes, before, after)
+        == sum(b != a and b // 2 == a // 2 for b, _, a in rows) / 1000
+    )
 
 
 def test_special_values():
     """An update to NaN that is not taken is lost; +0 and -0 are the same weight."""
     one, nan = torch.ones(1), torch.tensor([math.nan])
-    assert (update_lost(one, nan, one), update_lost(one, nan, nan), update_lost(nan, one, nan)) == (1.0, 0.0, 0.0)
+    assert (update_lost(one, nan, one), update_lost(one, nan, nan), update_lost(nan, one, nan)) == (
+        1.0,
+        0.0,
+        0.0,
+    )
     assert update_lost(torch.zeros(1), -torch.zeros(1), torch.zeros(1)) == 0.0
     assert update_lost(torch.empty(0), torch.empty(0), torch.empty(0)) == 0.0
     assert update_ulps(one[:0], one[:0], of("E4M3")) == 0.0
@@ -107,11 +116,15 @@ def step_once(model, optimizer, observer, number, *, last=False):
 @pytest.mark.parametrize(("lr", "stalled"), [(1e-6, 1.0), (10.0, 0.0)])
 def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr, stalled):
     model = model_on("grid")
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=lr, stiffness=0.0, writeback="nearest")
+    optimizer = fm.optim.StiffnessAdamW(
+        model.parameters(), lr=lr, stiffness=0.0, writeback="nearest"
+    )
     stall, observer = watch(model)
     record = step_once(model, optimizer, observer, 1)
     lost = {key: value for key, value in record.items() if key.startswith("stall/update_lost")}
-    assert lost == dict.fromkeys(("stall/update_lost", "stall/update_lost/0", "stall/update_lost/1"), stalled)
+    assert lost == dict.fromkeys(
+        ("stall/update_lost", "stall/update_lost/0", "stall/update_lost/1"), stalled
+    )
     assert stall.mean == stalled
     assert stall.arrived == record["stall/arrived"]
     assert (stall.arrived == 0.0) is (stalled == 1.0)
@@ -125,7 +138,9 @@ def test_with_a_master_copy_the_codes_are_compared(lr, stalled):
     stall, observer = watch(model)
     for layer in quantized_layers(model).values():
         layer.weight.data.fill_(1.0)
-        layer.weight.data[:, 0] = -4.0  # the row's amax, so that its scale stays when the others move
+        layer.weight.data[
+            :, 0
+        ] = -4.0  # the row's amax, so that its scale stays when the others move
         if stalled == 0.0:
             layer.weight.data.normal_()
     record = step_once(model, optimizer, observer, 1)
@@ -137,8 +152,12 @@ def test_it_looks_at_its_interval_and_at_the_last_step():
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
     stall, observer = watch(model, interval=3)
-    seen = [step_once(model, optimizer, observer, number, last=number == 7) for number in range(1, 8)]
-    assert [number for number, record in enumerate(seen, start=1) if "stall/update_lost" in record] == [3, 6, 7]
+    seen = [
+        step_once(model, optimizer, observer, number, last=number == 7) for number in range(1, 8)
+    ]
+    assert [
+        number for number, record in enumerate(seen, start=1) if "stall/update_lost" in record
+    ] == [3, 6, 7]
     assert stall.arrived is not None
     step = Step(9, model, optimizer)  # in which no weight is asked to move
     observer.before_step(step)
@@ -146,23 +165,35 @@ def test_it_looks_at_its_interval_and_at_the_last_step():
     assert stall.arrived is None
 
 
-@pytest.mark.parametrize(("writeback", "share"), [("stochastic", 1.0), ("residual8", 1.0), ("nearest", 0.0)])
-def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_it_stalls(writeback, share):
+@pytest.mark.parametrize(
+    ("writeback", "share"), [("stochastic", 1.0), ("residual8", 1.0), ("nearest", 0.0)]
+)
+def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_it_stalls(
+    writeback, share
+):
     torch.manual_seed(0)  # two layers whose updates lie far below a spacing
-    model = fm.quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8, bias=False)), "E4M3", "fp8")
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-4, stiffness=1.0, writeback=writeback)
+    model = fm.quantize_model(
+        nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8, bias=False)), "E4M3", "fp8"
+    )
+    optimizer = fm.optim.StiffnessAdamW(
+        model.parameters(), lr=1e-4, stiffness=1.0, writeback=writeback
+    )
     stall, observer = watch(model)
     records = [step_once(model, optimizer, observer, number) for number in range(1, 6)]
     assert stall.arrived == pytest.approx(sum([record["stall/arrived"] for record in records]) / 5)
     assert stall.arrived == pytest.approx(share, abs=0.1)
     if writeback == "stochastic":
         assert (stall.mean or 0.0) > 0.8  # which says nothing here
-    assert {key for key in records[0] if "arrived" in key} == {*("stall/arrived", "stall/arrived/0", "stall/arrived/1")}
+    assert {key for key in records[0] if "arrived" in key} == {
+        *("stall/arrived", "stall/arrived/0", "stall/arrived/1")
+    }
     assert ("stall/residual_saturation/0" in records[-1]) is (writeback == "residual8")
 
 
 def test_what_arrived_of_all_layers_is_of_their_movement_together():
-    """A layer with tiny updates hardly counts in the mean over layers, however many weights it has."""
+    """A layer with tiny updates hardly counts in the mean over layers, however many
+    weights it has.
+    """
     model = model_on("grid")
     groups = [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}]
     optimizer = fm.optim.StiffnessAdamW(groups, stiffness=0.0, writeback="nearest")

@@ -1,4 +1,6 @@
-"""Whole runs under watch, of all layers or in turns: what they write is registered, and nothing else changes."""
+"""Whole runs under watch, of all layers or in turns: what they write is registered, and
+nothing else changes.
+"""
 
 import re
 
@@ -17,7 +19,9 @@ from nanogpt_bench.monitors.points import Anomaly, Turns
 from nanogpt_bench.monitors.resources import Resources, flops_per_token
 
 ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
-GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
+GRID_FORMATS = (
+    "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
+)
 
 
 @pytest.mark.parametrize(
@@ -33,16 +37,26 @@ GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stocha
 def test_watching_everything_changes_nothing(tiny, tmp_path, settings):
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
     seen = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
-    unseen = records_of(tiny(**settings, monitor__watch="[]", alerts__enabled=False), tmp_path / "unseen")
+    unseen = records_of(
+        tiny(**settings, monitor__watch="[]", alerts__enabled=False), tmp_path / "unseen"
+    )
     keys = ("train/loss", "val/loss", "grad/norm")
     assert [[record.get(key) for key in keys] for record in seen] == [
         [record.get(key) for key in keys] for record in unseen
     ]
-    assert not [key for key in unseen[-1] if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))]
+    assert not [
+        key
+        for key in unseen[-1]
+        if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))
+    ]
 
 
 NAMESPACES = {name: f"{name}/" for name in ("bits", "attention", "geometry")}
-NAMESPACES |= {"stall": "stall/update_lost", "zones": "stall/zero_gradient_zone", "ranges": "quant/"}
+NAMESPACES |= {
+    "stall": "stall/update_lost",
+    "zones": "stall/zero_gradient_zone",
+    "ranges": "quant/",
+}
 NAMESPACES |= {"gradients": "grad/l2", "resources": "memory/", "trend": "train/loss_smoothed"}
 
 
@@ -51,8 +65,14 @@ def test_a_monitor_is_watched_alone_or_left_out(tiny, tmp_path, alone):
     settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
     others = set(WATCHED) - {alone}
     for watch in ({alone}, others):
-        last = records_of(tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch)))[-1]
-        assert {name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)} == watch
+        last = records_of(
+            tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch))
+        )[-1]
+        assert {
+            name
+            for name, prefix in NAMESPACES.items()
+            if any(key.startswith(prefix) for key in last)
+        } == watch
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny, tmp_path, monkeypatch):
@@ -80,7 +100,9 @@ def registered(key):
     return None
 
 
-def test_all_that_a_watched_run_writes_is_registered(tiny, corpus_dir, labelled_dir, tmp_path, monkeypatch):
+def test_all_that_a_watched_run_writes_is_registered(
+    tiny, corpus_dir, labelled_dir, tmp_path, monkeypatch
+):
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
     monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
     speed = {"eval__also": str(corpus_dir)}
@@ -106,7 +128,12 @@ def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
     model = GPT(GPTShape(4, 4, 128, 64))
     flops = flops_per_token(model, config)
     assert flops == 6 * (4 * 12 * 128 * 128 + 257 * 128) + 12 * 4 * 128 * 64
-    step = Step(3, model, torch.optim.SGD(model.parameters()), record={"val/loss": 1.0, "time/tokens_per_s": 1e5})
+    step = Step(
+        3,
+        model,
+        torch.optim.SGD(model.parameters()),
+        record={"val/loss": 1.0, "time/tokens_per_s": 1e5},
+    )
     with monkeypatch.context() as patched:
         patched.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 2e12)
         Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
@@ -118,9 +145,15 @@ def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
 
 
 STEPS = 9
-#: figures of a layer that are of nothing but the step, with the operands that they are of
+#: figures of a layer that are of nothing but the step, with the operands that they are
+#: of
 OF_THE_STEP = (
-    *("quant/kurtosis/weight", "quant/overflow/activation", "quant/amax/gradient", "bits/uniformity/weight"),
+    *(
+        "quant/kurtosis/weight",
+        "quant/overflow/activation",
+        "quant/amax/gradient",
+        "bits/uniformity/weight",
+    ),
     *("stall/update_lost", "stall/update_ulps", "stall/arrived", "stall/zero_gradient_zone"),
     *("grad/l2", "grad/update_to_noise", "geometry/stiffness_mean"),
 )
@@ -178,7 +211,9 @@ def in_turn(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rule", ["stochastic", "master"])
-def test_figures_are_those_of_the_step_and_over_all_layers_of_the_latest(tiny, tmp_path, rule, in_turn):
+def test_figures_are_those_of_the_step_and_over_all_layers_of_the_latest(
+    tiny, tmp_path, rule, in_turn
+):
     whole = records_of(watched(tiny, 1, rule=rule), tmp_path / "whole")[1:]
     folder = in_turn if rule == "stochastic" else tmp_path / "turns"
     if rule == "master":
@@ -205,7 +240,10 @@ def check_turns(metric, some, whole):
         if metric.startswith(WORST):
             assert part[metric] == max(latest.values())
         elif metric.startswith(("stall/update", "grad/", "geometry/", "bits/", "quant/overflow")):
-            weight = {key: next(size for end, size in sizes.items() if key.endswith(end)) for key in latest}
+            weight = {
+                key: next(size for end, size in sizes.items() if key.endswith(end))
+                for key in latest
+            }
             if "/activation" in metric:
                 continue  # weighed by what flows in
             mean = sum(latest[key] * weight[key] for key in latest) / sum(weight.values())

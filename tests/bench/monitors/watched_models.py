@@ -21,7 +21,9 @@ def of(name: str) -> fm.FloatFormat:
     return fm.FloatFormat.from_string(name)
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
+def normal(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(std).to(dtype)
 
@@ -40,7 +42,10 @@ def layer_of(spec: dict[str, object], weight: Tensor, storage: str = "master") -
 
 
 def watched(
-    model: nn.Module, look: Callable[[int], object] = lambda one_in: None, interval: int = 1, **settings: object
+    model: nn.Module,
+    look: Callable[[int], object] = lambda one_in: None,
+    interval: int = 1,
+    **settings: object,
 ) -> Watched:
     """The facts that monitors of a model are made from; every step is watched."""
     config, layers = Config(), quantized_layers(model)
@@ -50,20 +55,35 @@ def watched(
 
 
 def observers_of(of: Watched, *names: str) -> list[Observer]:
-    """Some monitors of what is watched, in the order of a run, with what shows them what they look at."""
+    """Some monitors of what is watched, in the order of a run, with what shows them
+    what they look at.
+    """
     monitors = [MODULES[name].build(of) for name in names]
     watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
     updates = [UpdateObserver(of, watching)] if watching and of.quantized else []
     return [of.capture, *updates, *monitors, of.turns]
 
 
-def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:
+def one_step(
+    model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1
+) -> Step:
     """Forward, backward, SGD and the writing of the record, as the loop does them."""
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    if any(isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()):
-        optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest")
+    if any(
+        isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()
+    ):
+        optimizer = fm.optim.StiffnessSGD(
+            model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest"
+        )
     step = Step(number, model, optimizer, last=True)
-    for point in ("before_forward", "after_forward", "after_backward", "before_step", "after_step", "written"):
+    for point in (
+        "before_forward",
+        "after_forward",
+        "after_backward",
+        "before_step",
+        "after_step",
+        "written",
+    ):
         if point == "after_forward":
             loss = model(inputs).sum()
         if point == "after_backward":

@@ -1,4 +1,6 @@
-"""A headless Chromium driven over its own pipe: no driver program, no port, no package beside the browser."""
+"""A headless Chromium driven over its own pipe: no driver program, no port, no package
+beside the browser.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,39 @@ import shutil
 import subprocess
 import time
 
-EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+EXECUTABLE = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-    *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update"),
-    # Nothing but files of this machine can be reached, so a page that needs a network fails here.
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ),
+    *(
+        "--no-first-run",
+        "--disable-extensions",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ),
+    # Nothing but files of this machine can be reached, so a page that needs a network
+    # fails here.
     *("--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"),
 )
 
 
 class Chromium:
-    """One browser with one tab; everything it says on the console, and every uncaught error, is kept in `said`."""
+    """One browser with one tab; everything it says on the console, and every uncaught
+    error, is kept in `said`.
+    """
 
     def __init__(self, profile):
         to_child, self._write = os.pipe()
         self._read, from_child = os.pipe()
-        # The browser expects the pipe at 3 and 4; numbers well above keep the two from being each other's target.
+        # The browser expects the pipe at 3 and 4; numbers well above keep the two from
+        # being each other's target.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (to_child, from_child)]
         self._process = subprocess.Popen(
             [str(EXECUTABLE), *FLAGS, f"--user-data-dir={profile}", "about:blank"],
@@ -34,7 +53,9 @@ class Chromium:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: [os.dup2(end, place) for place, end in zip((3, 4), ends, strict=True)],
+            preexec_fn=lambda: [
+                os.dup2(end, place) for place, end in zip((3, 4), ends, strict=True)
+            ],
         )
         for end in (to_child, from_child, *ends):
             os.close(end)
@@ -44,7 +65,9 @@ class Chromium:
 
     def _attach(self):
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
@@ -62,7 +85,9 @@ class Chromium:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         os.write(
-            self._write, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
+            self._write,
+            json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode()
+            + b"\0",
         )
         while True:
             answer = self._receive()
@@ -84,16 +109,26 @@ class Chromium:
     def _note(self, event):
         facts = event.get("params", {})
         if event.get("method") == "Runtime.consoleAPICalled":
-            self.said.append(" ".join(str(part.get("value", part.get("description"))) for part in facts["args"]))
+            self.said.append(
+                " ".join(str(part.get("value", part.get("description"))) for part in facts["args"])
+            )
         elif event.get("method") == "Runtime.exceptionThrown":
             details = facts["exceptionDetails"]
-            self.said.append(str(details.get("exception", {}).get("description") or details["text"]))
+            self.said.append(
+                str(details.get("exception", {}).get("description") or details["text"])
+            )
         elif event.get("method") == "Log.entryAdded":
             self.said.append(facts["entry"]["text"])
 
     def screen(self, *, width, height=900, dark=False):
         """The screen and the theme that pages see from now on."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[theme])
 
@@ -101,7 +136,10 @@ class Chromium:
         """Go to a page afresh and wait until its charts are drawn."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
-        self.wait("location.href !== 'about:blank' && document.documentElement?.dataset.charts === 'drawn'")
+        self.wait(
+            "location.href !== 'about:blank' && document.documentElement?.dataset.charts === "
+            "'drawn'"
+        )
 
     def wait(self, condition, seconds=120.0):
         """Until an expression is true in the page."""
@@ -112,17 +150,25 @@ class Chromium:
 
     def evaluate(self, expression):
         """The value of a JavaScript expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def mouse(self, kind, x, y, clicks=1):
-        """`mouseMoved`, `mousePressed` or `mouseReleased` at a place of the window, with the left button."""
-        button = {"button": "left", "buttons": 1, "clickCount": clicks} if kind != "mouseMoved" else {}
+        """`mouseMoved`, `mousePressed` or `mouseReleased` at a place of the window,
+        with the left button.
+        """
+        button = (
+            {"button": "left", "buttons": 1, "clickCount": clicks} if kind != "mouseMoved" else {}
+        )
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def screenshot(self):
         """The whole page as a PNG, as high as it is."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"])
+        return base64.b64decode(
+            self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+        )

@@ -1,4 +1,6 @@
-"""Synthetic run folders that follow the run-folder contract, so that the report is tested without training."""
+"""Synthetic run folders that follow the run-folder contract, so that the report is
+tested without training.
+"""
 
 import csv
 import io
@@ -27,7 +29,13 @@ ROWS = (
     ("nearest", "E7M0", 3.02),
     ("stochastic", "E7M0", 2.19),
 )
-STALL = {"master": 0.93, "nearest": 0.81, "stochastic": 0.9, "riemannian": 0.7, "stiffness-anneal": 0.86}
+STALL = {
+    "master": 0.93,
+    "nearest": 0.81,
+    "stochastic": 0.9,
+    "riemannian": 0.7,
+    "stiffness-anneal": 0.86,
+}
 
 
 def loss_at(step: int, steps: int, final: float, jitter: float = 0.0) -> float:
@@ -41,11 +49,19 @@ def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, A
     found = []
     for step in range(steps + 1):
         record = {"step": step, "tokens": 768 * (step + 1), "lr": 1e-3 * (1 - step / (steps + 1))}
-        record |= {"train/loss": loss_at(step, steps, final - 0.05, 0.08), "grad/norm": 0.8, "grad/clipped": 0}
+        record |= {
+            "train/loss": loss_at(step, steps, final - 0.05, 0.08),
+            "grad/norm": 0.8,
+            "grad/clipped": 0,
+        }
         record |= {"time/elapsed_s": 0.06 * (step + 1) * (1.4 if rule == "bf16-mixed" else 1.0)}
         record |= {"time/tokens_per_s": 12000.0}
         if step % every == 0 or step == steps:
-            record |= {"val/loss": loss_at(step, steps, final), "val/perplexity": 8.0, "val/bits_per_byte": 3.0}
+            record |= {
+                "val/loss": loss_at(step, steps, final),
+                "val/perplexity": 8.0,
+                "val/bits_per_byte": 3.0,
+            }
             if metric:
                 record[f"stall/{metric}"] = STALL[rule] * (0.7 + 0.3 * step / steps)
                 record[f"stall/{metric}/blocks.0.mlp.fc"] = 0.5
@@ -64,22 +80,61 @@ def write_run(
     lr: float = 1e-3,
     **changes: Any,
 ) -> Path:
-    """Write one run folder: write_run(folder, rule="nearest", fmt="E4M3", final=2.5, seed=0, **summary)."""
+    """Write one run folder: write_run(folder, rule="nearest", fmt="E4M3", final=2.5,
+    seed=0, **summary).
+    """
     folder.mkdir(parents=True)
     metrics = records(rule, final, steps, 20)
     storage = "float32" if fmt == "none" else "master" if rule == "master" else "grid"
     optimizer = {"lr": lr, "writeback": "nearest" if rule == "nearest" else "stochastic"}
-    config = {"rule": rule, "seed": seed, "model": {"formats": {"*": fmt}, "storage": storage}, "optimizer": optimizer}
-    stall = [(key, metrics[-1][key]) for key in ("stall/update_lost", "stall/code_unchanged") if key in metrics[-1]]
-    summary = {"name": folder.name, "rule": rule, "format": fmt, "storage": storage, "seed": seed, "lr": lr}
-    summary |= {"parameters": 820_000, "steps": steps, "steps_planned": steps, "status": "finished", "failure": None}
-    summary |= {"first_val_loss": metrics[0]["val/loss"], "final_val_loss": final, "best_val_loss": final - 0.01}
-    summary |= {"stall": stall[0][1] if stall else None, "stall_metric": stall[0][0] if stall else None}
-    summary |= {"bytes_per_parameter": 12.0 if fmt == "none" else 9.3, "tokens_per_s": 11234.5, "seconds": 12.5}
+    config = {
+        "rule": rule,
+        "seed": seed,
+        "model": {"formats": {"*": fmt}, "storage": storage},
+        "optimizer": optimizer,
+    }
+    stall = [
+        (key, metrics[-1][key])
+        for key in ("stall/update_lost", "stall/code_unchanged")
+        if key in metrics[-1]
+    ]
+    summary = {
+        "name": folder.name,
+        "rule": rule,
+        "format": fmt,
+        "storage": storage,
+        "seed": seed,
+        "lr": lr,
+    }
+    summary |= {
+        "parameters": 820_000,
+        "steps": steps,
+        "steps_planned": steps,
+        "status": "finished",
+        "failure": None,
+    }
+    summary |= {
+        "first_val_loss": metrics[0]["val/loss"],
+        "final_val_loss": final,
+        "best_val_loss": final - 0.01,
+    }
+    summary |= {
+        "stall": stall[0][1] if stall else None,
+        "stall_metric": stall[0][0] if stall else None,
+    }
+    summary |= {
+        "bytes_per_parameter": 12.0 if fmt == "none" else 9.3,
+        "tokens_per_s": 11234.5,
+        "seconds": 12.5,
+    }
     summary |= changes
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    (folder / "environment.json").write_text(json.dumps({"python": "3.12.1", "torch": "2.13.0"}), encoding="utf-8")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics), encoding="utf-8")
+    (folder / "environment.json").write_text(
+        json.dumps({"python": "3.12.1", "torch": "2.13.0"}), encoding="utf-8"
+    )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in metrics), encoding="utf-8"
+    )
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return folder
 
@@ -87,14 +142,22 @@ def write_run(
 def write_comparison(folder: Path, seeds: int = 1) -> list[Path]:
     """Write the nine runs of the demonstration, each for every seed asked for."""
     return [
-        write_run(folder / f"{place}-{fmt}-{rule}-s{seed}", rule=rule, fmt=fmt, final=final + 0.01 * seed, seed=seed)
+        write_run(
+            folder / f"{place}-{fmt}-{rule}-s{seed}",
+            rule=rule,
+            fmt=fmt,
+            final=final + 0.01 * seed,
+            seed=seed,
+        )
         for place, (rule, fmt, final) in enumerate(ROWS, start=1)
         for seed in range(seeds)
     ]
 
 
 def write_metrics(folder: Path, series: Mapping[str, Callable[[int], Any]], every: int = 1) -> None:
-    """Add series to the metrics of a run on disk: write_metrics(folder, {key: value of step}, every=1)."""
+    """Add series to the metrics of a run on disk: write_metrics(folder, {key: value of
+    step}, every=1).
+    """
     path = folder / "metrics.jsonl"
     kept = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for record in kept:
@@ -106,10 +169,19 @@ def write_metrics(folder: Path, series: Mapping[str, Callable[[int], Any]], ever
 def write_alerts(folder: Path, *alerts: tuple[str, int]) -> None:
     """Write the alerts of a run on disk, (kind, step) each."""
     lines = [
-        {"step": step, "level": "WARN", "kind": kind, "message": f"{kind} rose", "value": 12.5, "threshold": 10.0}
+        {
+            "step": step,
+            "level": "WARN",
+            "kind": kind,
+            "message": f"{kind} rose",
+            "value": 12.5,
+            "threshold": 10.0,
+        }
         for kind, step in alerts
     ]
-    (folder / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (folder / "alerts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
 
 
 def rows_of(folders: Iterable[Path]) -> list[Row]:
@@ -129,7 +201,9 @@ def csv_lines(results: Sequence[Result]) -> list[dict[str, str]]:
 
 
 class Page(HTMLParser):
-    """The elements of a page, with their attributes, and the text of each kind of element."""
+    """The elements of a page, with their attributes, and the text of each kind of
+    element.
+    """
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,6 @@
-"""The page in a real browser: every chart drawn, the console silent, readable on both screens and in both themes."""
+"""The page in a real browser: every chart drawn, the console silent, readable on both
+screens and in both themes.
+"""
 
 import json
 import struct
@@ -9,7 +11,10 @@ from run_folders import write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.report import report
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in")]
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in"),
+]
 SCREENS = [(1280, False), (1280, True), (390, False), (390, True)]
 NASTY = '</script><script>window.broken=1</script>"><img src=x onerror=alert(1)>&amp;'
 
@@ -53,17 +58,30 @@ FAINT = """(() => {
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A report with every kind of chart: nine rows, a sweep of learning rates, monitors, alerts and a failed run."""
+    """A report with every kind of chart: nine rows, a sweep of learning rates,
+    monitors, alerts and a failed run.
+    """
     folder = tmp_path_factory.mktemp("report")
     runs = write_comparison(folder / "runs")
     write_metrics(runs[3], {"grad/cosine": lambda step: 0.97 - 0.0004 * step}, every=20)
     write_metrics(runs[3], {"quant/kurtosis/residual": lambda step: 3.0 + step / 10}, every=20)
     write_alerts(runs[3], ("kurtosis", 80), ("early_divergence", 120))
     for lr in (2e-3, 4e-3):
-        write_run(folder / "runs" / f"lr{lr}", rule="stochastic", fmt="E4M3", final=2.1 + 20 * lr, seed=0, lr=lr)
+        write_run(
+            folder / "runs" / f"lr{lr}",
+            rule="stochastic",
+            fmt="E4M3",
+            final=2.1 + 20 * lr,
+            seed=0,
+            lr=lr,
+        )
     nan = {"kind": "nan", "message": NASTY, "step": 150}
     write_run(folder / "runs" / "nasty", rule=NASTY, name=NASTY, status="failed", failure=nan)
-    study = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.4], [-0.02, None]]}
+    study = {
+        "patterns": ["attn.qkv", "mlp.fc"],
+        "formats": ["E4M3", "E7M0"],
+        "gap": [[0.01, 0.4], [-0.02, None]],
+    }
     (folder / "runs" / "sensitivity.json").write_text(json.dumps(study))
     return report([folder / "runs"], out=folder / "out")
 
@@ -128,7 +146,9 @@ LABELS = """[...document.querySelectorAll('#chart-val-step .role-axis-label text
 def test_a_drag_magnifies_and_two_presses_go_back(opened):
     before = opened.evaluate(LABELS)
     opened.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
-    box = opened.evaluate("document.querySelector('#chart-val-step svg').getBoundingClientRect().toJSON()")
+    box = opened.evaluate(
+        "document.querySelector('#chart-val-step svg').getBoundingClientRect().toJSON()"
+    )
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     for kind, shift in (("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 80)):
         opened.mouse(kind, x + shift, y + shift)
@@ -142,7 +162,9 @@ def test_a_drag_magnifies_and_two_presses_go_back(opened):
 
 
 def test_a_page_evaluates_no_text(opened):
-    """Vega's expressions are read by its interpreter: the page's own policy lets nothing be compiled."""
+    """Vega's expressions are read by its interpreter: the page's own policy lets
+    nothing be compiled.
+    """
     compiled = "(() => { try { return new Function('return 1')() } catch (e) { return e.name } })()"
     answer = opened.call("Runtime.evaluate", expression=compiled, allowUnsafeEvalBlockedByCSP=False)
     assert answer["result"]["value"] == "EvalError"

@@ -36,7 +36,9 @@ def prepared(paths):
 
 def test_every_figure_is_an_svg_that_shows_something(tmp_path):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
-    charts = [chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts]
+    charts = [
+        chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts
+    ]
     written = write_figures(charts, chosen, tmp_path / "figures")
     assert {path.name for path in written} == {"loss_curves.svg", "stall.svg"}
     assert set((tmp_path / "figures").iterdir()) == set(written)
@@ -44,7 +46,9 @@ def test_every_figure_is_an_svg_that_shows_something(tmp_path):
         assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
 
 
-@pytest.mark.parametrize("call", [lambda: chart.svg({}), lambda: chart.javascript("")], ids=["svg", "javascript"])
+@pytest.mark.parametrize(
+    "call", [lambda: chart.svg({}), lambda: chart.javascript("")], ids=["svg", "javascript"]
+)
 def test_a_forked_process_and_what_can_not_be_drawn_are_refused(call, monkeypatch):
     with refusal("a figure can't be drawn: "):
         chart.svg({"mark": "none", "data": {"values": []}})
@@ -66,7 +70,9 @@ def test_curves_keep_their_ends_and_stay_small_and_the_axis_leaves_out_the_first
 
 
 def test_a_long_legend_makes_room_for_itself(tmp_path):
-    results, chosen = prepared([write_run(tmp_path / str(i), rule=f"a rule with a long name, {i}") for i in range(40)])
+    results, chosen = prepared(
+        [write_run(tmp_path / str(i), rule=f"a rule with a long name, {i}") for i in range(40)]
+    )
     charts = loss_charts([result.row for result in results], chosen)
     write_figures(charts, chosen, tmp_path)
     root = ElementTree.parse(tmp_path / "loss_curves.svg").getroot()
@@ -82,15 +88,24 @@ def test_a_long_legend_makes_room_for_itself(tmp_path):
 
     walk(root, 0.0, 0.0)
     assert len(legend) == 40
-    assert all(0 < x < width - 6 * len("a rule with a long name, 39") and 0 < y < height for x, y in legend)
+    assert all(
+        0 < x < width - 6 * len("a rule with a long name, 39") and 0 < y < height for x, y in legend
+    )
     assert min(chart.height for chart in charts) > 0.3 * height
 
 
 def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path):
-    ended = {"status": "failed", "failure": {"kind": "nan", "message": "x", "step": 3}, "final_val_loss": None}
+    ended = {
+        "status": "failed",
+        "failure": {"kind": "nan", "message": "x", "step": 3},
+        "final_val_loss": None,
+    }
     runs = [(lr, seed) for lr in (0.1, 0.2) for seed in (0, 1)]
     paths = [
-        *(write_run(tmp_path / f"{lr}-{s}", rule="sgd", lr=lr, seed=s, final=2 + lr + s) for lr, s in runs),
+        *(
+            write_run(tmp_path / f"{lr}-{s}", rule="sgd", lr=lr, seed=s, final=2 + lr + s)
+            for lr, s in runs
+        ),
         write_run(tmp_path / "diverged", rule="sgd", lr=0.4, seed=0, **ended),
         write_run(tmp_path / "alone", rule="fp32"),
     ]
@@ -121,8 +136,14 @@ def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path)
 
 
 def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(tmp_path):
-    table = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.5], [-0.25, None]]}
-    (tmp_path / "sensitivity.json").write_text(json.dumps(table | {"status": [[None, None], [None, "nan"]]}))
+    table = {
+        "patterns": ["attn.qkv", "mlp.fc"],
+        "formats": ["E4M3", "E7M0"],
+        "gap": [[0.01, 0.5], [-0.25, None]],
+    }
+    (tmp_path / "sensitivity.json").write_text(
+        json.dumps(table | {"status": [[None, None], [None, "nan"]]})
+    )
     (chart,) = sensitivity_charts(read_studies([tmp_path]).sensitivities)
     assert [line["pattern"] for line in chart.values] == ["attn.qkv", "mlp.fc"]
     assert [list(line["format"]) for line in chart.values] == [["E4M3", "E7M0"]] * 2
@@ -147,9 +168,13 @@ def test_studies_that_do_not_fit_are_named_and_left_out(tmp_path, name, content)
 
 
 def test_the_chart_marks_the_first_step_of_each_class(tmp_path):
-    """In a run whose residual outputs grow heavy tails and whose loss then leaves everything finite."""
+    """In a run whose residual outputs grow heavy tails and whose loss then leaves
+    everything finite.
+    """
     failure = {"kind": "nan", "message": "train/loss is nan at step 200", "step": 200}
-    folder = write_run(tmp_path / "b", rule="fp32", status="failed", failure=failure, final_val_loss=None)
+    folder = write_run(
+        tmp_path / "b", rule="fp32", status="failed", failure=failure, final_val_loss=None
+    )
     write_metrics(folder, {"quant/kurtosis/residual": lambda step: 3 + step}, every=10)
     write_metrics(folder, {"train/loss": lambda step: None if step == 200 else 5.0 - step / 100})
     write_alerts(folder, ("kurtosis", 50), ("kurtosis", 60))
@@ -171,5 +196,7 @@ def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path):
     chart, *_ = loss_charts(rows, styles(rows))
     early, end = chart.spec["layer"][-1]["data"]["values"]
     assert (early["x"], early["text"]) == (110.0, "bf16-mixed: divergence found at step 110")
-    assert early["y"] == lines_of(rows, "val/loss")[0].ys[5]  # the validation at step 100, the last before it
+    assert (
+        early["y"] == lines_of(rows, "val/loss")[0].ys[5]
+    )  # the validation at step 100, the last before it
     assert (end["x"], end["text"]) == (200.0, "bf16-mixed: failed at step 200")

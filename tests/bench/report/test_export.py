@@ -12,22 +12,46 @@ from nanogpt_bench.cli import main
 
 @pytest.fixture
 def unfinished(tmp_path):
-    """A sweep of four rows and two seeds: three runs ended, one half done, two not begun; one row was given up."""
+    """A sweep of four rows and two seeds: three runs ended, one half done, two not
+    begun; one row was given up.
+    """
     folder = tmp_path / "study"
     entries = []
-    for rule, seed, final in (("fp32", 3, 2.0), ("fp32", 4, 2.1), ("nearest", 3, 2.3), ("nearest", 4, 2.4)):
-        write_run(folder / f"{rule}-{seed}", rule=rule, fmt=FORMATS.get(rule, "none"), final=final, seed=seed)
+    for rule, seed, final in (
+        ("fp32", 3, 2.0),
+        ("fp32", 4, 2.1),
+        ("nearest", 3, 2.3),
+        ("nearest", 4, 2.4),
+    ):
+        write_run(
+            folder / f"{rule}-{seed}",
+            rule=rule,
+            fmt=FORMATS.get(rule, "none"),
+            final=final,
+            seed=seed,
+        )
         entries.append({"name": f"{rule}-{seed}", "label": rule, "rule": rule, "seed": seed})
     (folder / "nearest-4" / "summary.json").unlink()
     order = ["fp32", "nearest", "stochastic", "sgd"]
     manifest = {"order": order, "baseline": "fp32", "mode": "tune", "runs": entries}
     (folder / "sweep.json").write_text(json.dumps(manifest))
     searches = [
-        {"rows": [rule], "rule": rule, "format": FORMATS.get(rule, "none"), "over": rule != "stochastic"}
-        | ({"best": None, "cost": {"runs": 3}} if rule in ("sgd", "stochastic") else {"best": {"optimizer.lr": 1e-3}})
+        {
+            "rows": [rule],
+            "rule": rule,
+            "format": FORMATS.get(rule, "none"),
+            "over": rule != "stochastic",
+        }
+        | (
+            {"best": None, "cost": {"runs": 3}}
+            if rule in ("sgd", "stochastic")
+            else {"best": {"optimizer.lr": 1e-3}}
+        )
         for rule in order
     ]
-    (folder / "tuning.json").write_text(json.dumps({"confirm": {"seeds": [3, 4]}, "rows": searches}))
+    (folder / "tuning.json").write_text(
+        json.dumps({"confirm": {"seeds": [3, 4]}, "rows": searches})
+    )
     return folder
 
 
@@ -68,10 +92,18 @@ def test_what_several_files_hold_counts_once(tmp_path, unfinished):
     summary = summary_of(unfinished / "nearest-4") | {"name": "nearest-4"}
     (unfinished / "nearest-4" / "summary.json").write_text(json.dumps(summary))
     assert main(["results", "export", str(unfinished), "--out", str(after)]) == 0
-    for given in ([before, after], [after, before], [before, unfinished], [after, after, unfinished]):
+    for given in (
+        [before, after],
+        [after, before],
+        [before, unfinished],
+        [after, after, unfinished],
+    ):
         out = tmp_path / "page"
         assert main(["report", *map(str, given), "--out", str(out), "--reference", "fp32"]) == 0
-        lines = {line["run"]: line for line in csv.DictReader((out / "results.csv").read_text().splitlines())}
+        lines = {
+            line["run"]: line
+            for line in csv.DictReader((out / "results.csv").read_text().splitlines())
+        }
         seeds = {label: line["seeds"] for label, line in lines.items() if line["seeds"] != "0"}
         assert seeds == {"fp32": "2", "E4M3 nearest": "2"}
         assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)

@@ -1,4 +1,6 @@
-"""Text that would do harm is shown as text: on the page, in pictures and tables, and on a terminal."""
+"""Text that would do harm is shown as text: on the page, in pictures and tables, and on
+a terminal.
+"""
 
 import csv
 import json
@@ -20,12 +22,31 @@ from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.sweep.session import Bar, Entry
 from nanogpt_bench.sweep.workers import Event
 
-KEYS = ("filter", "calculate", "labelExpr", "expr", "test", "signal", "init", "update", "href", "url")
+KEYS = (
+    "filter",
+    "calculate",
+    "labelExpr",
+    "expr",
+    "test",
+    "signal",
+    "init",
+    "update",
+    "href",
+    "url",
+)
 
 
 def expressions(node):
-    """Every text of a chart's description where Vega allows an expression or an address; data allow neither."""
-    named = node.items() if isinstance(node, dict) else [*enumerate(node)] if isinstance(node, list) else ()
+    """Every text of a chart's description where Vega allows an expression or an
+    address; data allow neither.
+    """
+    named = (
+        node.items()
+        if isinstance(node, dict)
+        else [*enumerate(node)]
+        if isinstance(node, list)
+        else ()
+    )
     own = [str(part) for key, part in named if key in KEYS]
     return own + [found for key, part in named if key != "data" for found in expressions(part)]
 
@@ -53,19 +74,52 @@ def hostile_run(folder, text):
     """A run in which the text is everything that a run can name."""
     failure = {"kind": text, "message": text, "step": 150}
     findings = [{"kind": text, "step": 100, "evidence": {"message": text, text: text}}]
-    write_run(folder, rule=text, fmt="E4M3", seed=0, name=text, status="failed", failure=failure, failures=findings)
+    write_run(
+        folder,
+        rule=text,
+        fmt="E4M3",
+        seed=0,
+        name=text,
+        status="failed",
+        failure=failure,
+        failures=findings,
+    )
     write_json(folder / "summary.json", summary_of(folder) | {"format": text, "alerts": {text: 3}})
     config = yaml.safe_load((folder / "config.yaml").read_text())
     printed = text if "\ud800" not in text else "half"  # what YAML can hold
-    config |= {printed: printed, "data": {"dir": printed, "seed": printed}, "tracking": {"tags": [printed]}}
+    config |= {
+        printed: printed,
+        "data": {"dir": printed, "seed": printed},
+        "tracking": {"tags": [printed]},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     corpus = {"source": {text: text}, "splits": {text: {"tokens": 3}}}
-    facts = {"command": text, "cpu": text, "gpu": text, "platform": text, "started": text, "python": text}
+    facts = {
+        "command": text,
+        "cpu": text,
+        "gpu": text,
+        "platform": text,
+        "started": text,
+        "python": text,
+    }
     write_json(folder / "environment.json", {**facts, "libraries": {text: text}, "corpus": corpus})
-    series = {f"{key}/{text}": lambda step: step / 200 for key in ("grad/cosine", "quant/kurtosis/residual", "stall")}
-    series |= {"grad/cosine": lambda step: 0.9, "quant/kurtosis/residual": lambda step: 3 + step / 10}
+    series = {
+        f"{key}/{text}": lambda step: step / 200
+        for key in ("grad/cosine", "quant/kurtosis/residual", "stall")
+    }
+    series |= {
+        "grad/cosine": lambda step: 0.9,
+        "quant/kurtosis/residual": lambda step: 3 + step / 10,
+    }
     write_metrics(folder, {**series, text: lambda step: text}, every=20)
-    alert = {"step": 80, "level": text, "kind": text, "message": text, "value": 12.5, "threshold": 10.0}
+    alert = {
+        "step": 80,
+        "level": text,
+        "kind": text,
+        "message": text,
+        "value": 12.5,
+        "threshold": 10.0,
+    }
     write_json(folder / "alerts.jsonl", alert)
     return folder
 
@@ -83,8 +137,11 @@ TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
     return document.querySelector('.tip').textContent;
   });
 }).join('\\n')"""
-#: what no text on a page or a terminal may hold: controls, marks of direction, separators of lines, surrogates
-OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+#: what no text on a page or a terminal may hold: controls, marks of direction,
+#: separators of lines, surrogates
+OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +151,12 @@ def runs(tmp_path_factory):
     write_run(folder / "bf16", seed=0)
     runs = [hostile_run(folder / str(place), text) for place, text in enumerate(TEXTS)]
     gaps = [[None if i == j else 0.01 * i for j in range(len(TEXTS))] for i in range(len(TEXTS))]
-    study = {"patterns": TEXTS, "formats": TEXTS, "gap": gaps, "status": [[text] * len(TEXTS) for text in TEXTS]}
+    study = {
+        "patterns": TEXTS,
+        "formats": TEXTS,
+        "gap": gaps,
+        "status": [[text] * len(TEXTS) for text in TEXTS],
+    }
     write_json(folder / "sensitivity.json", study | {"operand": TEXTS[0], "rule": TEXTS[1]})
     return runs
 
@@ -110,15 +172,26 @@ def test_the_page_has_no_element_of_theirs(page):
     tags = [tag for tag, _ in elements]
     assert tags.count("script") == 3
     assert "img" not in tags
-    attributes = [(name, value or "") for _, of in elements for name, value in of.items() if name != "data-row"]
-    assert not [name for name, value in attributes if name.startswith("on") or "javascript:" in value.lower()]
+    attributes = [
+        (name, value or "")
+        for _, of in elements
+        for name, value in of.items()
+        if name != "data-row"
+    ]
+    assert not [
+        name
+        for name, value in attributes
+        if name.startswith("on") or "javascript:" in value.lower()
+    ]
     own = text.split("<script>")[0]  # what is before the charts' code
     assert not OBEYED.search(own), OBEYED.search(own)
     assert "&lt;script&gt;window.broken=1" in own
 
 
 def test_nothing_of_theirs_is_an_expression(page):
-    text = page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
+    text = (
+        page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
+    )
     found = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
     assert 3 < len(found) < 20
     assert [words for words in found if not re.fullmatch(r"[\w .,()<>&|+*-]+", words)] == []
@@ -140,7 +213,9 @@ def test_figures_are_pictures_and_tables_are_tables(page):
 
 def test_a_terminal_is_told_nothing(runs, capsys):
     results = measured(runs)
-    lines = to_text(results).splitlines()  # a verdict that is too long goes on below, in rows without a name
+    lines = to_text(
+        results
+    ).splitlines()  # a verdict that is too long goes on below, in rows without a name
     assert len([line for line in lines if not line.startswith("|  ")]) == len(runs) + 2
     print(to_text(results))
     bar = Bar(Console(width=200))
@@ -168,12 +243,16 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
         shown = browser.evaluate("document.body.innerText")
         assert "</script><script>window.broken=1" in shown
         assert "&lt;script&gt; &amp; &#60;b&#62;" in shown
-        drawn = browser.evaluate("[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')")
+        drawn = browser.evaluate(
+            "[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')"
+        )
         assert "<script>" in drawn
         told = browser.evaluate(TOLD)
         assert "%{x}" in told
         assert "<script>" in told
-        browser.evaluate("document.querySelectorAll('#loss button.key').forEach((key) => key.click())")
+        browser.evaluate(
+            "document.querySelectorAll('#loss button.key').forEach((key) => key.click())"
+        )
         browser.wait("document.querySelectorAll('#chart-val-step .mark-line path').length === 0")
         assert browser.said == []
         assert browser.evaluate("window.broken === undefined")

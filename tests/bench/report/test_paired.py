@@ -1,4 +1,6 @@
-"""Differences paired by seed; a seed counts once, and a final loss is that of a run that came to its end."""
+"""Differences paired by seed; a seed counts once, and a final loss is that of a run
+that came to its end.
+"""
 
 import json
 from dataclasses import replace
@@ -13,7 +15,8 @@ from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv, to_markdown, to_text
 from nanogpt_bench.runs.load import load_run
 
-#: Student's own example (1908): hours of sleep gained under two drugs by the same ten patients
+#: Student's own example (1908): hours of sleep gained under two drugs by the same ten
+#: patients
 FIRST = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
 SECOND = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
 
@@ -21,7 +24,10 @@ SECOND = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
 def test_seeds_are_paired_as_in_students_sleep_and_those_without_a_twin_left_out():
     found = difference(dict(enumerate(SECOND)), dict(enumerate(FIRST)))
     assert found.mean == pytest.approx(1.58)
-    assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
+    assert (found.low, found.high) == (
+        pytest.approx(0.7001142, abs=1e-6),
+        pytest.approx(2.4598858, abs=1e-6),
+    )
     assert found.p == pytest.approx(0.00283289, abs=1e-7)
     assert found.p == pytest.approx(ttest_rel(SECOND, FIRST).pvalue)
     assert found.seeds == 10
@@ -31,7 +37,12 @@ def test_seeds_are_paired_as_in_students_sleep_and_those_without_a_twin_left_out
     assert difference({1: 2.0}, {1: 1.5}) == Difference(0.5, 1)
     for apart in (0.0, 0.25):  # seeds that agree to the last bit
         found = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
-        assert (found.mean, found.low, found.high, found.is_found) == (apart, apart, apart, apart > 0)
+        assert (found.mean, found.low, found.high, found.is_found) == (
+            apart,
+            apart,
+            apart,
+            apart > 0,
+        )
 
 
 def test_holm_over_the_rows_that_were_tested():
@@ -40,16 +51,35 @@ def test_holm_over_the_rows_that_were_tested():
     lead = Difference(0.1, 1)
     found = adjusted([*family, lead])
     # Holm (1979): 0.005 * 4, 0.01 * 3, 0.03 * 2, and what follows no smaller.
-    assert [each and each.holm for each in found] == [pytest.approx(0.03), None, 0.06, 0.06, 0.02, None]
+    assert [each and each.holm for each in found] == [
+        pytest.approx(0.03),
+        None,
+        0.06,
+        0.06,
+        0.02,
+        None,
+    ]
     assert found[-1] == lead
-    same, near = difference({1: 2.0, 2: 2.5}, {1: 2.0, 2: 2.5}), Difference(0.1, 5, 0.05, 0.15, 0.03)
-    assert [same.p, *(each.holm for each in adjusted([same, near]))] == [1.0, 1.0, 0.06]  # the reference's own row
+    same, near = (
+        difference({1: 2.0, 2: 2.5}, {1: 2.0, 2: 2.5}),
+        Difference(0.1, 5, 0.05, 0.15, 0.03),
+    )
+    assert [same.p, *(each.holm for each in adjusted([same, near]))] == [
+        1.0,
+        1.0,
+        0.06,
+    ]  # the reference's own row
 
 
 def folders(tmp_path, *, seeds, low=(1.9,)):
     rows = [("fp32", 2.0, 0.0), *(("sgd", final, 0.002) for final in low), ("muon", 2.0, 0.02)]
     return [
-        write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=final + seed / 100 + step * (-1) ** seed, seed=seed)
+        write_run(
+            tmp_path / f"{rule}-{seed}",
+            rule=rule,
+            final=final + seed / 100 + step * (-1) ** seed,
+            seed=seed,
+        )
         for rule, final, step in rows
         for seed in range(seeds)
     ]
@@ -83,11 +113,19 @@ def test_a_pair_on_two_processors_is_marked(tmp_path):
         of_sgd = {"cpu_capability": "AVX512"} if path.name == "sgd-1" else {}
         (path / "environment.json").write_text(json.dumps(here | of_sgd))
     reference, marked, plain = measured(paths, "fp32")
-    assert (reference.difference, marked.difference.apart, plain.difference.apart) == (None, True, False)
+    assert (reference.difference, marked.difference.apart, plain.difference.apart) == (
+        None,
+        True,
+        False,
+    )
     assert difference_text(marked.difference).endswith(" †")
     assert "†: two processors" in to_text([reference, marked, plain])
-    assert "†" not in to_text(measured([path for path in paths if not path.name.startswith("sgd")], "fp32"))
-    (paths[0] / "environment.json").write_text(json.dumps({"cpu": "one", "platform": "Linux"}))  # an older record
+    assert "†" not in to_text(
+        measured([path for path in paths if not path.name.startswith("sgd")], "fp32")
+    )
+    (paths[0] / "environment.json").write_text(
+        json.dumps({"cpu": "one", "platform": "Linux"})
+    )  # an older record
     assert not measured(paths, "fp32")[2].difference.apart
 
 
@@ -113,7 +151,12 @@ def test_the_same_seed_twice_is_one_seed(tmp_path, reference, capsys):
 
 def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path):
     runs = []
-    for rule, seed, final in (("bf16-mixed", 1, 2.0), ("bf16-mixed", 2, 3.0), ("sgd", 1, 2.5), ("sgd", 2, 3.7)):
+    for rule, seed, final in (
+        ("bf16-mixed", 1, 2.0),
+        ("bf16-mixed", 2, 3.0),
+        ("sgd", 1, 2.5),
+        ("sgd", 2, 3.7),
+    ):
         run = load_run(write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=final, seed=1))
         runs.append(replace(run, config={**run.config, "data": {"seed": seed}}))
     rows = group_rows(runs)
@@ -125,7 +168,9 @@ def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path):
 @pytest.mark.parametrize("status", ["stopped", "incomplete"])
 def test_a_run_that_has_not_finished_has_no_final_loss(tmp_path, reference, status):
     whole = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
-    part = write_run(tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped", final_val_loss_se=9.0)
+    part = write_run(
+        tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped", final_val_loss_se=9.0
+    )
     if status == "incomplete":
         (part / "summary.json").unlink()
         for folder in (whole, part):  # as a real run's settings do, they name the steps

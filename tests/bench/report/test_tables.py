@@ -1,4 +1,6 @@
-"""Every form of the table carries the same numbers, has the columns that tell rows apart, and fits a terminal."""
+"""Every form of the table carries the same numbers, has the columns that tell rows
+apart, and fits a terminal.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,9 @@ ROWS = (
 )
 
 
-def result(label: str, loss: float, size: float, stall: float | None, arrived: float | None, alerts: int) -> Result:
+def result(
+    label: str, loss: float, size: float, stall: float | None, arrived: float | None, alerts: int
+) -> Result:
     gap = loss - 2.62
     return Result(
         row=Row(label, label, "none", (Run(Path(label), {"optimizer": {"lr": 0.002}}),)),
@@ -58,8 +62,15 @@ def test_csv_reads_back_to_the_numbers_and_has_every_column(tmp_path):
     results = measured(write_comparison(tmp_path))
     lines = csv_lines(results)
     columns = [name for column in COLUMNS for name in column.csv]
-    assert list(lines[0]) == [name for name in columns if name not in {metric.figure for metric in BESIDE_LOSS}]
-    assert [line["run"] for line in lines][:4] == ["bf16-mixed", "fp32", "E4M3 master", "E4M3 nearest"]
+    assert list(lines[0]) == [
+        name for name in columns if name not in {metric.figure for metric in BESIDE_LOSS}
+    ]
+    assert [line["run"] for line in lines][:4] == [
+        "bf16-mixed",
+        "fp32",
+        "E4M3 master",
+        "E4M3 nearest",
+    ]
     assert float(lines[3]["final_val_loss"]) == results[3].final_val_loss.mean
     assert [float(lines[3][name]) for name in ("gap", "stall")] == pytest.approx([0.45, 0.81])
     assert lines[0]["stall"] == lines[0]["gap_spread"] == ""
@@ -79,15 +90,29 @@ def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_pa
 def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path):
     paths = [
         write_run(tmp_path / "a"),
-        write_run(tmp_path / "b", rule="stochastic", fmt="E4M3", final=2.5, stall=0.89, arrived=0.998, lr=2.0),
+        write_run(
+            tmp_path / "b",
+            rule="stochastic",
+            fmt="E4M3",
+            final=2.5,
+            stall=0.89,
+            arrived=0.998,
+            lr=2.0,
+        ),
         write_run(tmp_path / "c", rule="nearest", fmt="E4M3", final=2.5, stall=0.89, arrived=0.21),
     ]
     results = measured(paths)
     lines = csv_lines(results)
     assert [line["stall"] for line in lines] == ["", "", "0.89"]
     assert [line["arrived"] for line in lines] == ["", "0.998", "0.21"]
-    assert [line["verdict"] for line in lines] == ["reference", "outside 10%", "outside 10%; stall 89%"]
-    shown = {column.heading: [column.cell(each) for each in results] for column in shown_columns(results)}
+    assert [line["verdict"] for line in lines] == [
+        "reference",
+        "outside 10%",
+        "outside 10%; stall 89%",
+    ]
+    shown = {
+        column.heading: [column.cell(each) for each in results] for column in shown_columns(results)
+    }
     assert (shown["arrived"], shown["lr"]) == (["-", "99.8%", "21.0%"], ["0.001", "2", "0.001"])
 
 

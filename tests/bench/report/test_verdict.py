@@ -20,11 +20,17 @@ CRASH = {"kind": "crash", "message": "gone", "step": None}
 
 @pytest.fixture
 def run(tmp_path):
-    """Makes a run in whose records some classes of failure were found, with the summary changed as asked."""
+    """Makes a run in whose records some classes of failure were found, with the summary
+    changed as asked.
+    """
 
     def make(*kinds, **changes):
         failures = [{"kind": kind, "step": 7} for kind in kinds]
-        return load_run(write_run(tmp_path / f"run{len(list(tmp_path.iterdir()))}", failures=failures, **changes))
+        return load_run(
+            write_run(
+                tmp_path / f"run{len(list(tmp_path.iterdir()))}", failures=failures, **changes
+            )
+        )
 
     return make
 
@@ -38,8 +44,13 @@ def run(tmp_path):
         (Evidence(0.1001), Judgement.OUTSIDE, "outside 10%"),
         (Evidence(), Judgement.UNKNOWN, "no finished reference"),
         (Evidence(unmeasured=True), Judgement.UNKNOWN, "finished"),
-        (Evidence(unlike=("corpus", "steps")), Judgement.INCOMPARABLE, "not comparable: corpus, steps"),
-        # its noise: twice the standard error, and enough to matter; of no known error nothing is behind
+        (
+            Evidence(unlike=("corpus", "steps")),
+            Judgement.INCOMPARABLE,
+            "not comparable: corpus, steps",
+        ),
+        # its noise: twice the standard error, and enough to matter; of no known error
+        # nothing is behind
         (Evidence(0.04, gap=0.104, gap_error=0.03), Judgement.BEHIND, "behind"),
         (Evidence(0.04, gap=0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
         (Evidence(0.02, gap=0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
@@ -55,7 +66,11 @@ def run(tmp_path):
         # gradients make a row doubtful
         (Evidence(0.01, cosine=0.91), Judgement.WITHIN, "within 10%"),
         (Evidence(0.01, cosine=0.9), Judgement.DOUBTFUL, "within 10%; cosine 0.90"),
-        (Evidence(0.2, cosine=0.3, stall=0.6), Judgement.OUTSIDE, "outside 10%; cosine 0.30; stall 60%"),
+        (
+            Evidence(0.2, cosine=0.3, stall=0.6),
+            Judgement.OUTSIDE,
+            "outside 10%; cosine 0.30; stall 60%",
+        ),
         (Evidence(0.0, cosine=0.3, reference=True), Judgement.REFERENCE, "reference"),
     ],
 )
@@ -72,17 +87,26 @@ def test_limits_decide(run, evidence, outcome, text):
         (["divergence"], Evidence(unlike=("steps",)), "divergence; not comparable: steps"),
         (["divergence"], Evidence(0.0, reference=True), "reference; divergence"),
         (["stall", "divergence"], Evidence(0.3, stall=0.9), "divergence, stall 90%; outside 10%"),
-        (["zero_gradients", "plateau", "nan"], Evidence(0.3), "NaN, zero gradients and 1 more; outside 10%"),
+        (
+            ["zero_gradients", "plateau", "nan"],
+            Evidence(0.3),
+            "NaN, zero gradients and 1 more; outside 10%",
+        ),
         (["plateau"], Evidence(0.01), "within 10%"),
         (["plateau"], Evidence(unlike=("corpus", "steps")), "not comparable: corpus, steps"),
     ],
 )
-def test_the_class_of_failure_leads_where_a_row_is_short_of_the_reference(run, kinds, evidence, text):
+def test_the_class_of_failure_leads_where_a_row_is_short_of_the_reference(
+    run, kinds, evidence, text
+):
     assert judge([run(*kinds)], evidence).text == text
 
 
 def test_a_diverged_row_within_reach_is_doubtful_and_seeds_are_counted(run):
-    assert judge([run("divergence"), run()], Evidence(0.3)).text == "divergence (1 of 2 seeds); outside 10%"
+    assert (
+        judge([run("divergence"), run()], Evidence(0.3)).text
+        == "divergence (1 of 2 seeds); outside 10%"
+    )
     verdict = judge([run("divergence")], Evidence(0.01))
     assert (verdict.outcome, verdict.text) == (Judgement.DOUBTFUL, "within 10%; divergence")
 
@@ -94,19 +118,31 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
 
     failed = run(status="failed", failure=NAN)
     assert ended(failed) == (Judgement.FAILED, "failed at step 37: train/loss is nan at once")
-    assert ended(run(), run(status="failed", failure=CRASH), run())[1] == "failed: gone (1 of 3 seeds)"
+    assert (
+        ended(run(), run(status="failed", failure=CRASH), run())[1] == "failed: gone (1 of 3 seeds)"
+    )
     assert ended(run(status="stopped"), failed)[0] is Judgement.FAILED
     assert ended(run(status="stopped")) == (Judgement.UNFINISHED, "stopped at step 200")
     assert ended() == (Judgement.UNFINISHED, "not run")
     # a class that ended the run is said once
-    assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith("plateau; failed at step 37")
+    assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith(
+        "plateau; failed at step 37"
+    )
 
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path):
     def said(name, finals, error):
-        ends = [("fp32", seed, 2.62) for seed in range(len(finals))] + [("sgd", *end) for end in enumerate(finals)]
+        ends = [("fp32", seed, 2.62) for seed in range(len(finals))] + [
+            ("sgd", *end) for end in enumerate(finals)
+        ]
         rows = rows_of(
-            write_run(tmp_path / f"{name}-{rule}-{seed}", rule=rule, final=final, seed=seed, final_val_loss_se=error)
+            write_run(
+                tmp_path / f"{name}-{rule}-{seed}",
+                rule=rule,
+                final=final,
+                seed=seed,
+                final_val_loss_se=error,
+            )
             for rule, seed, final in ends
         )
         return measure(rows, rows[0])[1].verdict.text
@@ -120,21 +156,39 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
 
 def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path):
     def labels(*runs):
-        """The labels of runs (name, seed, learning rate, value of four settings) and the size of their rows."""
+        """The labels of runs (name, seed, learning rate, value of four settings) and
+        the size of their rows.
+        """
         paths = []
         for name, seed, lr, value in runs:
-            paths.append(write_run(tmp_path / f"{len(list(tmp_path.iterdir()))}" / name, rule="fp32", seed=seed, lr=lr))
+            paths.append(
+                write_run(
+                    tmp_path / f"{len(list(tmp_path.iterdir()))}" / name,
+                    rule="fp32",
+                    seed=seed,
+                    lr=lr,
+                )
+            )
             if value is not None:
                 config = [f"{key}: {value}" for key in "abcd"]
-                (paths[-1] / "config.yaml").write_text("\n".join(["rule: fp32", f"seed: {seed}", *config]))
+                (paths[-1] / "config.yaml").write_text(
+                    "\n".join(["rule: fp32", f"seed: {seed}", *config])
+                )
         return [(row.label, len(row.runs)) for row in rows_of(paths)]
 
     rates = [(f"{lr}-{seed}", seed, lr, None) for lr in (1e-4, 1e-3) for seed in (1, 2)]
     assert labels(*rates) == [("fp32 lr=0.0001", 2), ("fp32 lr=0.001", 2)]
     # no few settings tell these apart: the runs' names do
     many = [("old", 2, 0), ("new", 5, 1)]
-    runs = [(f"{name}-{seed}", seed, 1e-3, value) for name, count, value in many for seed in range(1, count + 1)]
-    assert labels(*runs) == [("fp32 (old-1, old-2)", 2), ("fp32 (new-1, new-2, new-3 and 2 more)", 5)]
+    runs = [
+        (f"{name}-{seed}", seed, 1e-3, value)
+        for name, count, value in many
+        for seed in range(1, count + 1)
+    ]
+    assert labels(*runs) == [
+        ("fp32 (old-1, old-2)", 2),
+        ("fp32 (new-1, new-2, new-3 and 2 more)", 5),
+    ]
 
 
 CONFIG = {
@@ -146,7 +200,9 @@ CONFIG = {
 }
 
 
-def described(folder: Path, *, text: str = "fox", tokenizer: str = "char", **settings: dict[str, object]) -> Path:
+def described(
+    folder: Path, *, text: str = "fox", tokenizer: str = "char", **settings: dict[str, object]
+) -> Path:
     """A run folder that says what it was trained on, and how."""
     path = folder / "config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -178,23 +234,37 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(tmp_path, d
     folder = tmp_path / str(differences)
     other = described(write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences)
     _, result = measured([described(write_run(folder / "a")), other])
-    assert (result.verdict.outcome, result.verdict.text) == (Judgement.INCOMPARABLE, f"not comparable: {named}")
+    assert (result.verdict.outcome, result.verdict.text) == (
+        Judgement.INCOMPARABLE,
+        f"not comparable: {named}",
+    )
     assert (result.gap, result.gap_share) == (None, None)
 
 
 def test_each_number_of_steps_has_the_reference_of_its_own(tmp_path):
     rows = rows_of(
-        described(write_run(tmp_path / f"{rule}-{steps}", rule=rule, fmt=fmt, final=final), train={"max_steps": steps})
+        described(
+            write_run(tmp_path / f"{rule}-{steps}", rule=rule, fmt=fmt, final=final),
+            train={"max_steps": steps},
+        )
         for steps, lower in ((100, 0), (200, 1))
-        for rule, fmt, final in (("bf16-mixed", "none", 4.0 - lower), ("nearest", "E4M3", 4.2 - lower))
+        for rule, fmt, final in (
+            ("bf16-mixed", "none", 4.0 - lower),
+            ("nearest", "E4M3", 4.2 - lower),
+        )
     )
     results = measure(rows, find_reference(rows))
     assert [result.verdict.text for result in results] == ["reference", "within 10%"] * 2
     assert [result.gap and round(result.gap.mean, 9) for result in results] == [0, 0.2] * 2
-    assert [round(result.gap_share, 4) for result in results[1::2]] == [round(0.2 / 4, 4), round(0.2 / 3, 4)]
+    assert [round(result.gap_share, 4) for result in results[1::2]] == [
+        round(0.2 / 4, 4),
+        round(0.2 / 3, 4),
+    ]
     assert to_text(results).count("gap to BF16") == 1
     references = [result.row for result in results if result.reference]
-    assert [reference_beside(row.runs[0], references)[0].label for row in rows[1::2]] == [r.label for r in rows[::2]]
+    assert [reference_beside(row.runs[0], references)[0].label for row in rows[1::2]] == [
+        r.label for r in rows[::2]
+    ]
     shown = styles(rows, *references)
     assert [shown[row.label].colour is None for row in rows] == [True, False] * 2
     assert len({(style.colour, style.dash) for style in shown.values()}) == 4

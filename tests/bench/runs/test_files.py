@@ -23,7 +23,9 @@ def secret(tmp_path):
     return path
 
 
-def test_a_failure_leaves_the_old_file_and_no_part_and_half_a_surrogate_pair_and_a_long_name_are_written(tmp_path):
+def test_a_failure_leaves_the_old_file_and_no_part_and_half_a_surrogate_pair_and_a_long_name_are_written(
+    tmp_path,
+):
     path = write_text(tmp_path / "a", "old")
     with pytest.raises(TypeError), replacing(path) as file:
         file.writelines([b"half", "text"])
@@ -35,7 +37,9 @@ def test_a_failure_leaves_the_old_file_and_no_part_and_half_a_surrogate_pair_and
 def test_a_name_that_is_taken_by_a_link_is_not_written_through(tmp_path, secret, monkeypatch):
     with replacing(tmp_path / "a") as file, replacing(tmp_path / "a") as other:
         assert file.name != other.name
-    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)  # one that could be foreseen after all
+    monkeypatch.setattr(
+        "secrets.token_hex", lambda count: "0" * 2 * count
+    )  # one that could be foreseen after all
     (tmp_path / f".a.{'0' * 16}.part").symlink_to(secret)
     with pytest.raises(FileExistsError):
         write_text(tmp_path / "a", "new")
@@ -57,12 +61,25 @@ def _corpus(here):
     prepare_text(here / "text", here / "corpus", "byte")
 
 
-SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")
+SMALL = (
+    "--model.n_layer=1",
+    "--model.n_head=1",
+    "--model.n_embd=8",
+    "--model.block_size=8",
+    "--eval.batches=1",
+)
 
 
 @pytest.mark.usefixtures("_corpus")
 def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(tmp_path, secret, refused):
-    words = ["run", "bf16_baseline", "--name=a", "--data.dir=corpus", *SMALL, "--checkpoint.every=2"]
+    words = [
+        "run",
+        "bf16_baseline",
+        "--name=a",
+        "--data.dir=corpus",
+        *SMALL,
+        "--checkpoint.every=2",
+    ]
     assert main([*words, "--train.max_steps=4"]) == 0
     run = tmp_path / "runs" / "a"
     assert steps(run)
@@ -82,7 +99,9 @@ def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(tmp_path, secret, ref
 @pytest.mark.usefixtures("_corpus")
 def test_a_sweep_has_no_run_behind_a_link(tmp_path, secret, refused):
     file = tmp_path / "s.yaml"
-    file.write_text("settings: {data.dir: corpus, model.block_size: 8, train.max_steps: 1}\naxes: {seed: [1]}\n")
+    file.write_text(
+        "settings: {data.dir: corpus, model.block_size: 8, train.max_steps: 1}\naxes: {seed: [1]}\n"
+    )
     (run,) = plan_sweep(read_sweep(file))
     out = tmp_path / "out"
     out.mkdir()

@@ -1,4 +1,6 @@
-"""Run folders: found at any depth, read whatever state they are in, records as columns, and how far a run is."""
+"""Run folders: found at any depth, read whatever state they are in, records as columns,
+and how far a run is.
+"""
 
 import io
 import json
@@ -22,7 +24,14 @@ from nanogpt_bench.sweep.workers import MOST_BYTES, Event, NewRecords
 
 def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followed(tmp_path):
     runs = tmp_path / "runs"
-    for place in ("e4m3", "compare-1/a", "sweep-lr/grid/b", "sweep-lr/grid/a", "sweep-lr/tune/c", "../elsewhere/d"):
+    for place in (
+        "e4m3",
+        "compare-1/a",
+        "sweep-lr/grid/b",
+        "sweep-lr/grid/a",
+        "sweep-lr/tune/c",
+        "../elsewhere/d",
+    ):
         write_run(runs / place, steps=20)
     (runs / "compare-1" / "corpus").mkdir()
     (runs / "linked").symlink_to(tmp_path / "elsewhere")
@@ -42,22 +51,38 @@ def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followe
 def test_a_truncated_last_line_costs_that_line_only_and_the_page_says_so(tmp_path):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5, seed=7)
     run = load_run(folder)
-    assert (run.name, run.rule, run.format, run.seed, run.status) == ("a", "nearest", "E4M3", 7, "finished")
+    assert (run.name, run.rule, run.format, run.seed, run.status) == (
+        "a",
+        "nearest",
+        "E4M3",
+        7,
+        "finished",
+    )
     assert (run.notes, run.number("final_val_loss"), run.last_step) == ((), 2.5, 200)
     whole = (folder / "metrics.jsonl").read_bytes()
     note = "metrics.jsonl: the last line is cut off; the {} whole records were read"
-    for content, last in ((whole[:-25], 199), (whole + '{"step": 201, "note": "ü'.encode()[:-1], 200)):
+    for content, last in (
+        (whole[:-25], 199),
+        (whole + '{"step": 201, "note": "ü'.encode()[:-1], 200),
+    ):
         (folder / "metrics.jsonl").write_bytes(content)
-        assert (load_run(folder).last_step, load_run(folder).notes) == (last, (note.format(last + 1),))
+        assert (load_run(folder).last_step, load_run(folder).notes) == (
+            last,
+            (note.format(last + 1),),
+        )
     assert main(["report", str(folder), "--out", str(tmp_path / "page")]) == 0
-    assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(
+        encoding="utf-8"
+    )
     assert (folder / "metrics.jsonl").read_bytes() == content
 
 
 def test_damaged_and_repeated_lines_are_named(tmp_path):
     folder = write_run(tmp_path / "a")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([lines[0], "{oops", lines[1], lines[1], lines[2]]) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        "\n".join([lines[0], "{oops", lines[1], lines[1], lines[2]]) + "\n"
+    )
     run = load_run(folder)
     assert run.metrics.values("step") == [0, 1, 2]
     assert [note.split(":")[1].split()[1] for note in run.notes] == ["2", "4"]
@@ -69,7 +94,9 @@ def test_without_a_summary_the_records_speak(tmp_path):
     run = load_run(folder)
     assert (run.status, run.format, run.stall_metric) == ("incomplete", "E4M3", "stall/update_lost")
     assert run.number("final_val_loss") == pytest.approx(2.5)
-    assert run.number("stall") == pytest.approx(0.81 * 0.85)  # the mean of the looks, which rise from 0.7 of it
+    assert run.number("stall") == pytest.approx(
+        0.81 * 0.85
+    )  # the mean of the looks, which rise from 0.7 of it
 
 
 NAMES = ("step", "train/loss", "val/loss", "time/elapsed_s", "stall/arrived")
@@ -86,9 +113,18 @@ def test_columns_say_what_the_records_said(seed):
     values = (1, 2.5, -0.0, 1e300, None, True, False, 2**60, math.inf, math.nan, 10**400)
     for step in range(60):
         chosen = [name for name in NAMES[1:] if draw.random() < 0.6]
-        made.append({"step": step, **{name: draw.choice(values) for name in chosen}, "note": "x", "deep": [1]})
+        made.append(
+            {
+                "step": step,
+                **{name: draw.choice(values) for name in chosen},
+                "note": "x",
+                "deep": [1],
+            }
+        )
     columns = Records(made)
-    plain = [{name: known(value) for name, value in record.items() if name in NAMES} for record in made]
+    plain = [
+        {name: known(value) for name, value in record.items() if name in NAMES} for record in made
+    ]
     assert (len(columns), columns.last_step) == (60, 59)
     assert set(columns.names) <= set(NAMES)
     for name in NAMES:
@@ -96,16 +132,25 @@ def test_columns_say_what_the_records_said(seed):
         assert list(columns.rows(name)) == has
         assert columns.values(name) == [value for _, value in has if value is not None]
         for against in ("step", "time/elapsed_s", "absent"):
-            points = [(r[against], r[name]) for r in plain if name in r and r.get(against) is not None]
+            points = [
+                (r[against], r[name]) for r in plain if name in r and r.get(against) is not None
+            ]
             assert columns.curve(name, against) == ([x for x, _ in points], [y for _, y in points])
 
 
 def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
-    """Its records are large: to read a small file takes a buffer for the largest that is read."""
+    """Its records are large: to read a small file takes a buffer for the largest that
+    is read.
+    """
     draw = random.Random(0)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(3000):
-            file.write(json.dumps({"step": step, **{f"figure/number{i}": draw.random() for i in range(20)}}) + "\n")
+            file.write(
+                json.dumps(
+                    {"step": step, **{f"figure/number{i}": draw.random() for i in range(20)}}
+                )
+                + "\n"
+            )
     size = (tmp_path / "metrics.jsonl").stat().st_size
     tracemalloc.start()
     try:
@@ -117,10 +162,14 @@ def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
 
 
 def line(step: int, **more: float) -> str:
-    return json.dumps({"step": step, "train/loss": 3.0, "time/elapsed_s": float(step), **more}) + "\n"
+    return (
+        json.dumps({"step": step, "train/loss": 3.0, "time/elapsed_s": float(step), **more}) + "\n"
+    )
 
 
-def test_the_newest_whole_line_and_the_last_validation_are_told_and_of_a_long_file_the_end_is_read(tmp_path):
+def test_the_newest_whole_line_and_the_last_validation_are_told_and_of_a_long_file_the_end_is_read(
+    tmp_path,
+):
     path = tmp_path / "metrics.jsonl"
     records = NewRecords({"run_dir": str(tmp_path), "settings": {"train.max_steps": 9}})
     assert records.new() is None
@@ -164,19 +213,25 @@ def test_runs_count_by_their_size_and_those_to_come_too(clock):
     assert (bar.share(), bar.words().split(",")[0]) == (4 / 8, "2 of 2 runs ended")
 
 
-def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on_and_a_terminal_has_one_bar(clock):
+def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on_and_a_terminal_has_one_bar(
+    clock,
+):
     text = io.StringIO()
     bar = Bar(Console(file=text, width=100))
     bar.entries += [Entry("a"), Entry("b")]
     bar.show(Event(0, "started"))
     for second in range(1, 301):
         clock[0] = float(second)
-        bar.show(Event(0, "progress", progress(second // 10)) if second >= 10 else Event(None, "tick"))
+        bar.show(
+            Event(0, "progress", progress(second // 10)) if second >= 10 else Event(None, "tick")
+        )
     bar.show(Event(0, "done"))
     bar.show(Event(1, "failed", {"error": {"message": "one\nline"}}))
     lines = text.getvalue().splitlines()
     assert lines[0] == "[   20 s] 0 of 2 runs ended, about 33 min left"
-    assert [line[:9] for line in lines] == [f"[{at:5} s]" for at in (20, 80, 140, 200, 260, 300, 300)]
+    assert [line[:9] for line in lines] == [
+        f"[{at:5} s]" for at in (20, 80, 140, 200, 260, 300, 300)
+    ]
     assert lines[-2:] == ["[  300 s] a: done  val 2.000", "[  300 s] b: failed  one line"]
 
     text, clock[0] = io.StringIO(), 0.0
@@ -186,4 +241,6 @@ def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on_and_
         bar.show(Event(0, "progress", progress(50)))
         bar.show(Event(0, "done"))
     assert "a: done  val 2.000" in text.getvalue()
-    assert "] 0 of 1 runs ended" not in text.getvalue()  # no line of the estimate, which the bar has
+    assert (
+        "] 0 of 1 runs ended" not in text.getvalue()
+    )  # no line of the estimate, which the bar has

@@ -1,4 +1,6 @@
-"""A fault of a file is one line that names it; nothing is written, changed or run, whoever reads it."""
+"""A fault of a file is one line that names it; nothing is written, changed or run,
+whoever reads it.
+"""
 
 import json
 import os
@@ -25,9 +27,13 @@ YAML = {
     f"text('[' + 'x,' * {untrusted.MOST_YAML_VALUES} + ']')": "values",
     "text('seed: ' + '9' * 5000)": "a value can't be read",
     "text('seed: ' + '1:' * 5000 + '1')": "readers differ in what a number with colons is",
-    "text('seed: !!python/object/apply:os.system [touch executed]')": "could not determine a constructor",
+    "text('seed: !!python/object/apply:os.system [touch executed]')": "could not determine a "
+    "constructor",
     "text('seed: !!python/name:os.system')": "could not determine a constructor",
-    **{f"text({said!r})": "a value can't be read" for said in ("!!int x", "!!timestamp x", "!!bool x", "2001-99-99")},
+    **{
+        f"text({said!r})": "a value can't be read"
+        for said in ("!!int x", "!!timestamp x", "!!bool x", "2001-99-99")
+    },
     "text('{[1]: 2}')": "unhashable",
     "text('- 1\\n---\\n- 2')": "single document",
     "text('\\0')": "not allowed",
@@ -37,17 +43,19 @@ YAML = {
 DAMAGED = {
     "config": {
         **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
-        "a.yaml: text('model:\\n  n_layer: 1\\nmodel:\\n  n_head: 1')": "'model' is given twice, on lines 1 and 3",
-        "a.yaml: text('train: {max_steps: 3, max_steps: 4}')": "'max_steps' is given twice, on line 1; keep one",
-        "a.yaml: text('train.max_steps: 3\\ntrain:\\n  max_steps: 4')": "train.max_steps is given twice in & a.yaml'",
+        "a.yaml: text('model:\\n  n_layer: 1\\nmodel:\\n  n_head: 1')": "'model' is given twice, "
+        "on lines 1 and 3",
+        "a.yaml: text('train: {max_steps: 3, max_steps: 4}')": "'max_steps' is given twice, on "
+        "line 1; keep one",
+        "a.yaml: text('train.max_steps: 3\\ntrain:\\n  max_steps: 4')": "train.max_steps is given "
+        "twice in & a.yaml'",
         "a.yaml: text('train:\\n  max_steps: 010')": "line 2: 010 is not allowed",
         "a.yaml: text('train:\\n  max_seconds: 1:30')": "line 2: 1:30 is not allowed",
     },
     "sweep": {
         **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
-        "a.yaml: text('settings:\\n  model.formats: {attn: E4M3}\\n  model.formats.attn: E5M2\\naxes: {seed: [1]}')": (
-            "settings.model.formats.attn is given twice in & a.yaml'"
-        ),
+        "a.yaml: text('settings:\\n  model.formats: {attn: E4M3}\\n  model.formats.attn: "
+        "E5M2\\naxes: {seed: [1]}')": ("settings.model.formats.attn is given twice in & a.yaml'"),
     },
     "text": {
         "a.txt: gone()": "does not exist",
@@ -70,17 +78,22 @@ DAMAGED = {
         "meta.json: put('splits.train.sha256', GONE)": "is damaged & sha256",
         "meta.json: put('splits.train.tokens', 'many')": "is damaged",
         "meta.json: put('vocab_size', 3)": "a vocabulary of 3, its char tokenizer has",
-        "meta.json: both(put('vocab_size', 3), put('characters', 'abc'))": "holds token & the vocabulary has 3",
+        "meta.json: both(put('vocab_size', 3), put('characters', 'abc'))": "holds token & the "
+        "vocabulary has 3",
         "meta.json: put('tokenizer', 'byte')": "a vocabulary of & its byte tokenizer has 257",
         "meta.json: put('tokenizer', 'gpt5')": "meta.json': unknown tokenizer 'gpt5'",
         "meta.json: put('characters', None)": "is damaged",
     },
-    **{f"{command} on a corpus": {"meta.json: gone()": "has no meta.json"} for command in ("run", "compare")},
+    **{
+        f"{command} on a corpus": {"meta.json: gone()": "has no meta.json"}
+        for command in ("run", "compare")
+    },
     "labels": {
         "train.labels.bin: gone()": "train.labels.bin' does not exist",
         "train.ends.bin: text('12345678')": "does not have the sha256",
         "train.ends.bin: signed(b'1234567')": "does not have the sha256",
-        "train.ends.bin: signed(np.array([900, 800], '<u8').tobytes())": "are not those of its tokens",
+        "train.ends.bin: signed(np.array([900, 800], '<u8').tobytes())": "are not those of its "
+        "tokens",
         "train.labels.bin: signed(b'\\2' * 1920)": "a label of 'train' is 2, not 0 or 1",
         "meta.json: put('labels', ['a'])": "are not those of its tokens",
         "meta.json: put('labels', [1])": "is damaged (labels)",
@@ -91,10 +104,13 @@ DAMAGED = {
         "config.json: text('{')": "can't be read",
         "config.json: put('activation_function', 'relu')": "activation_function 'relu'",
         "config.json: put('n_inner', 48)": "n_inner 48",
-        "config.json: put('scale_attn_by_inverse_layer_idx', True)": "scale_attn_by_inverse_layer_idx True",
+        "config.json: put('scale_attn_by_inverse_layer_idx', True)": "scale_attn_by_inverse_layer_idx "
+        "True",
         "model.safetensors: cut(100)": "can't be read",
-        "model.safetensors: tensors(h__1__mlp__c_fc__bias=GONE)": "missing weight 'transformer.h.1.mlp.c_fc.bias'",
-        "model.safetensors: tensors(h__2__ln_1__bias=torch.zeros(16))": "unexpected weight 'h.2.ln_1.bias'",
+        "model.safetensors: tensors(h__1__mlp__c_fc__bias=GONE)": "missing weight "
+        "'transformer.h.1.mlp.c_fc.bias'",
+        "model.safetensors: tensors(h__2__ln_1__bias=torch.zeros(16))": "unexpected weight "
+        "'h.2.ln_1.bias'",
         "model.safetensors: tensors(ln_f__bias=torch.zeros(17))": "can't be read",
     },
     "run from gpt2": {
@@ -104,7 +120,8 @@ DAMAGED = {
     },
     "floats": {
         "a.safetensors: text(b'\\x10\\0\\0\\0\\0\\0\\0\\0{')": "is no whole safetensors file",
-        "model.safetensors.index.json: put('weight_map', {'a': '../b.safetensors'})": "is no file beside it",
+        "model.safetensors.index.json: put('weight_map', {'a': '../b.safetensors'})": "is no file "
+        "beside it",
         "model.safetensors.index.json: text('[]')": "can't be read as an index",
     },
     "results": {
@@ -116,25 +133,36 @@ DAMAGED = {
     },
     "study": {"sweep.json: put('runs', [1])": "/it'", "tuning.json: text('{')": "/it/tuning.json'"},
     "run": {
-        **{f"{name}: gone()": f"{name} is missing" for name in ("config.yaml", "metrics.jsonl", "summary.json")},
+        **{
+            f"{name}: gone()": f"{name} is missing"
+            for name in ("config.yaml", "metrics.jsonl", "summary.json")
+        },
         "summary.json: text('[1]')": "summary.json",
         "config.yaml: text('a: [b')": "config.yaml",
     },
     "verify": {
-        "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, where step 3 is expected",
-        "metrics.jsonl: more('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, where",
-        "metrics.jsonl: more('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is not a record with a step",
-        "metrics.jsonl: more('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is not a record with a step",
+        "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, where step "
+        "3 is expected",
+        "metrics.jsonl: more('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, "
+        "where",
+        "metrics.jsonl: more('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is not a "
+        "record with a step",
+        "metrics.jsonl: more('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is not a record "
+        "with a step",
         "metrics.jsonl: cut()": "problem: metrics.jsonl: the last line is cut off",
         "summary.json: put('steps', 7)": "problem: summary.json does not have the sha256 that",
-        "alerts.jsonl: more('{\"step\": 9}\\n')": "problem: & ends with step 9, metrics.jsonl with step 6",
-        'alerts.jsonl: more(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, after step 5",
+        "alerts.jsonl: more('{\"step\": 9}\\n')": "problem: & ends with step 9, metrics.jsonl with "
+        "step 6",
+        'alerts.jsonl: more(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, "
+        "after step 5",
         "metrics.jsonl: gone()": "problem: metrics.jsonl is missing",
         "config.yaml: text('a: [1')": "problem: & config.yaml' is not YAML",
         "environment.json: gone()": "problem: environment.json is missing",
         "summary.json: cut()": "problem: summary.json can't be read: it is no JSON",
-        "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have the sha256 that",
-        "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step 6",
+        "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have "
+        "the sha256 that",
+        "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step "
+        "6",
     },
 }
 
@@ -160,7 +188,11 @@ def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
     run(tiny(model__format="E4M3", monitor__interval=3), folder / "a")
     shutil.rmtree(folder / "a" / "checkpoints")
     for step in (4, 6):
-        commit(folder / "a", Contents(step, {"model": {"w": torch.full((5,), float(step))}}), keep_last=2)
+        commit(
+            folder / "a",
+            Contents(step, {"model": {"w": torch.full((5,), float(step))}}),
+            keep_last=2,
+        )
     made = {}
     for name, reader in readers(corpus_dir, labelled_dir, folder / "a").items():
         (place := folder / name).mkdir()
@@ -173,7 +205,9 @@ def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
     return made
 
 
-def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Path, grown: list[int]) -> list[str]:
+def said_of(
+    reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Path, grown: list[int]
+) -> list[str]:
     """Return the lines about a damaged copy; nothing is written, changed or run."""
     folder = Path(shutil.copytree(whole, tmp_path / "it"))
     damage(folder / file)
@@ -195,10 +229,15 @@ def test_a_damage_is_named(name, every, tmp_path, attacks, monkeypatch):
         monkeypatch.chdir(folder)
         file, _, expression = damage.partition(": ")
         said = said_of(*every[name], file, eval(expression, NAMES), folder, attacks)
-        assert any(all(word in line for word in words.split(" & ")) for line in said), (damage, said)
+        assert any(all(word in line for word in words.split(" & ")) for line in said), (
+            damage,
+            said,
+        )
         assert len(said) == 1 or name == "verify", damage
         if name not in ("config", "sweep"):  # which name a setting
-            assert any(part in line for line in said for part in (Path(file).name, str(folder / "it"))), (damage, said)
+            assert any(
+                part in line for line in said for part in (Path(file).name, str(folder / "it"))
+            ), (damage, said)
 
 
 @pytest.mark.covering(1)
@@ -220,7 +259,9 @@ def test_an_honest_alias_and_merge_are_read_and_nesting_to_the_bound():
         text = "[" * (untrusted.DEEPEST - 2) + "]" * (untrusted.DEEPEST - 2)
         assert json.dumps(parse(text)) == text
         for depth in (untrusted.DEEPEST + 1, 100_000):
-            with pytest.raises(untrusted.Refused, match=f"nests more than {untrusted.DEEPEST} deep"):
+            with pytest.raises(
+                untrusted.Refused, match=f"nests more than {untrusted.DEEPEST} deep"
+            ):
                 parse("[" * depth + "]" * depth)
 
 

@@ -1,4 +1,6 @@
-"""The baselines: each shipped file trains for a few steps, with the bytes per parameter that its scheme has."""
+"""The baselines: each shipped file trains for a few steps, with the bytes per parameter
+that its scheme has.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
 
-#: shipped file, its rule, and the bytes of a weight and its state, block scales and small tensors left out
+#: shipped file, its rule, and the bytes of a weight and its state, block scales and
+#: small tensors left out
 BASELINES = {
     "fp32.yaml": ("fp32", 12.0),
     "bf16_baseline.yaml": ("bf16-mixed", 12.0),
@@ -30,7 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*")
 
 @pytest.fixture
 def uncompiled():
-    """Run what would be compiled as it is written: the same step without a minute of compiling."""
+    """Run what would be compiled as it is written: the same step without a minute of
+    compiling.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -39,8 +44,19 @@ def from_file(name: str, corpus_dir: Path, *more: str, width: int = 64) -> Confi
     rule = BASELINES[name][0]
     if rule not in available_rules():
         pytest.skip(f"{RULES[rule].needs} is not installed")
-    given = {"data.dir": corpus_dir, "model.n_layer": 1, "model.n_head": 2, "model.n_embd": width, "eval.batches": 2}
-    given |= {"model.block_size": 16, "train.max_steps": 12, "optimizer.warmup_steps": 2, "eval.interval": 12}
+    given = {
+        "data.dir": corpus_dir,
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": width,
+        "eval.batches": 2,
+    }
+    given |= {
+        "model.block_size": 16,
+        "train.max_steps": 12,
+        "optimizer.warmup_steps": 2,
+        "eval.interval": 12,
+    }
     return load_config(find_config(name), [*flags(given), *more])
 
 
@@ -49,14 +65,17 @@ def test_a_baseline_trains(name, corpus_dir, tmp_path, uncompiled):
     summary = run(from_file(name, corpus_dir), tmp_path / "run")
     assert (summary["status"], summary["rule"]) == ("finished", BASELINES[name][0])
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.1
-    # Vectors and small tensors stay float32 under torchao's optimizers, and a block has a scale of its own; under ours
-    # each of the two moments has a float32 for a row of 64.
+    # Vectors and small tensors stay float32 under torchao's optimizers, and a block has
+    # a scale of its own; under ours each of the two moments has a float32 for a row of
+    # 64.
     above = 1.0 if name in COMPILED else 2 * 4 / 64 if name == "bf16_stochastic.yaml" else 0.001
     assert BASELINES[name][1] <= summary["bytes_per_parameter"] <= BASELINES[name][1] + above
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports and looks into
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of what the compiler imports and looks into
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_step_is_the_step_that_is_written(name, corpus_dir):
     losses = []
@@ -68,13 +87,18 @@ def test_a_compiled_step_is_the_step_that_is_written(name, corpus_dir):
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
-def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_tensor(corpus_dir, uncompiled):
+def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_tensor(
+    corpus_dir, uncompiled
+):
     trainer = trainer_of(from_file("torchao_adamw8bit.yaml", corpus_dir))
     held = [group["lr"] for group in trainer.optimizer.param_groups]
     seen = []
     for number in (1, 2):
         step = one_step(trainer, number)
-        assert all(group["lr"] is lr for group, lr in zip(trainer.optimizer.param_groups, held, strict=True))
+        assert all(
+            group["lr"] is lr
+            for group, lr in zip(trainer.optimizer.param_groups, held, strict=True)
+        )
         assert [float(lr) for lr in held] == pytest.approx([step.record["lr"]] * 2)
         seen.append(step.record["lr"])
     assert 0 < seen[0] < seen[1] < 2e-3
@@ -82,7 +106,9 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir, recipe):
-    config = from_file("torchao_float8.yaml", corpus_dir, "--rule=torchao-float8", "--train.precision=bf16-mixed")
+    config = from_file(
+        "torchao_float8.yaml", corpus_dir, "--rule=torchao-float8", "--train.precision=bf16-mixed"
+    )
     config.rule, config.model.torchao_float8, config.train.precision = None, recipe, "float32"
     rounded, plain = trainer_of(config), trainer_of(from_file("fp32.yaml", corpus_dir))
     kinds = {name: type(module).__name__ for name, module in rounded.model.named_modules()}
@@ -97,6 +123,7 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir, recipe):
     with refusal("multiples of 16"):
         trainer_of(from_file("torchao_float8.yaml", corpus_dir, width=24))
     cosine = nn.functional.cosine_similarity(
-        *(trainer.model.blocks[0].mlp.fc.weight.grad.flatten() for trainer in (rounded, plain)), dim=0
+        *(trainer.model.blocks[0].mlp.fc.weight.grad.flatten() for trainer in (rounded, plain)),
+        dim=0,
     )
     assert 0.9 < float(cosine) < 1 - 1e-6

@@ -31,7 +31,8 @@ def sweep(folder: Path, **content: Any) -> Path:
 @pytest.mark.parametrize(
     ("content", "words", "count"),
     [
-        ({"axes": {**MILLION, **SEEDS, "train.max_steps": {**SEEDS["seed"], "points": 10**30}}}, (), "about 10^42"),
+        ({"axes": {**MILLION, **SEEDS, "train.max_steps": {**SEEDS["seed"], "points": 10**30}}}, (), "about "
+                                                                                                     "10^42"),
         ({"axes": LR, "search": "random", "samples": 10**9}, (), "1,000,000,000"),
         ({"axes": {"seed": list(range(101)), "rule": ["sgd"], "eval.batches": list(range(1, 101))}}, (), "10,100"),
         ({"axes": {"model.format": ["E4M3"], "seed": SEEDS["seed"]}}, ("--sensitivity",), "1,000,000"),
@@ -53,7 +54,9 @@ def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
     with refusal("asks for 10,001 runs"):
         check_count(MOST_RUNS + 1, "a sweep")
     patterns = [f"blocks.{number}.attn" for number in range(6000)]
-    found = read_sweep(sweep(tmp_path, axes={"model.format": ["E4M3", "E5M2"]}, sensitivity={"patterns": patterns}))
+    found = read_sweep(
+        sweep(tmp_path, axes={"model.format": ["E4M3", "E5M2"]}, sensitivity={"patterns": patterns})
+    )
     with refusal(r"asks for 12,\d\d\d runs"):
         plan_study(found)
 
@@ -70,7 +73,8 @@ def test_values_that_are_there_twice_are_found_among_many():
     [
         ("seed: " + "9" * 399, "seed: 9"),
         ("model: {formats: {1: E4M3}}", "1 is not allowed as the name of an entry"),
-        ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the name of an entry"),
+        ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the name of "
+                                                                   "an entry"),
         ('"\\e[2J\\u202E\\u2028": 1', "unknown key '\\x1b[2J\\u202e\\u2028'"),
         ("rule: " + "x" * 100_000, "unknown rule 'xxx"),
     ],

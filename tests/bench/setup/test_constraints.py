@@ -1,4 +1,6 @@
-"""Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and refused where they can't be."""
+"""Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and
+refused where they can't be.
+"""
 
 import geoopt
 import pytest
@@ -27,7 +29,11 @@ CASES = {
     "stiefel, sgd": {**STIEFEL, "optimizer__name": "riemannian_sgd"},
     "sphere": SPHERE,
     "sphere under a format": {**SPHERE, **MASTER},
-    "sphere beside one-byte weights": {**SPHERE, "rule": "riemannian", "model__formats": "{'*': E4M3, attn: none}"},
+    "sphere beside one-byte weights": {
+        **SPHERE,
+        "rule": "riemannian",
+        "model__formats": "{'*': E4M3, attn: none}",
+    },
     "stiefel beside a grid": {**STIEFEL, "rule": "riemannian-sgd", "model__storage": "grid", **MLP},
 }
 
@@ -52,7 +58,9 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny, case):
         assert off(weight) < 1e-5, name
         assert float((weight.detach() - before[name]).norm()) > 1e-3, name
     layer = trainer.model.get_submodule("blocks.0.attn.qkv")
-    if trainer.config.model.storage == "master":  # the forward pass reads the rounded value of a copy on the manifold
+    if (
+        trainer.config.model.storage == "master"
+    ):  # the forward pass reads the rounded value of a copy on the manifold
         codes = fm.decode(layer.weight_codes(), "E4M3") * layer.weight_scale()
         assert torch.equal(layer.quantized_weight().detach().as_subclass(torch.Tensor), codes)
     else:
@@ -62,7 +70,11 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny, case):
 def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
     """Adam's first step alone has the length of its rate, whatever the gradient."""
     for settings in (STIEFEL, SPHERE):
-        still = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant", "optimizer__constrained_lr": 1e-3}
+        still = {
+            "optimizer__warmup_steps": 0,
+            "optimizer__schedule": "constant",
+            "optimizer__constrained_lr": 1e-3,
+        }
         trainer = trainer_of(tiny(**settings, **still))
         weights = constrained_weights(trainer.model)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -75,9 +87,13 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
 
 @pytest.fixture(scope="module")
 def watched(tiny, tmp_path_factory):
-    """Folders of a run under each constraint, with a format that is read through a copy."""
+    """Folders of a run under each constraint, with a format that is read through a
+    copy.
+    """
     folders = {name: tmp_path_factory.mktemp(name) / "r" for name in ("stiefel", "sphere", "float")}
-    for folder, settings in zip(folders.values(), (STIEFEL | MASTER, SPHERE | MASTER, STIEFEL), strict=True):
+    for folder, settings in zip(
+        folders.values(), (STIEFEL | MASTER, SPHERE | MASTER, STIEFEL), strict=True
+    ):
         run(tiny(**settings), folder)
     return folders
 
@@ -103,24 +119,46 @@ def test_the_report_draws_its_figures_and_a_checkpoint_is_evaluated_as_any_other
     page = report(list(watched.values()), out=tmp_path / "report").read_text(encoding="utf-8")
     for title in ("Off the Stiefel manifold", "Off the sphere", "Constraints, rounded"):
         assert title in page
-    assert main(["evaluate", str(watched["stiefel"]), "--formats", "none,E5M2", "--out", str(tmp_path / "e")]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                str(watched["stiefel"]),
+                "--formats",
+                "none,E5M2",
+                "--out",
+                str(tmp_path / "e"),
+            ]
+        )
+        == 0
+    )
 
 
 def test_a_constraint_fills_in_what_it_calls_for():
     config = resolved(model__constraint="stiefel")
     optimizer = config.optimizer
     assert config.model.storage == "float32"
-    assert (optimizer.name, optimizer.constrained_lr, optimizer.weight_decay) == ("riemannian_adam", 0.01, 0.0)
+    assert (optimizer.name, optimizer.constrained_lr, optimizer.weight_decay) == (
+        "riemannian_adam",
+        0.01,
+        0.0,
+    )
     assert (optimizer.lr, optimizer.float_lr) == (1e-3, 1e-3)
     config = resolved(model__constraint="sphere", model__format="E4M3", optimizer__float_lr=3e-3)
     assert (config.model.storage, config.optimizer.lr) == ("master", 3e-3)
     config = resolved(model__constraint="sphere", rule="riemannian", model__formats="{mlp: E4M3}")
-    assert (config.model.storage, config.optimizer.lr, config.optimizer.weight_decay) == ("fp8", 2.0, 0.1)
+    assert (config.model.storage, config.optimizer.lr, config.optimizer.weight_decay) == (
+        "fp8",
+        2.0,
+        0.1,
+    )
 
 
 def test_what_cannot_be_constrained_is_refused_and_a_comparison_constrains_what_it_can(tiny):
     advice = "; add --model.formats.attn none, or give --model.storage master"
-    with refusal(f"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*{advice}"):
+    with refusal(
+        f"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*{advice}"
+    ):
         resolved(**STIEFEL, **MASTER, rule="riemannian")
     for storage in ("grid", "continuous"):
         with refusal(f"has format E4M3 under model.storage '{storage}'"):

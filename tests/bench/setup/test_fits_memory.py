@@ -1,4 +1,6 @@
-"""Memory: what a run needs by arithmetic and has on this machine, and machines without a GPU."""
+"""Memory: what a run needs by arithmetic and has on this machine, and machines without
+a GPU.
+"""
 
 import signal
 from pathlib import Path
@@ -29,7 +31,12 @@ from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.signals import StopRequest
 
 GIB = 2**30
-TOO_MUCH = ("model.n_embd 2000000", f"model.n_embd {10**18}", f"train.batch_size {10**9}", f"eval.batches {10**11}")
+TOO_MUCH = (
+    "model.n_embd 2000000",
+    f"model.n_embd {10**18}",
+    f"train.batch_size {10**9}",
+    f"eval.batches {10**11}",
+)
 SWEEP = "axes: {optimizer.beta1: [0.9]}\nsettings: {rule: stochastic, model.format: E4M3}\n"
 TUNED = "tune: {seeds: [1]}\nconfirm: {seeds: [2]}\n"
 TRAINING = ["run fp32.yaml", "run e4m3.yaml --train.precision bf16-mixed", "compare --max-steps 2"]
@@ -38,7 +45,9 @@ TRAINING += ["sweep axes.yaml --out out", "sweep tuned.yaml --out out"]
 
 @pytest.fixture
 def folder(here, monkeypatch):
-    """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where no worker can be started."""
+    """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where
+    no worker can be started.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
     monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
@@ -49,7 +58,9 @@ def folder(here, monkeypatch):
 
 @each("command", TRAINING)
 @each("asked", TOO_MUCH)
-def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(asked, command, folder, refused):
+def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
+    asked, command, folder, refused
+):
     key, value = asked.split()
     before = sorted(folder.iterdir())
     said = refused(*command.split(), "--model.n_head", "1", f"--{key}", value)
@@ -61,7 +72,13 @@ def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(asked
 def test_nor_is_a_model_trained_further(folder, refused):
     import causal_models
 
-    finetune = ["finetune", "--model", str(causal_models.write(folder / "model")), "--model.block_size", "16"]
+    finetune = [
+        "finetune",
+        "--model",
+        str(causal_models.write(folder / "model")),
+        "--model.block_size",
+        "16",
+    ]
     before = sorted(folder.iterdir())
     for *words, asked in ([*finetune, f"--{asked}"] for asked in TOO_MUCH[2:]):
         said = refused(*words, *asked.split())
@@ -79,7 +96,9 @@ def test_layers_and_threads_have_a_limit(corpus_dir, refused):
 def test_what_is_counted_is_what_a_model_has_in_the_fewest_bytes_of_its_rule(tiny):
     config = resolve(tiny())
     shape = model_shape(config, open_corpus(config))
-    matrices = [parameter for parameter in build_model(shape, 0).parameters() if parameter.dim() == 2]
+    matrices = [
+        parameter for parameter in build_model(shape, 0).parameters() if parameter.dim() == 2
+    ]
     assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
     e4m3 = {"model.format": "E4M3"}
     for rule, more, fewest in (
@@ -97,24 +116,37 @@ def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
     there = available_rules()
     for name in shipped_configs():
         config = load_config(find_config(name))
-        if config.rule in (None, *there) and not config.model.pretrained and not config.model.init_from:
+        if (
+            config.rule in (None, *there)
+            and not config.model.pretrained
+            and not config.model.init_from
+        ):
             check_fits(resolve(config))
     for name in (path.name for path in FOLDER.glob("*.yaml")):
         sweep = read_sweep(find_sweep(name), [])
         rules = sweep.axis("rule")
-        if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {None, *there}:
+        if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {
+            None,
+            *there,
+        }:
             for run in plan_sweep(sweep):
                 check_fits(resolve(build_config(run.settings)))
-    check_fits(resolve(build_config({"rule": "fp32", "model.size": "124M", "train.batch_size": 12})))
+    check_fits(
+        resolve(build_config({"rule": "fp32", "model.size": "124M", "train.batch_size": 12}))
+    )
 
 
-def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_no_more(labelled_dir, monkeypatch):
+def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_no_more(
+    labelled_dir, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: GIB)
     check_fits(resolve(Config()))
     with refusal("GiB are free"):
         check_fits(resolve(build_config({"model.size": "124M"})))
-    config = build_config({"task": "classify", "data.dir": str(labelled_dir), "eval.batches": 10**11})
+    config = build_config(
+        {"task": "classify", "data.dir": str(labelled_dir), "eval.batches": 10**11}
+    )
     check_fits(resolve(config), open_corpus(resolve(config)))
 
 
@@ -148,7 +180,11 @@ def test_each_memory_counts_once_and_a_wrapper_as_what_is_inside_it():
         return held_bytes(layer, optimizer) - 4
 
     whole, packed = torch.zeros(100), fm.FP8Tensor(torch.ones(4, 25), "E4M3")
-    assert bytes_with(packed) == sum(getattr(packed, name).nbytes for name in packed.__tensor_flatten__()[0]) < 200
+    assert (
+        bytes_with(packed)
+        == sum(getattr(packed, name).nbytes for name in packed.__tensor_flatten__()[0])
+        < 200
+    )
     assert bytes_with([whole, whole.view(10, 10), whole[:3]]) == 400
     assert bytes_with({whole: 1, "b": [2.0, (whole[:3], {"c": torch.zeros(1)})]}) == 404
     assert bytes_with(whole[:3]) == 400  # a view keeps all of its memory
@@ -181,21 +217,32 @@ def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make, per_pa
     layer = nn.Linear(64, 32, bias=False)
     optimizer = make(layer.parameters())
     layer(torch.ones(1, 64)).sum().backward()
-    assert held_bytes(layer, optimizer) == 4 * 2048  # nothing before the first step, and no gradients
+    assert (
+        held_bytes(layer, optimizer) == 4 * 2048
+    )  # nothing before the first step, and no gradients
     optimizer.step()
     steps = 4 if isinstance(optimizer, torch.optim.AdamW) else 0
-    assert held_bytes(layer, optimizer) == bytes_of([layer.weight], optimizer) == per_parameter * 2048 + steps
+    assert (
+        held_bytes(layer, optimizer)
+        == bytes_of([layer.weight], optimizer)
+        == per_parameter * 2048 + steps
+    )
 
 
 def asked_at(step: int) -> dict[str, Any]:
     """A stop request that comes when a step is reached."""
     stop = StopRequest()
-    return {"stop": stop, "on_progress": lambda progress: progress.step == step and stop.note(signal.SIGTERM)}
+    return {
+        "stop": stop,
+        "on_progress": lambda progress: progress.step == step and stop.note(signal.SIGTERM),
+    }
 
 
 @pytest.mark.parametrize("rule", ["stochastic", "fisher"])
 def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, rule):
-    """The last step was watched or not, another follows, or the run was resumed with or without a step to do."""
+    """The last step was watched or not, another follows, or the run was resumed with or
+    without a step to do.
+    """
     config = tiny(rule=rule, model__format="E4M3", monitor__interval=100, train__max_steps=5)
     ends = {"whole": run(config, tmp_path / "whole")}
     ends["stopped"] = run(config, tmp_path / "other", **asked_at(3))
@@ -209,11 +256,17 @@ def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, r
 def test_a_run_that_took_no_step_has_none(tiny, tmp_path):
     ended = run(tiny(), tmp_path / "r", **asked_at(0))
     assert (ended["status"], ended["steps"], ended["bytes_per_parameter"]) == ("stopped", 0, None)
-    assert run(tiny(), tmp_path / "r", resume=True)["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
+    assert run(tiny(), tmp_path / "r", resume=True)["bytes_per_parameter"] == pytest.approx(
+        12, rel=0.005
+    )
 
 
 DEVICE = "--runtime.device cuda"
-ON_CUDA = [f"run fp32.yaml {DEVICE}", f"run fp32.yaml --name gone --resume {DEVICE}", f"compare --max-steps 2 {DEVICE}"]
+ON_CUDA = [
+    f"run fp32.yaml {DEVICE}",
+    f"run fp32.yaml --name gone --resume {DEVICE}",
+    f"compare --max-steps 2 {DEVICE}",
+]
 ON_CUDA += [f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}"]
 ON_CUDA += [f"sweep formats.yaml --data.dir CORPUS {DEVICE}"]
 ON_CUDA += [f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}"]
@@ -231,7 +284,9 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refu
     before = sorted(folder.iterdir())
     for words in ON_CUDA:
         said = refused(*(places.get(word, word) for word in words.split()))
-        assert "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in said, words
+        assert (
+            "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in said
+        ), words
         assert sorted(folder.iterdir()) == before
 
 
@@ -243,8 +298,12 @@ def test_other_devices_are_not_known(name, refused):
 
 
 def test_a_cluster_is_asked_for_its_own_gpus(tmp_path):
-    RayCluster(SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0, "GPU": 1.0}), tmp_path).check_device("cuda")
+    RayCluster(
+        SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0, "GPU": 1.0}), tmp_path
+    ).check_device("cuda")
     cluster = RayCluster(SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}), tmp_path)
     cluster.check_device("auto")
-    with pytest.raises(ValueError, match="not available on any node of the cluster; allowed: auto, cpu"):
+    with pytest.raises(
+        ValueError, match="not available on any node of the cluster; allowed: auto, cpu"
+    ):
         cluster.check_device("cuda")

@@ -1,4 +1,6 @@
-"""Optimizers and storages: what a rule sets up, by its options and beside its float twin."""
+"""Optimizers and storages: what a rule sets up, by its options and beside its float
+twin.
+"""
 
 import shutil
 import sys
@@ -31,7 +33,9 @@ UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once_and_options_reach_the_optimizer():
     model = GPT(GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True))
-    assert len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1  # none without parameters
+    assert (
+        len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
+    )  # none without parameters
     decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert all(parameter.dim() >= 2 for parameter in decayed["params"])
@@ -49,18 +53,36 @@ def on_one_byte(name, *arguments):
     return build_optimizer(quantize(GPT(UNTIED), config), config)
 
 
-BUILT = {"adamw": fm.optim.StiffnessAdamW, "sgd": fm.optim.StiffnessSGD, "stiffness_lion": fm.optim.StiffnessLion}
-BUILT |= {"stiffness_adamw": fm.optim.StiffnessAdamW, "stiffness_sgd": fm.optim.StiffnessSGD, "madam": fm.optim.Madam}
+BUILT = {
+    "adamw": fm.optim.StiffnessAdamW,
+    "sgd": fm.optim.StiffnessSGD,
+    "stiffness_lion": fm.optim.StiffnessLion,
+}
+BUILT |= {
+    "stiffness_adamw": fm.optim.StiffnessAdamW,
+    "stiffness_sgd": fm.optim.StiffnessSGD,
+    "madam": fm.optim.Madam,
+}
 BUILT |= {"riemannian_adam": fm.optim.RiemannianAdam, "riemannian_sgd": fm.optim.RiemannianSGD}
 
 
 def test_what_all_of_the_library_s_optimizers_take_reaches_them():
-    options = ["--optimizer.lr=0.5", "--optimizer.writeback=residual8", "--optimizer.moments=bfloat16", "--seed=7"]
+    options = [
+        "--optimizer.lr=0.5",
+        "--optimizer.writeback=residual8",
+        "--optimizer.moments=bfloat16",
+        "--seed=7",
+    ]
     for name, built in BUILT.items():
         optimizer = on_one_byte(name, *options)
         assert type(optimizer) is built
         for group in optimizer.param_groups:
-            assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [0.5, "residual8", "bfloat16", 7]
+            assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [
+                0.5,
+                "residual8",
+                "bfloat16",
+                7,
+            ]
 
 
 @each(
@@ -78,7 +100,10 @@ def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value
 
 
 def test_a_combination_the_library_refuses_is_one_line():
-    for words, parts in (("madam", ["'momentum'", "Madam"]), ("adamw --optimizer.moments=8bit", ["momentum", "8bit"])):
+    for words, parts in (
+        ("madam", ["'momentum'", "Madam"]),
+        ("adamw --optimizer.moments=8bit", ["momentum", "8bit"]),
+    ):
         with refusal("^optimizer: ") as caught:
             on_one_byte(*words.split(), "--optimizer.writeback=momentum")
         assert [part for part in parts if part not in str(caught.value)] == []
@@ -90,7 +115,12 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
     optimizer = build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
     assert type(optimizer) is fm.optim.FisherNaturalGradient
     for group in optimizer.param_groups:
-        assert (group["momentum"], group["refresh"], group["damping"], group["eps"]) == (0.5, 10, 0.1, 1e-8)
+        assert (group["momentum"], group["refresh"], group["damping"], group["eps"]) == (
+            0.5,
+            10,
+            0.1,
+            1e-8,
+        )
     monkeypatch.setitem(sys.modules, "nngeometry", None)
     with refusal(r"optimizer: .*nngeometry"):
         build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
@@ -106,10 +136,13 @@ def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
 QUANTISED = [name for name in available_rules() if RULES[name].storage in ROUNDED]
 #: values of a simulated byte are multiplied as they are, so it has no products of codes
 SIMULATED = [name for name in QUANTISED if RULES[name].products is None]
-#: what a weight and its optimizer state hold in one-byte storage, scales and block scales left out
+#: what a weight and its optimizer state hold in one-byte storage, scales and block
+#: scales left out
 HELD = {
     **dict.fromkeys(("nearest", "stochastic", "momentum", "stiffness", "riemannian"), 9.0),
-    **dict.fromkeys(("stiffness-lion", "madam", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0),
+    **dict.fromkeys(
+        ("stiffness-lion", "madam", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0
+    ),
     **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
     "residual8": 10.0,
     "muon-stochastic": 2.0,
@@ -117,11 +150,16 @@ HELD = {
 
 
 @each("fmt", ["E4M3", "E7M0"])
-@pytest.mark.parametrize("rule", [name for name in SIMULATED if RULES[name].writeback != "residual8"])
+@pytest.mark.parametrize(
+    "rule", [name for name in SIMULATED if RULES[name].writeback != "residual8"]
+)
 def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fmt):
-    room = {"model__headroom": 1024.0}  # a byte's scale doubles where a weight reaches its end, and a grid's does not
+    room = {
+        "model__headroom": 1024.0
+    }  # a byte's scale doubles where a weight reaches its end, and a grid's does not
     byte, floats = (
-        trainer_of(tiny(rule=rule, model__format=fmt, model__storage=name, **room)) for name in ("fp8", "grid")
+        trainer_of(tiny(rule=rule, model__format=fmt, model__storage=name, **room))
+        for name in ("fp8", "grid")
     )
     assert train(byte, 8) == train(floats, 8)
     assert byte.validate() == floats.validate()
@@ -132,7 +170,9 @@ def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fm
 
 @each("rule", HELD)
 def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
-    trainer = trainer_of(tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128))
+    trainer = trainer_of(
+        tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128)
+    )
     train(trainer, 2)
     weights = [layer.weight for layer in quantized_layers(trainer.model).values()]
     each = bytes_of(weights, trainer.optimizer) / sum(weight.numel() for weight in weights)
@@ -141,7 +181,9 @@ def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
 
 
 def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp_path):
-    config = tiny(rule="stiffness-unrounded", model__format="E4M3", optimizer__lr=0.02, train__max_steps=40)
+    config = tiny(
+        rule="stiffness-unrounded", model__format="E4M3", optimizer__lr=0.02, train__max_steps=40
+    )
     trainer = trainer_of(config)
     layers, drawn = quantized_layers(trainer.model), trainer_of(tiny(rule="fp32"))
     start = {name: layer.weight.detach().clone() for name, layer in layers.items()}
@@ -152,13 +194,19 @@ def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp
     assert all(not torch.equal(layer.weight, start[name]) for name, layer in layers.items())
     summary = run(config, tmp_path / "r")
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
-    assert (summary["storage"], summary["stall"], summary["stall_metric"]) == ("continuous", None, None)
+    assert (summary["storage"], summary["stall"], summary["stall_metric"]) == (
+        "continuous",
+        None,
+        None,
+    )
     assert 12 <= summary["bytes_per_quantized_parameter"] < 12.5
     assert recorded(tmp_path / "r")[1]["stiffness/exponent"] == 1.0
 
 
 def test_a_residual_begins_with_the_float_weights(tiny):
-    trainer = trainer_of(tiny(rule="residual8", model__format="E4M3", optimizer__lr=1e-12, optimizer__weight_decay=0))
+    trainer = trainer_of(
+        tiny(rule="residual8", model__format="E4M3", optimizer__lr=1e-12, optimizer__weight_decay=0)
+    )
     floats = trainer_of(tiny(rule="fp32"))
     train(trainer, 1)
     for name, layer in quantized_layers(trainer.model).items():
@@ -168,14 +216,18 @@ def test_a_residual_begins_with_the_float_weights(tiny):
         start, scale = floats.model.get_submodule(name).weight.detach(), layer.weight_scale()
         code = fm.to_chart(weight.dequantize() / scale, "E4M3")
         value = fm.from_chart(code + residual / 256, "E4M3") * scale
-        assert bool(((value - start).abs() <= fm.ulp(start / scale, "E4M3") * scale / 256).all()), name
+        assert bool(((value - start).abs() <= fm.ulp(start / scale, "E4M3") * scale / 256).all()), (
+            name
+        )
         assert not torch.equal(weight.dequantize(), value), name
 
 
 @each("fmt", ["E4M3", "E7M0"])
 @each("rule", WITH_TWIN)
 def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule, fmt):
-    """From the same weights and batch: what the rule writes is a neighbour of what the twin keeps."""
+    """From the same weights and batch: what the rule writes is a neighbour of what the
+    twin keeps.
+    """
     twin, rounded = (
         trainer_of(tiny(rule=name, model__format=fmt, optimizer__warmup_steps=0, **grid))
         for name, grid in ((f"{rule}-float", {}), (rule, {"model__storage": "grid"}))
@@ -191,38 +243,65 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
         assert ulps.abs().max() < 1 + 1e-4
         moved += int((others[name] != layer.weight).sum())
     assert moved  # the twin is off the grid
-    quantized = {id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())}
+    quantized = {
+        id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())
+    }
     for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
         assert id(own) in quantized or torch.equal(own, other)
 
 
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
     def products_of(formats, **settings):
-        """Products of each layer of one block, and of its weight's gradient, where the shipped file is changed."""
+        """Products of each layer of one block, and of its weight's gradient, where the
+        shipped file is changed.
+        """
         file = read_yaml(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
         formats = {"*": file.pop("model.format"), **formats}
         layers = resolve(build_config(file | {"model.formats": formats} | settings)).layers
-        return {name.removeprefix("blocks.0."): (s.products, s.gradient_products) for name, s in layers.items()}
+        return {
+            name.removeprefix("blocks.0."): (s.products, s.gradient_products)
+            for name, s in layers.items()
+        }
 
     fp8, decoded = ("fp8", "bfloat16"), ("decoded", "bfloat16")
     every = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
     assert products_of({}) == {**every, "lm_head": decoded}
-    own = {"attn.qkv": {"weight": "E4M3", "products": "decoded"}, "lm_head": {"weight": "E5M2", "products": "fp8"}}
+    own = {
+        "attn.qkv": {"weight": "E4M3", "products": "decoded"},
+        "lm_head": {"weight": "E5M2", "products": "fp8"},
+    }
     own["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
-    assert products_of(own) == {**every, "attn.qkv": decoded, "mlp.fc": ("fp8", "fp8"), "lm_head": fp8}
+    assert products_of(own) == {
+        **every,
+        "attn.qkv": decoded,
+        "mlp.fc": ("fp8", "fp8"),
+        "lm_head": fp8,
+    }
     integers = {"rule": None, "model.storage": "fp8", "model.products": "int8"}
     assert products_of({"*": "E1M6"}, **integers)["mlp.fc"] == ("int8", "bfloat16")
     for products in PRODUCTS:
-        assert fm.LayerSpec("E1M6" if products == "int8" else "E4M3", products=products).products == products
+        assert (
+            fm.LayerSpec("E1M6" if products == "int8" else "E4M3", products=products).products
+            == products
+        )
     for fmt in ("E4M3", "E5M2", "E1M6", "E2M5", "E3M4"):
         units = fm.LayerSpec(fmt, products="auto").units
         assert (units == "fp8") == (fmt in FP8_FORMATS)
 
 
 def test_settings_one_by_one_are_the_rule():
-    given = {"model.storage": "fp8", "optimizer.writeback": "stochastic", "optimizer.moments": "8bit"}
+    given = {
+        "model.storage": "fp8",
+        "optimizer.writeback": "stochastic",
+        "optimizer.moments": "8bit",
+    }
     given |= {"model.format": "E4M3", "optimizer.name": "adamw"}
-    expected = {None: "stochastic-8bit", "decoded": "stochastic-8bit", "fp8": "stochastic-fp8", "auto": "custom"}
+    expected = {
+        None: "stochastic-8bit",
+        "decoded": "stochastic-8bit",
+        "fp8": "stochastic-fp8",
+        "auto": "custom",
+    }
     for products, name in expected.items():
         assert rule_name(resolve(build_config(given | {"model.products": products}))) == name
 
@@ -233,7 +312,11 @@ def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
     for rule in ("stochastic-8bit", "stochastic-fp8"):
         trainer = trainer_of(tiny(rule=rule, model__format="E4M3", train__precision=precision))
         losses[rule] = train(trainer, 20)
-        products = {layer.spec.products for name, layer in quantized_layers(trainer.model).items() if name != "lm_head"}
+        products = {
+            layer.spec.products
+            for name, layer in quantized_layers(trainer.model).items()
+            if name != "lm_head"
+        }
         assert products == {"fp8" if rule == "stochastic-fp8" else "decoded"}
     decoded, fp8 = (torch.tensor(each) for each in losses.values())
     assert not torch.equal(decoded, fp8)
@@ -243,7 +326,9 @@ def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
 def test_a_comparison_of_all_rules_leaves_out_formats_that_no_unit_multiplies():
     # one that is named is refused when it is planned
     for rules, formats in ((["all"], ["E4M3"]), (["stochastic-fp8"], ["E4M3", "E7M0"])):
-        rows = [row for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"]
+        rows = [
+            row for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"
+        ]
         assert [row["model.format"] for row in rows] == formats
 
 
@@ -255,7 +340,9 @@ OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
 def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
     more = {"model__tied": "leave"} if tied else {}
     trainer = trainer_of(resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more)))
-    found = {name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)}
+    found = {
+        name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)
+    }
     assert {type(weight) for weight in found.values()} == {fm.FP8Parameter}
     assert [weight.format.name for weight in found.values()] == ["E3M4"] * 2
     before = {name: weight.codes.clone() for name, weight in found.items()}
@@ -268,7 +355,9 @@ def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys):
     more = {"model__tie_weights": True, "model__tied": "leave"} if tied else {}
-    config = tiny(rule="stochastic-8bit", train__max_steps=4, checkpoint__every=2, **OPTIONS, **more)
+    config = tiny(
+        rule="stochastic-8bit", train__max_steps=4, checkpoint__every=2, **OPTIONS, **more
+    )
     run(config, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     step_file(tmp_path / "half", 4).unlink()
@@ -280,7 +369,11 @@ def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys)
     run(floats, tmp_path / "floats")
     held = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
     assert held[0] < held[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
-    for command, *more in (["evaluate"], ["sample", "--tokens", "3"], ["evaluate", "--formats", "E5M2"]):
+    for command, *more in (
+        ["evaluate"],
+        ["sample", "--tokens", "3"],
+        ["evaluate", "--formats", "E5M2"],
+    ):
         assert main([command, str(tmp_path / "whole"), *more]) == 0, capsys.readouterr().err
 
 
@@ -289,7 +382,9 @@ def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny
     for given, message in {
         "--model.embeddings=e3m4 --rule=master --model.format=E4M3": f"{floats}'mast",
         "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
-        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: unknown float format 'E3M9",
+        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: "
+        "unknown float format "
+        "'E3M9",
     }.items():
         with refusal() as refused:
             resolved(given.split())

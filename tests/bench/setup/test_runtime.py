@@ -1,4 +1,6 @@
-"""The loss compiled, and products of bfloat16 matrices taken as float32's where a processor has no instructions."""
+"""The loss compiled, and products of bfloat16 matrices taken as float32's where a
+processor has no instructions.
+"""
 
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -20,7 +22,9 @@ def compiling_with(backend, monkeypatch):
     """Have torch.compile use a backend of the test's."""
     torch._dynamo.reset()
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: real(function, backend=backend, **options)
+    )
 
 
 def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch):
@@ -56,7 +60,9 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # what the compiler looks into
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:The .grad attribute"
+)  # what the compiler looks into
 @pytest.mark.parametrize(
     "settings",
     [
@@ -77,10 +83,18 @@ def test_compiled_runs_have_the_same_losses(tiny, settings):
 def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
     compiling_with("aot_eager", monkeypatch)
     settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
-    records = [records_of(tiny(**settings, runtime__compile=on), tmp_path / str(on)) for on in (False, True)]
+    records = [
+        records_of(tiny(**settings, runtime__compile=on), tmp_path / str(on))
+        for on in (False, True)
+    ]
     plain, watched = records
     assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
-    for name in ("train/loss", "val/loss", "quant/amax/activation/blocks.0.mlp.fc", "quant/amax/gradient"):
+    for name in (
+        "train/loss",
+        "val/loss",
+        "quant/amax/activation/blocks.0.mlp.fc",
+        "quant/amax/gradient",
+    ):
         seen = [[record.get(name) for record in run_records] for run_records in records]
         assert any(value is not None for value in seen[0]), name
         assert seen[1] == pytest.approx(seen[0], abs=1e-4), name
@@ -110,13 +124,18 @@ def operands(dtype, *, whole):
 
 
 #: products whose sums are exact, and those of other dtypes, which are left alone
-EXACT = [(name, torch.bfloat16) for name in PRODUCTS] + [("addmm", torch.float32), ("addmm", torch.float64)]
+EXACT = [(name, torch.bfloat16) for name in PRODUCTS] + [
+    ("addmm", torch.float32),
+    ("addmm", torch.float64),
+]
 
 
 @each(("name", "dtype"), EXACT)
 def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, dtype):
     of = operands(dtype, whole=dtype == torch.bfloat16)
-    own, by_float32 = (results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32()))
+    own, by_float32 = (
+        results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32())
+    )
     for left, right in zip(own, by_float32, strict=True):
         assert left.dtype == right.dtype == dtype
         assert torch.equal(left, right)
@@ -144,7 +163,9 @@ def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(n
         ({"rule": "bf16-mixed"}, "AVX2", "cuda", False),
     ],
 )
-def test_it_is_chosen_where_torch_s_own_are_slow(tiny, monkeypatch, settings, capability, device, expected):
+def test_it_is_chosen_where_torch_s_own_are_slow(
+    tiny, monkeypatch, settings, capability, device, expected
+):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     context = bfloat16_products(resolve(tiny(**settings)), torch.device(device))
     assert isinstance(context, ProductsByFloat32) == expected
@@ -162,7 +183,9 @@ def test_a_training_ends_where_it_does_with_torch_s_own(tiny, monkeypatch, rule)
     monkeypatch.setattr(ProductsByFloat32, "__torch_dispatch__", counted)
     config = resolve(tiny(rule=rule, train__max_steps=20, optimizer__lr=0.02))
     for capability in ("AVX2", "AVX512"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(
+            torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
+        )
         taken.clear()
         trainer = trainer_of(config)
         train(trainer, 20)

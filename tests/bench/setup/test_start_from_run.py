@@ -1,4 +1,6 @@
-"""`model.init_from: runs/X`: a training starts from the weights of another run, exactly, and goes on without it."""
+"""`model.init_from: runs/X`: a training starts from the weights of another run,
+exactly, and goes on without it.
+"""
 
 import json
 import shutil
@@ -42,14 +44,17 @@ def test_a_run_goes_on_where_the_other_one_ended(tiny, trained, tmp_path):
     assert (named.init_from, named.size, named.n_layer) == (facts["checkpoint"], None, 1)
 
 
-def test_it_resumes_to_the_same_bits_without_the_other_and_without_either_nothing_begins(tiny, trained, tmp_path):
+def test_it_resumes_to_the_same_bits_without_the_other_and_without_either_nothing_begins(
+    tiny, trained, tmp_path
+):
     start = shutil.copytree(trained["one byte"], tmp_path / "start")
     settings = {"rule": "nearest", "model__format": "E5M2", "checkpoint__every": 3}
     whole = run(tiny(model__init_from=step_file(start, 3), **settings), tmp_path / "cut")
     (tmp_path / "cut" / "summary.json").unlink()
     step_file(tmp_path / "cut", 6).unlink()
     step_file(start, 3).unlink()
-    # The folder's newest checkpoint is another one now: the run goes on from the one that it began with.
+    # The folder's newest checkpoint is another one now: the run goes on from the one
+    # that it began with.
     config = tiny(model__init_from=start, **settings)
     assert run(config, tmp_path / "cut", resume=True)["final_val_loss"] == whole["final_val_loss"]
     (tmp_path / "cut" / "summary.json").unlink()
@@ -74,7 +79,9 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with refusal(r"model.init_from: checkpoint .* does not have the sha256"):
         resolve(tiny(model__init_from=hurt))
-    (tmp_path / "other.txt").write_text("".join(map(chr, range(65, 106))) * 40)  # as many characters, other ones
+    (tmp_path / "other.txt").write_text(
+        "".join(map(chr, range(65, 106))) * 40
+    )  # as many characters, other ones
     prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
     with refusal("numbers the tokens of each text on its own"):
@@ -87,7 +94,10 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
         ({"config": None}, "it does not have the run's settings"),
         ({"config": {"model": 7}}, "model: 7 is not a section"),
         ({"config": {"model": {"n_layer": "many"}}}, "model.n_layer: 'many' is not allowed"),
-        ({"config": {"modle": {}}}, "has no weights of a GPT"),  # a section nobody asks for is not looked at
+        (
+            {"config": {"modle": {}}},
+            "has no weights of a GPT",
+        ),  # a section nobody asks for is not looked at
         ({"config": {"model": {"n_layer": 10**9}}}, "model.n_layer: 1000000000 is out of range"),
     ],
 )
@@ -99,7 +109,12 @@ def test_a_checkpoint_that_attacks_is_one_line(tmp_path, changed, words):
 
 
 def test_the_best_checkpoint_is_kept(tiny, tmp_path):
-    settings = {"eval__interval": 1, "train__max_steps": 4, "optimizer__lr": 0.5, "optimizer__warmup_steps": 6}
+    settings = {
+        "eval__interval": 1,
+        "train__max_steps": 4,
+        "optimizer__lr": 0.5,
+        "optimizer__warmup_steps": 6,
+    }
     found = run(tiny(checkpoint__best=True, checkpoint__keep=1, **settings), tmp_path / "a")
     losses = {record["step"]: record["val/loss"] for record in recorded(tmp_path / "a")}
     lowest = min(losses, key=losses.get)
@@ -110,9 +125,15 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
     run(tiny(**settings), tmp_path / "b")
     with refusal(r"has no checkpoint of its lowest .* --checkpoint.best true"):
         choose(tmp_path / "b", "best")
-    for names in (("train/loss", "val/loss"), ("final_val_loss", "best_val_loss")):  # watching changes nothing else
+    for names in (
+        ("train/loss", "val/loss"),
+        ("final_val_loss", "best_val_loss"),
+    ):  # watching changes nothing else
         ours, theirs = (
-            [{name: record.get(name) for name in names} for record in [*recorded(folder), summary_of(folder)]]
+            [
+                {name: record.get(name) for name in names}
+                for record in [*recorded(folder), summary_of(folder)]
+            ]
             for folder in (tmp_path / "a", tmp_path / "b")
         )
         assert ours == theirs

@@ -1,4 +1,6 @@
-"""Formats put into a model: what becomes of its layers, and the examples of the documentation."""
+"""Formats put into a model: what becomes of its layers, and the examples of the
+documentation.
+"""
 
 import json
 import math
@@ -30,7 +32,9 @@ def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
 
 @each(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
 def test_a_residual_finds_what_rounding_the_weights_left(writeback, kept):
-    model = quantized("--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}")
+    model = quantized(
+        "--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}"
+    )
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
     assert {layer.weight.remainder is not None for layer in layers} == {kept}
@@ -48,7 +52,9 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
 
 def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded():
     for storage, kept in (("continuous", True), ("grid", False)):
-        model, other = (quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2))
+        model, other = (
+            quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2)
+        )
         (name, layer), *_ = quantized_layers(model).items()
         with torch.no_grad():
             layer.weight.mul_(1.01)
@@ -62,9 +68,13 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
 
 @each("storage", ["grid", "fp8"])
 def test_draws_are_the_weights_own_as_well(storage):
-    """Other writers of a weight then draw as its optimizer does, and a checkpoint records how."""
+    """Other writers of a weight then draw as its optimizer does, and a checkpoint
+    records how.
+    """
     for draws, asked in (("independent", ()), ("dither", ["--optimizer.draws=dither"])):
-        layers = quantized_layers(quantized("--model.format=E4M3", f"--model.storage={storage}", *asked))
+        layers = quantized_layers(
+            quantized("--model.format=E4M3", f"--model.storage={storage}", *asked)
+        )
         assert {layer.weight.manifold.draws for layer in layers.values()} == {draws}
 
 
@@ -99,19 +109,33 @@ def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats, parts):
 def test_what_always_stays_float_is_said_to():
     with refusal(r"model\.formats\.norm1: LayerNorm 'blocks.0.norm1' stays float") as caught:
         quantized("--model.formats.norm1", "E4M3", "--model.formats.attn", "E4M3")
-    assert str(caught.value).endswith("attn.qkv, attn.proj, mlp.fc, mlp.proj, lm_head, attn, mlp, blocks.N")
+    assert str(caught.value).endswith(
+        "attn.qkv, attn.proj, mlp.fc, mlp.proj, lm_head, attn, mlp, blocks.N"
+    )
     with refusal(r"'atn' matches none of the 9 linear layers; did you mean 'attn'"):
         quantized("--model.formats.atn", "E4M3")
 
 
 OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
-SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 16, "train.max_steps": 30}
-SMALL |= {"train.batch_size": 4, "eval.interval": 30, "eval.batches": 2, "optimizer.warmup_steps": 2}
+SMALL = {
+    "model.n_layer": 1,
+    "model.n_head": 2,
+    "model.n_embd": 32,
+    "model.block_size": 16,
+    "train.max_steps": 30,
+}
+SMALL |= {
+    "train.batch_size": 4,
+    "eval.interval": 30,
+    "eval.batches": 2,
+    "optimizer.warmup_steps": 2,
+}
 SMALL |= {"optimizer.lr": 0.02, "monitor.interval": 15, "shadow.interval": 15}
 ALL = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc", "blocks.0.mlp.proj", "lm_head")
 ATTENTION, MLP, HEAD = ALL[:2], ALL[2:4], ALL[4:]
 NORMALISED = (ALL[0], ALL[2], ALL[4])
-#: for each file and operand, the layers that have a format; operands and layers left out have none
+#: for each file and operand, the layers that have a format; operands and layers left
+#: out have none
 EXAMPLES = {
     "bf16_baseline": {},
     **{name: {"weight": {ALL: name.upper()}} for name in ("e4m3", "e5m2", "e7m0")},
@@ -130,7 +154,11 @@ def small(name: str, corpus_dir: Path, *more: str) -> Config:
 
 
 def formats_of(model, operand):
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, fm.QuantizedLinear)}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, fm.QuantizedLinear)
+    }
     specs = {name: getattr(layer.spec, operand) for name, layer in layers.items()}
     return {name: spec.format.name for name, spec in specs.items() if spec is not None}
 
@@ -140,7 +168,11 @@ def test_an_example_quantises_what_it_says_and_trains(name, corpus_dir, tmp_path
     config = small(name, corpus_dir)
     model = trainer_of(config).model
     for operand in OPERANDS:
-        wanted = {layer: fmt for layers, fmt in EXAMPLES[name].get(operand, {}).items() for layer in layers}
+        wanted = {
+            layer: fmt
+            for layers, fmt in EXAMPLES[name].get(operand, {}).items()
+            for layer in layers
+        }
         assert formats_of(model, operand) == wanted, operand
     summary = run(config, tmp_path / "run")
     assert summary["status"] == "finished"
@@ -149,7 +181,9 @@ def test_an_example_quantises_what_it_says_and_trains(name, corpus_dir, tmp_path
 
 @each("name", [name for name in EXAMPLES if name != "bf16_baseline"])
 def test_every_example_differs_from_the_baseline_in_nothing_else(name):
-    baseline, example = (resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name))
+    baseline, example = (
+        resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name)
+    )
     differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}
     assert differing == {"model.formats", "model.storage", "shadow.enabled"}
 
@@ -164,14 +198,27 @@ OPTIONS = {
         "activation": {"format": "E4M3", "granularity": "block"},
         "gradient": {"format": "E5M2", "granularity": "block", "rounding": "stochastic"},
     },
-    "delayed": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed", "history": 16},
+    "delayed": {
+        "weight": "E4M3",
+        "activation": "E4M3",
+        "gradient": "E5M2",
+        "policy": "delayed",
+        "history": 16,
+    },
     "static": {"weight": "E4M3", "activation": "E4M3", "policy": "static"},
     "clipped": {"weight": "E4M3", "activation": "E4M3", "ste": "clipped"},
-    "stochastic": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "stochastic"},
+    "stochastic": {
+        "weight": "E4M3",
+        "activation": "E4M3",
+        "gradient": "E5M2",
+        "rounding": "stochastic",
+    },
 }
 
 
-@pytest.mark.filterwarnings("ignore::fp8manifold.SaturationWarning")  # static scales: it says so, and trains on
+@pytest.mark.filterwarnings(
+    "ignore::fp8manifold.SaturationWarning"
+)  # static scales: it says so, and trains on
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_trains_and_repeats(option, accumulation, corpus_dir):
@@ -189,8 +236,15 @@ def test_every_option_trains_and_repeats(option, accumulation, corpus_dir):
 
 @pytest.mark.parametrize("storage", ["grid", "fp8", "continuous"])
 def test_gradients_are_quantised_whatever_the_storage(storage, corpus_dir):
-    formats = json.dumps({"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}})
-    more = ("--model.formats", formats, f"--model.storage={storage}", "--optimizer.name=stiffness_adamw")
+    formats = json.dumps(
+        {"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}}
+    )
+    more = (
+        "--model.formats",
+        formats,
+        f"--model.storage={storage}",
+        "--optimizer.name=stiffness_adamw",
+    )
     trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
     train(trainer, 1)
     assert trainer.model.lm_head.weight_gradient_scaler.value != 1
@@ -198,7 +252,9 @@ def test_gradients_are_quantised_whatever_the_storage(storage, corpus_dir):
 
 
 def test_one_magnitude_for_all_gradients_is_a_choice(corpus_dir):
-    formats = json.dumps({"*": {"weight": "E4M3", "gradient": {"format": "E4M3", "scale": "global"}}})
+    formats = json.dumps(
+        {"*": {"weight": "E4M3", "gradient": {"format": "E4M3", "scale": "global"}}}
+    )
     trainer = trainer_of(small("bf16_baseline", corpus_dir, "--model.formats", formats))
     train(trainer, 2)
     layers = [layer for layer in trainer.model.modules() if isinstance(layer, fm.QuantizedLinear)]

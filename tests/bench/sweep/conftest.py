@@ -21,11 +21,28 @@ def stub(job):
     assert not folder.exists()
     folder.mkdir(parents=True)
     bad = 13 > lr > (0.1 if seed == 3 else 0.3)
-    summary = {"name": folder.name, "rule": settings.get("rule"), "format": "none", "seed": seed, "steps": 4}
-    summary |= {"status": "failed" if bad else "finished", "first_val_loss": 5.0, "best_val_loss": 2.0}
-    summary |= {"failure": {"kind": "nan", "message": "train/loss is nan at step 3", "step": 3} if bad else None}
+    summary = {
+        "name": folder.name,
+        "rule": settings.get("rule"),
+        "format": "none",
+        "seed": seed,
+        "steps": 4,
+    }
+    summary |= {
+        "status": "failed" if bad else "finished",
+        "first_val_loss": 5.0,
+        "best_val_loss": 2.0,
+    }
+    summary |= {
+        "failure": {"kind": "nan", "message": "train/loss is nan at step 3", "step": 3}
+        if bad
+        else None
+    }
     summary |= {"failures": [{"kind": "divergence"}, {"kind": "nan"}] if bad else []}
-    summary |= {"final_val_loss": None if bad else 2.0 + lr / 10, "threads": settings["runtime.threads"]}
+    summary |= {
+        "final_val_loss": None if bad else 2.0 + lr / 10,
+        "threads": settings["runtime.threads"],
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     with open("done.txt", "a") as log:
         print(folder.name, file=log)
@@ -34,9 +51,12 @@ def stub(job):
 
 @pytest.fixture
 def write(here, corpus_dir):
-    """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
+    """Return a function that writes a sweep file over a tiny model, in a folder that
+    becomes the current one.
+    """
     base = small(
-        corpus_dir, {"model.n_layer": 2, "train.max_steps": 4, "eval.interval": 2, "optimizer.warmup_steps": 1}
+        corpus_dir,
+        {"model.n_layer": 2, "train.max_steps": 4, "eval.interval": 2, "optimizer.warmup_steps": 1},
     )
 
     def writer(**content):
@@ -51,5 +71,7 @@ def write(here, corpus_dir):
 
 @pytest.fixture
 def _stub_workers(monkeypatch, _forked_workers, _no_figures):
-    """Workers that train nothing, and reports without pictures, which take most of the time and no part in this."""
+    """Workers that train nothing, and reports without pictures, which take most of the
+    time and no part in this.
+    """
     monkeypatch.setattr(pool_module, "SERVE", stub)

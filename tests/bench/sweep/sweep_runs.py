@@ -1,4 +1,6 @@
-"""Files that sweeps leave in the current folder, and sweeps that train in the test's own process."""
+"""Files that sweeps leave in the current folder, and sweeps that train in the test's
+own process.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,9 @@ from nanogpt_bench.sweep.workers import Event
 
 
 class PoolOfNone:
-    """Does the jobs itself, one after another: what a worker process takes to import torch is more than a tiny run."""
+    """Does the jobs itself, one after another: what a worker process takes to import
+    torch is more than a tiny run.
+    """
 
     def __init__(self, *_):
         pass
@@ -29,7 +33,11 @@ class PoolOfNone:
             job = order.popleft()
             yield Event(job, "started")
             content = json.loads(json.dumps(jobs[job]))
-            run(build_config(content["settings"]), Path(content["run_dir"]), resume=content["resume"])
+            run(
+                build_config(content["settings"]),
+                Path(content["run_dir"]),
+                resume=content["resume"],
+            )
             yield Event(job, "done")
 
 
@@ -43,7 +51,12 @@ def small(corpus_dir, more):
     """Settings of a model that trains in a moment, and more."""
     settings = {"data.dir": str(corpus_dir), "runtime.threads": 1}
     settings |= {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16}
-    settings |= {"train.batch_size": 4, "train.precision": "float32", "eval.interval": 1000, "eval.batches": 2}
+    settings |= {
+        "train.batch_size": 4,
+        "train.precision": "float32",
+        "eval.interval": 1000,
+        "eval.batches": 2,
+    }
     return settings | more
 
 

@@ -1,4 +1,6 @@
-"""A sweep that goes on: what is left when it is started again, or was interrupted, and what it shows meanwhile."""
+"""A sweep that goes on: what is left when it is started again, or was interrupted, and
+what it shows meanwhile.
+"""
 
 import csv
 import os
@@ -43,7 +45,8 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     assert swept(0.1, 0.2, 13, 0.4) == 0
     assert trained() == [names[2]]
     assert runs_of(out)[names[2]]["status"] == "finished"
-    # One run was cut off, and the axis has grown: these two are done, the others left as they are.
+    # One run was cut off, and the axis has grown: these two are done, the others left
+    # as they are.
     (out / names[1] / "summary.json").unlink()
     assert swept(0.1, 0.2, 13, 0.4, 0.05) == 0
     assert sorted(trained()) == ["sgd-lr=0.05-seed=42", names[1]]
@@ -53,7 +56,14 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
 @pytest.mark.usefixtures("_stub_workers")
 def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
     axes = {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]}
-    command = ["sweep", str(write(axes=axes, settings={"rule": "sgd"})), "--out", "out", "--workers", "1"]
+    command = [
+        "sweep",
+        str(write(axes=axes, settings={"rule": "sgd"})),
+        "--out",
+        "out",
+        "--workers",
+        "1",
+    ]
     assert main(command) == 0
     trained()
     before, gone = runs_of(Path("out")), "sgd-lr=0.2-seed=2"
@@ -65,7 +75,9 @@ def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
     assert main(command) == 0
     assert trained() == [gone]
     assert runs_of(Path("out")) == before
-    assert {row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())} == {"2"}
+    assert {
+        row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())
+    } == {"2"}
 
 
 @pytest.mark.usefixtures("_stub_workers")
@@ -88,13 +100,23 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
 def test_a_corpus_prepared_anew_is_refused(write, here, corpus_dir, capsys):
     text = shutil.copytree(corpus_dir, here / "text")
     lines = [
-        ["sweep", str(write(axes={"seed": seeds}, settings={"rule": "sgd"})), "--out", "out", "--data.dir", str(text)]
+        [
+            "sweep",
+            str(write(axes={"seed": seeds}, settings={"rule": "sgd"})),
+            "--out",
+            "out",
+            "--data.dir",
+            str(text),
+        ]
         for seeds in ([1], [1, 2])
     ]
     assert main(lines[0]) == 0
     before = (here / "out" / "sweep.json").read_bytes()
     shutil.rmtree(text)
-    assert main(["prepare", "text", "--input", __file__, "--tokenizer", "byte", "--out", str(text)]) == 0
+    assert (
+        main(["prepare", "text", "--input", __file__, "--tokenizer", "byte", "--out", str(text)])
+        == 0
+    )
     assert main(lines[1]) == 2
     assert "'sgd-seed=1' in 'out' was trained on (its sha256 differs)" in capsys.readouterr().err
     assert (here / "out" / "sweep.json").read_bytes() == before
@@ -126,9 +148,12 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     assert (runs[short]["ended"], runs[short]["status"]) == (True, "finished")
     assert runs[endless]["ended"] is False
     assert read_json(Path("out") / endless / "summary.json")["status"] == "stopped"
-    assert steps(Path("out") / endless)  # the signal went to the whole group, and its worker has put the run by
+    assert steps(
+        Path("out") / endless
+    )  # the signal went to the whole group, and its worker has put the run by
     kept = (Path("out") / short / "summary.json").stat().st_mtime_ns
-    # Started again, with the endless run taken out of the plan: the one that had ended is not trained again.
+    # Started again, with the endless run taken out of the plan: the one that had ended
+    # is not trained again.
     path = write(settings=settings, axes={"train.max_steps": [3], "optimizer.lr": [0.1, 1e30]})
     assert main(["sweep", str(path), "--out", "out"]) == 0
     runs = runs_of(Path("out"))

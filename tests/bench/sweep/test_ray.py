@@ -1,4 +1,6 @@
-"""Sweeps in a Ray cluster: the same runs, and nothing lost or left running when something of it dies."""
+"""Sweeps in a Ray cluster: the same runs, and nothing lost or left running when
+something of it dies.
+"""
 
 import json
 import os
@@ -27,7 +29,12 @@ def cluster(tmp_path_factory):
 
 def job(run_dir, corpus_dir, steps):
     given = small(corpus_dir, {"train.max_steps": steps, "rule": "fp32", "checkpoint.every": 10})
-    return {"settings": given, "run_dir": str(run_dir), "argv": ["test"], "resume": run_dir.exists()}
+    return {
+        "settings": given,
+        "run_dir": str(run_dir),
+        "argv": ["test"],
+        "resume": run_dir.exists(),
+    }
 
 
 def processes(kind, is_one):
@@ -82,7 +89,8 @@ def test_a_folder_that_a_node_does_not_see_is_named(cluster, corpus_dir, tmp_pat
     cluster.marker.unlink()
     said = worker.submit(job(tmp_path / "run", corpus_dir, 3)).result()["error"]["message"]
     assert said.startswith(
-        f"--executor ray: a node does not see the folder {str(cluster.marker.parent)!r}; give an --out"
+        f"--executor ray: a node does not see the folder {str(cluster.marker.parent)!r}; give an "
+        f"--out"
     )
 
 
@@ -114,21 +122,30 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
 
 
 def marked(folder, word=b""):
-    """Processes that descend from a command, by what it was given in its environment, and by how theirs begins."""
+    """Processes that descend from a command, by what it was given in its environment,
+    and by how theirs begins.
+    """
     marker = f"MARKER={folder}\0".encode()
 
     def is_one(path):
-        return marker in path.read_bytes() and word in path.with_name("cmdline").read_bytes()[:80].lower()
+        return (
+            marker in path.read_bytes()
+            and word in path.with_name("cmdline").read_bytes()[:80].lower()
+        )
 
     return processes("environ", is_one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_what", [signal.SIGKILL, signal.SIGTERM])
-def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(with_what, corpus_dir, tmp_path):
+def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
+    with_what, corpus_dir, tmp_path
+):
     path = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     words = [str(path), "--workers", "1", "--out", str(tmp_path / "out")]
-    begun = subprocess.Popen(command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)})
+    begun = subprocess.Popen(
+        command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)}
+    )
     wait_until(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*.safetensors")))
     begun.send_signal(with_what)
     begun.wait(120)
@@ -146,7 +163,15 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(with_wha
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path):
     code = "from pathlib import Path; from nanogpt_bench.sweep.workers import executor_of\n"
     code += "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
-    env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    env = os.environ | {
+        "RAY_gcs_rpc_server_connect_timeout_s": "1",
+        "RAY_NUM_REDIS_GET_RETRIES": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 1
-    assert "BenchError: --address '127.0.0.1:1': no Ray cluster answers" in done.stderr.splitlines()[-1]
+    assert (
+        "BenchError: --address '127.0.0.1:1': no Ray cluster answers"
+        in done.stderr.splitlines()[-1]
+    )

@@ -21,7 +21,9 @@ from nanogpt_bench.runs.load import load_run
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory, corpus_dir):
-    """A sweep that has tuned and confirmed two rules, its table, and what was exported of it; the folders are gone."""
+    """A sweep that has tuned and confirmed two rules, its table, and what was exported
+    of it; the folders are gone.
+    """
     folder = tmp_path_factory.mktemp("study")
     own = {"model.format": "E4M3", "train.max_steps": 4, "eval.interval": 2, "eval.batches": 3}
     settings = small(corpus_dir, own | {"optimizer.warmup_steps": 1})
@@ -30,7 +32,10 @@ def study(tmp_path_factory, corpus_dir):
     (folder / "my.yaml").write_text(json.dumps(content))
     patch = pytest.MonkeyPatch()
     train_here(patch)
-    assert main(["sweep", str(folder / "my.yaml"), "--out", str(folder / "out"), "--workers", "1"]) == 0
+    assert (
+        main(["sweep", str(folder / "my.yaml"), "--out", str(folder / "out"), "--workers", "1"])
+        == 0
+    )
     assert main(["results", "export", str(folder / "out"), "--out", str(folder / "my.json")]) == 0
     tables = {name: (folder / "out" / name).read_text() for name in ("table.md", "results.csv")}
     shutil.rmtree(folder / "out")
@@ -92,7 +97,9 @@ def test_another_reference_may_be_named_and_no_label_commands_the_terminal(study
     assert "\x1b" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("search", [{"start.lr": 1, "trial.loss": 5}, {"start": 3, "cost": []}, {"trial.loss": [1]}])
+@pytest.mark.parametrize(
+    "search", [{"start.lr": 1, "trial.loss": 5}, {"start": 3, "cost": []}, {"trial.loss": [1]}]
+)
 def test_what_was_tuned_is_left_out_where_it_says_nothing(study, tmp_path, capsys, search):
     path = tmp_path / "other.json"
     content = [entry for entry in json.loads(study[0].read_text()) if entry["kind"] == "run"]
@@ -103,7 +110,9 @@ def test_what_was_tuned_is_left_out_where_it_says_nothing(study, tmp_path, capsy
 
 def test_the_commit_is_that_of_the_checkout():
     here = Path(__file__).parent
-    said = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     if said.returncode or not commit():
         pytest.skip("not a checkout")
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit())
@@ -111,7 +120,9 @@ def test_the_commit_is_that_of_the_checkout():
 
 
 def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(study, tmp_path):
-    """Both files have a row of one label, of other lengths: a seed that one lacks is not the other's."""
+    """Both files have a row of one label, of other lengths: a seed that one lacks is
+    not the other's.
+    """
     content = json.loads(study[0].read_text())
     files = {"whole": content, "partial": json.loads(study[0].read_text())}
     for entry in files["partial"]:
@@ -124,7 +135,9 @@ def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(
     read = [read_export(tmp_path / f"{name}.json") for name in files]
     for files in (read, read[::-1]):
         rows = merged_rows([], files)
-        assert [(row.rule, row.missing, len(row.runs)) for row in rows if row.missing] == [("stochastic", (4,), 1)]
+        assert [(row.rule, row.missing, len(row.runs)) for row in rows if row.missing] == [
+            ("stochastic", (4,), 1)
+        ]
 
 
 def test_a_mean_cosine_is_exported_and_shown(tmp_path):
@@ -138,7 +151,9 @@ def test_a_mean_cosine_is_exported_and_shown(tmp_path):
 
 
 def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monkeypatch, capsys):
-    """Of a sweep whose folder is gone, only the runs of the rows are trained again, and they end as they did."""
+    """Of a sweep whose folder is gone, only the runs of the rows are trained again, and
+    they end as they did.
+    """
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "study")
     train_here(monkeypatch)
     file, out = study[0], tmp_path / "out"

@@ -29,7 +29,11 @@ ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
 
 def test_a_grid_is_every_combination():
-    axes = (Axis("rule", ("a", "b")), Axis("optimizer.lr", Range(1.0, 100.0, points=3)), Axis("seed", (1, 2)))
+    axes = (
+        Axis("rule", ("a", "b")),
+        Axis("optimizer.lr", Range(1.0, 100.0, points=3)),
+        Axis("seed", (1, 2)),
+    )
     points = list(grid_points(axes))
     assert len(points) == 12
     assert points[0] == {"rule": "a", "optimizer.lr": 1.0, "seed": 1}
@@ -56,28 +60,58 @@ def test_random_points_lie_between_the_bounds_and_more_samples_leave_them():
 
 
 def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
-    axes = {"model.format": ["e4m3", "E7M0"], "rule": ["fp32", "nearest"], "optimizer.lr": ["1e-3", 0.002]}
+    axes = {
+        "model.format": ["e4m3", "E7M0"],
+        "rule": ["fp32", "nearest"],
+        "optimizer.lr": ["1e-3", 0.002],
+    }
     axes |= {"train.batch_size": [2, 3], "seed": [7, 8]}
     planned = plan_sweep(read_sweep(write(axes=axes, reference={"rule": "sgd"})))
-    assert {run.label for run in planned[:4]} == {"sgd batch_size=2", "sgd batch_size=3"}  # a reference for each
-    assert [run.label for run in planned[4:]].count("fp32 lr=0.001 batch_size=2") == 2  # once a seed, not once a format
+    assert {run.label for run in planned[:4]} == {
+        "sgd batch_size=2",
+        "sgd batch_size=3",
+    }  # a reference for each
+    assert [run.label for run in planned[4:]].count(
+        "fp32 lr=0.001 batch_size=2"
+    ) == 2  # once a seed, not once a format
     assert len(planned) == 4 + 2 * (4 + 8)
     assert len({run.name for run in planned}) == len(planned)
-    run = next(run for run in planned if run.label == "E7M0 nearest lr=0.001 batch_size=3" and run.seed == 8)
+    run = next(
+        run
+        for run in planned
+        if run.label == "E7M0 nearest lr=0.001 batch_size=3" and run.seed == 8
+    )
     assert run.name == "E7M0-nearest-lr=0.001-batch_size=3-seed=8"
     config = resolve(build_config(run.settings))
-    assert (config.rule, config.optimizer.lr, config.train.batch_size, config.seed) == ("nearest", 0.001, 3, 8)
+    assert (config.rule, config.optimizer.lr, config.train.batch_size, config.seed) == (
+        "nearest",
+        0.001,
+        3,
+        8,
+    )
     assert config.model.formats == {"*": "E7M0"}
     assert config.train.max_steps == 4
 
 
-def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_have_it(write, monkeypatch):
+def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_have_it(
+    write, monkeypatch
+):
     read, built = [], []
     check, init = fm.check_formats, GPT.__init__
-    monkeypatch.setattr(fm, "check_formats", lambda *given, **more: read.append(given) or check(*given, **more))
-    monkeypatch.setattr(GPT, "__init__", lambda self, shape: built.append(shape) or init(self, shape))
-    axes = {"model.format": ["E3M2", "E7M0"], "optimizer.lr": [0.011, 0.012, 0.013], "seed": list(range(900, 912))}
-    planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "nearest", "model.n_layer": 3})))
+    monkeypatch.setattr(
+        fm, "check_formats", lambda *given, **more: read.append(given) or check(*given, **more)
+    )
+    monkeypatch.setattr(
+        GPT, "__init__", lambda self, shape: built.append(shape) or init(self, shape)
+    )
+    axes = {
+        "model.format": ["E3M2", "E7M0"],
+        "optimizer.lr": [0.011, 0.012, 0.013],
+        "seed": list(range(900, 912)),
+    }
+    planned = plan_sweep(
+        read_sweep(write(axes=axes, settings={"rule": "nearest", "model.n_layer": 3}))
+    )
     check_inputs(planned)
     assert len(planned) == 2 * 3 * 12
     assert len(read) == 2  # once for each format, whatever its seed
@@ -86,25 +120,38 @@ def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_
 
 @pytest.mark.parametrize("where", ["settings", "axes"])
 def test_a_rule_without_a_second_rate_does_without(write, where):
-    given = {"settings": {}, "axes": {"rule": ["fp32", "muon", "stochastic"], "model.format": ["E4M3"]}}
+    given = {
+        "settings": {},
+        "axes": {"rule": ["fp32", "muon", "stochastic"], "model.format": ["E4M3"]},
+    }
     given[where] |= {"optimizer.float_lr": [1e-3, 3e-3] if where == "axes" else 1e-3}
     planned = plan_sweep(read_sweep(write(**given)))
     rates = [(run.rule, run.settings.get("optimizer.float_lr")) for run in planned]
     muons = [("muon", 1e-3), *([("muon", 3e-3)] if where == "axes" else [])]
     assert rates == [("fp32", None), *muons, ("stochastic", None)]
-    alone = read_sweep(write(settings={"rule": "fp32", "optimizer.float_lr": 1e-3}, axes={"seed": [1]}))
+    alone = read_sweep(
+        write(settings={"rule": "fp32", "optimizer.float_lr": 1e-3}, axes={"seed": [1]})
+    )
     with refusal(r"float_lr: 0\.001 is not an option of adamw"):
         plan_sweep(alone)
 
 
 def test_granularities_of_a_float_rule_are_one_point(write):
-    axes = {"rule": ["fp32", "nearest"], "model.granularity": ["tensor", "channel"], "model.format": ["E4M3", "E7M0"]}
+    axes = {
+        "rule": ["fp32", "nearest"],
+        "model.granularity": ["tensor", "channel"],
+        "model.format": ["E4M3", "E7M0"],
+    }
     planned = plan_sweep(read_sweep(write(axes=axes)))
     assert [run.rule for run in planned].count("fp32") == 1
     assert len(planned) == 1 + 4
     shared = {"model.granularity": "tensor", "model.formats.lm_head": "E5M2"}
     with refusal(r"model\.granularity: 'tensor' means nothing under rule 'fp32'"):
-        plan_sweep(read_sweep(write(settings={"rule": "fp32", "model.granularity": "tensor"}, axes={"seed": [1]})))
+        plan_sweep(
+            read_sweep(
+                write(settings={"rule": "fp32", "model.granularity": "tensor"}, axes={"seed": [1]})
+            )
+        )
     axes = {"rule": ["fp32", "nearest"], "model.format": ["E4M3"]}
     settings = [run.settings for run in plan_sweep(read_sweep(write(settings=shared, axes=axes)))]
     assert ["model.granularity" in one for one in settings] == [False, True]
@@ -113,14 +160,20 @@ def test_granularities_of_a_float_rule_are_one_point(write):
 STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", [*sorted(FOLDER.glob("*.yaml")), *STUDIES], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*sorted(FOLDER.glob("*.yaml")), *STUDIES], ids=lambda path: path.name
+)
 def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
     sweep = read_sweep(path)
     if "sdnq" in path.read_text(encoding="utf-8"):
-        pytest.importorskip("sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0")
+        pytest.importorskip(
+            "sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0"
+        )
     if sweep.tune is not None:
         tuning = Tuning(sweep, SweepRecord(tmp_path, "tune"))
-        assert len(tuning.checked()) >= (2 if sweep.axes else 1) * (len(sweep.tune.seeds) + len(sweep.confirm.seeds))
+        assert len(tuning.checked()) >= (2 if sweep.axes else 1) * (
+            len(sweep.tune.seeds) + len(sweep.confirm.seeds)
+        )
     elif path.name == "sensitivity.yaml":
         study = plan_study(sweep)
         assert len(study.planned) == 1 + len(study.patterns) * len(study.formats) == 1 + (6 + 4) * 5
@@ -129,7 +182,9 @@ def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
         assert len({run.name for run in planned}) == len(planned) > 1
         for axis in sweep.axes:
             if not isinstance(axis.values, Range):
-                assert set(axis.values) == {run.axes[axis.key] for run in planned if axis.key in run.axes}
+                assert set(axis.values) == {
+                    run.axes[axis.key] for run in planned if axis.key in run.axes
+                }
     if path.parent == FOLDER:
         assert find_sweep(f"sweeps/{path.name}") == path
     else:  # found by its path alone
@@ -138,7 +193,8 @@ def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
 
 
 LR, SEED, FORMAT = "optimizer.lr", {"seed": [1]}, {"model.format": ["E4M3"]}
-#: axes, what else a file has, the options beside it, and what is said, its parts apart by " & "
+#: axes, what else a file has, the options beside it, and what is said, its parts apart
+#: by " & "
 WRONG = [
     (None, {"axs": {}}, "", "axs & did you mean 'axes'"),
     (None, {}, "", "my.yaml has no axes"),
@@ -154,7 +210,12 @@ WRONG = [
     ({"model.format": ["E4M33"]}, {}, "", "E4M33 & E4M3"),
     ({"rule": ["nearest"]}, {}, "", "nearest & model.format & (at rule 'nearest')"),
     ({"model.formats.mlp.fcc": ["E4M3"]}, {}, "", "mlp.fcc & did you mean 'mlp.fc'"),
-    ({"model.granularity": ["block"]}, {"settings": ON_GRID}, "", "model.formats & granularity & block"),
+    (
+        {"model.granularity": ["block"]},
+        {"settings": ON_GRID},
+        "",
+        "model.formats & granularity & block",
+    ),
     (SEED, {"search": "gird"}, "", "gird & did you mean 'grid'"),
     (SEED, {"samples": 0, "search": "random"}, "", "samples & 0 & >= 1"),
     (SEED, {"sample_seed": 3}, "", "sample_seed in my.yaml goes with search: random"),
@@ -167,13 +228,25 @@ WRONG = [
     (SEED, {}, "--workers 0", "--workers & >= 1"),
     (SEED, {}, "--sensitivity", "model.format"),
     ({**FORMAT, "rule": ["nearest"]}, {}, "--sensitivity", "rule & settings"),
-    (FORMAT, {"sensitivity": {"patterns": ["mlp.fcc"]}}, "--sensitivity", "mlp.fcc & did you mean 'mlp.fc'"),
-    (FORMAT, {"sensitivity": {"operand": "wight"}}, "--sensitivity", "wight & did you mean 'weight'"),
+    (
+        FORMAT,
+        {"sensitivity": {"patterns": ["mlp.fcc"]}},
+        "--sensitivity",
+        "mlp.fcc & did you mean 'mlp.fc'",
+    ),
+    (
+        FORMAT,
+        {"sensitivity": {"operand": "wight"}},
+        "--sensitivity",
+        "wight & did you mean 'weight'",
+    ),
 ]
 
 
 @each(("axes", "more", "options", "said"), WRONG)
-def test_a_wrong_file_is_one_line_and_leaves_nothing(write, axes, more, options, said, refused, tmp_path):
+def test_a_wrong_file_is_one_line_and_leaves_nothing(
+    write, axes, more, options, said, refused, tmp_path
+):
     path = write(**({} if axes is None else {"axes": axes}), **more)
     line = refused("sweep", path, "--out", "out", *options.split())
     assert [part for part in said.split(" & ") if part not in line] == []
@@ -183,8 +256,16 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(write, axes, more, options,
 def test_cores_are_divided_among_workers_that_have_no_more_threads_than_this_process(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     for workers, runs, threads, divided in (
-        *((None, 1000, None, (4, 1)), (None, 1, None, (1, 4)), (3, 1000, None, (3, 1)), (None, 1000, 2, (2, 2))),
-        *((None, 1000, 40, (1, 40)), (3, 1000, 2, (3, 2))),  # what the settings say belongs to the run
+        *(
+            (None, 1000, None, (4, 1)),
+            (None, 1, None, (1, 4)),
+            (3, 1000, None, (3, 1)),
+            (None, 1000, 2, (2, 2)),
+        ),
+        *(
+            (None, 1000, 40, (1, 40)),
+            (3, 1000, 2, (3, 2)),
+        ),  # what the settings say belongs to the run
     ):
         assert divide(workers, runs, threads, 4) == divided
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
@@ -214,12 +295,20 @@ def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsy
     [
         ({}, ["--workers", "9"], "--workers: 9 is more than the 4 cores take; give at most 4"),
         ({"workers": 5}, [], "workers: 5 is more than the 4 cores take; give at most 4"),
-        ({"settings": {"runtime.threads": 2}}, ["--workers", "3"], "cores take with runtime.threads 2; give at most 2"),
+        (
+            {"settings": {"runtime.threads": 2}},
+            ["--workers", "3"],
+            "cores take with runtime.threads 2; give at most 2",
+        ),
     ],
 )
-def test_more_runs_at_a_time_than_cores_are_refused(write, monkeypatch, refused, file, options, said):
+def test_more_runs_at_a_time_than_cores_are_refused(
+    write, monkeypatch, refused, file, options, said
+):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
-    assert refused("sweep", write(axes={"optimizer.lr": [0.1]}, **file), "--out", "out", *options).endswith(said)
+    assert refused(
+        "sweep", write(axes={"optimizer.lr": [0.1]}, **file), "--out", "out", *options
+    ).endswith(said)
     assert not Path("out").exists()
     with refusal("2 is more than the 1 core takes; give at most 1"):
         check_workers(2, "--workers", there=1)
@@ -258,35 +347,53 @@ def test_close_numbers_are_written_in_full_and_formats_under_a_rule_without_any_
     labels = [run.label for run in plan_sweep(read_sweep(write(axes=axes)))]
     assert labels == ["fp32 lr=0.001", "fp32 lr=0.00100000001"]
     with refusal(r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
-        plan_sweep(read_sweep(write(axes={"model.format": ["E4M3", "E7M0"]}, settings={"rule": "fp32"})))
+        plan_sweep(
+            read_sweep(write(axes={"model.format": ["E4M3", "E7M0"]}, settings={"rule": "fp32"}))
+        )
 
 
 def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays_another(write):
-    content = {"axes": {"rule": ["fp32", "nearest"], "train.max_steps": [3, 4]}, "settings": {"model.format": "E4M3"}}
+    content = {
+        "axes": {"rule": ["fp32", "nearest"], "train.max_steps": [3, 4]},
+        "settings": {"model.format": "E4M3"},
+    }
     points = {run.name for run in plan_sweep(read_sweep(write(**content)))}
     runs = plan_sweep(read_sweep(write(**content, reference={"rule": "fp32"})))
     assert {run.name for run in runs} == points
     assert len(runs) == 4
-    runs = plan_sweep(read_sweep(write(**content, reference={"rule": "fp32", "optimizer.weight_decay": 0.5})))
+    runs = plan_sweep(
+        read_sweep(write(**content, reference={"rule": "fp32", "optimizer.weight_decay": 0.5}))
+    )
     references = [run.label for run in runs if run.name not in points]
     assert references == [f"fp32 max_steps={steps} (reference)" for steps in (3, 4)]
     assert len({run.name for run in runs}) == 6
 
 
 def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
-    """The file's rate is the rules' on its axis: a reference that is given as settings has its own."""
+    """The file's rate is the rules' on its axis: a reference that is given as settings
+    has its own.
+    """
     train_here(monkeypatch)
     own = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
     settings = {"model.format": "E4M3", "train.max_steps": 2}
     told = "the reference is trained with its rule's own optimizer.lr, optimizer.weight_decay, not the file's: set them"
-    for reference, said in (({"rule": "fp32"}, True), ("E4M3 stochastic", False), ({"rule": "fp32"} | own, False)):
+    for reference, said in (
+        ({"rule": "fp32"}, True),
+        ("E4M3 stochastic", False),
+        ({"rule": "fp32"} | own, False),
+    ):
         path = write(axes={"rule": ["stochastic"]}, settings=settings | own, reference=reference)
-        assert main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0
+        assert (
+            main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0
+        )
         assert (told in capsys.readouterr().err) == said
 
 
 def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_path):
-    lengths = [{"data.train_tokens": 1000, "train.max_steps": 10}, {"data.train_tokens": 2000, "train.max_steps": 20}]
+    lengths = [
+        {"data.train_tokens": 1000, "train.max_steps": 10},
+        {"data.train_tokens": 2000, "train.max_steps": 20},
+    ]
     rows = [{"rule": "nearest", "model.format": "E4M3", **length} for length in lengths]
     content = {"reference": {"rule": "fp32"}, "rows": rows, "axes": {"seed": [1, 2]}}
     (tmp_path / "rows.yaml").write_text(json.dumps(content))

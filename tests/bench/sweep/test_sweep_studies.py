@@ -1,4 +1,6 @@
-"""Sweeps over lengths, sizes of the data, and layers: a reference for each, and the gap to it."""
+"""Sweeps over lengths, sizes of the data, and layers: a reference for each, and the gap
+to it.
+"""
 
 import csv
 import json
@@ -30,21 +32,34 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     found = read_json(Path("out/sensitivity.json"))
     assert found["patterns"] == ["mlp.fc", "lm_head", "*", "blocks.0", "blocks.1"]
     assert found["formats"] == ["E3M4", "E7M0"]
-    assert (found["rule"], found["operand"], found["reference"], found["seeds"]) == ("nearest", "weight", "fp32", [42])
+    assert (found["rule"], found["operand"], found["reference"], found["seeds"]) == (
+        "nearest",
+        "weight",
+        "fp32",
+        [42],
+    )
     summaries = {path.parent.name: read_json(path) for path in Path("out").glob("*/summary.json")}
     assert len(summaries) == 11
     reference = summaries["fp32-seed=42"]["final_val_loss"]
     assert found["reference_loss"] == reference
-    table = {line["run"]: line for line in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
+    table = {
+        line["run"]: line
+        for line in csv.DictReader(Path("out/results.csv").read_text().splitlines())
+    }
     assert table["fp32"]["verdict"] == "reference"
     assert float(table["E7M0 lm_head"]["gap"]) == pytest.approx(found["gap"][1][1])
     entry = next(run for run in runs_of(Path("out")).values() if run["label"] == "E7M0 lm_head")
-    assert found["gap"][1][1] == pytest.approx(summaries[entry["name"]]["final_val_loss"] - reference)
+    assert found["gap"][1][1] == pytest.approx(
+        summaries[entry["name"]]["final_val_loss"] - reference
+    )
     assert entry["axes"] == {"pattern": "lm_head", "model.format": "E7M0"}
-    corpus = yaml.safe_load((Path("out") / entry["name"] / "config.yaml").read_text())["data"]["dir"]
+    corpus = yaml.safe_load((Path("out") / entry["name"] / "config.yaml").read_text())["data"][
+        "dir"
+    ]
     words = read_json(Path(corpus) / "meta.json")["vocab_size"]
     assert summaries[entry["name"]]["quantized_parameters"] == 16 * words
-    # E7M0 stalls where E3M4 moves: quantising every layer must cost more, and more than quantising one of them.
+    # E7M0 stalls where E3M4 moves: quantising every layer must cost more, and more than
+    # quantising one of them.
     everything = found["gap"][2]
     assert everything[1] > everything[0]
     assert everything[1] > found["gap"][0][1]
@@ -52,8 +67,14 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     table = capsys.readouterr().out
     assert "| quantised alone | E3M4 | E7M0 |" in table
     assert "| all layers | " in table
-    best = {p: found["formats"][row.index(min(row))] for p, row in zip(found["patterns"], found["gap"], strict=True)}
-    assert f"lowest gaps: --model.formats.mlp.fc {best['mlp.fc']} --model.formats.lm_head {best['lm_head']}\n" in table
+    best = {
+        p: found["formats"][row.index(min(row))]
+        for p, row in zip(found["patterns"], found["gap"], strict=True)
+    }
+    assert (
+        f"lowest gaps: --model.formats.mlp.fc {best['mlp.fc']} --model.formats.lm_head "
+        f"{best['lm_head']}\n" in table
+    )
 
 
 @pytest.mark.parametrize("operand", ["activation", "gradient"])
@@ -72,10 +93,17 @@ TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
 
 def sweep_file(folder, corpus_dir, **more):
     path = folder / "sizes.yaml"
-    own = {"eval.interval": 100, "eval.batches": 5, "optimizer.warmup_steps": 1, "optimizer.stiffness_end": None}
+    own = {
+        "eval.interval": 100,
+        "eval.batches": 5,
+        "optimizer.warmup_steps": 1,
+        "optimizer.stiffness_end": None,
+    }
     settings = small(corpus_dir, own)
     axes = {"rule": ["fp32", "sgd"], "seed": [1, 2]}
-    path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more))
+    path.write_text(
+        json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more)
+    )
     return path
 
 
@@ -98,44 +126,70 @@ def lengths(tmp_path_factory, corpus_dir):
 def sizes(tmp_path_factory, corpus_dir):
     """Two rules, two seeds and two sizes, trained."""
     folder = tmp_path_factory.mktemp("sizes")
-    axes = {"rule": ["fp32", "sgd"], "data.train_tokens": [800, 200], "train.max_steps": [4], "seed": [1, 2]}
+    axes = {
+        "rule": ["fp32", "sgd"],
+        "data.train_tokens": [800, 200],
+        "train.max_steps": [4],
+        "seed": [1, 2],
+    }
     return swept(folder, sweep_file(folder, corpus_dir, axes=axes))
 
 
 def test_every_length_has_the_whole_of_its_schedule(lengths):
     for steps in (4, 8):
         rates = [record["lr"] for record in recorded(lengths / f"sgd-max_steps={steps}-seed=1")[1:]]
-        cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1))) for step in range(1, steps)]
+        cosine = [
+            0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1)))
+            for step in range(1, steps)
+        ]
         assert rates == pytest.approx([0.05, *(0.1 * factor for factor in cosine)])
 
 
 @pytest.mark.parametrize("by", ["length", "data"])
 def test_each_row_is_measured_against_the_reference_of_its_own(by, lengths, sizes):
     out, rungs = (lengths, (4, 8)) if by == "length" else (sizes, (200, 800))
-    labels = {r: f"max_steps={r}" if by == "length" else f"train_tokens={r} max_steps=4" for r in rungs}
-    rows = {row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())}
+    labels = {
+        r: f"max_steps={r}" if by == "length" else f"train_tokens={r} max_steps=4" for r in rungs
+    }
+    rows = {
+        row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())
+    }
     for label in labels.values():
         ends = [
-            [summary_of(out / f"{rule}-{label.replace(' ', '-')}-seed={seed}")["final_val_loss"] for seed in (1, 2)]
+            [
+                summary_of(out / f"{rule}-{label.replace(' ', '-')}-seed={seed}")["final_val_loss"]
+                for seed in (1, 2)
+            ]
             for rule in ("sgd", "fp32")
         ]
         row = rows[f"sgd {label}"]
-        assert float(row["difference"]) == pytest.approx(sum(a - b for a, b in zip(*ends, strict=True)) / 2)
+        assert float(row["difference"]) == pytest.approx(
+            sum(a - b for a, b in zip(*ends, strict=True)) / 2
+        )
         assert row["difference_seeds"] == "2"
 
 
 def test_a_validation_states_its_standard_error(lengths):
     for run in find_runs([lengths]):
         assert 0 < summary_of(run)["final_val_loss_se"] == recorded(run)[-1]["val/loss_se"] < 1
-    assert "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]  # intervals of seeds take its place
+    assert (
+        "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]
+    )  # intervals of seeds take its place
     head, *lines = csv.reader((lengths / "results.csv").read_text().splitlines())
     assert all(0 < float(line[head.index("final_val_loss_se")]) < 1 for line in lines)
 
 
 @pytest.mark.parametrize(("settings", "searches"), [({}, 4), ({"data.train_tokens": None}, 2)])
-def test_sizes_share_a_search_where_the_trials_have_one_text(settings, searches, tmp_path, corpus_dir):
-    tune, axes = TUNE | {"settings": settings}, {"rule": ["fp32", "sgd"], "data.train_tokens": [200, 800]}
-    path = sweep_file(tmp_path, corpus_dir, axes=axes, reference=None, tune=tune, confirm={"seeds": [1]})
+def test_sizes_share_a_search_where_the_trials_have_one_text(
+    settings, searches, tmp_path, corpus_dir
+):
+    tune, axes = (
+        TUNE | {"settings": settings},
+        {"rule": ["fp32", "sgd"], "data.train_tokens": [200, 800]},
+    )
+    path = sweep_file(
+        tmp_path, corpus_dir, axes=axes, reference=None, tune=tune, confirm={"seeds": [1]}
+    )
     tuning = Tuning(read_sweep(path), SweepRecord(tmp_path / "out", "tune"))
     assert len(tuning.searches) == searches
     confirmed = [run for search in tuning.searches for run in search.confirmed]

@@ -21,13 +21,16 @@ from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning, best_place, is_inside, next_places
 
-#: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a limit it diverges
+#: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a
+#: limit it diverges
 BEST = {"fp32": 0.006, "sgd": 0.1, "muon": 0.03}
 
 
 def stub(job):
     settings, folder = job["settings"], Path(job["run_dir"])
-    rule, lr, seed, steps = (settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps"))
+    rule, lr, seed, steps = (
+        settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps")
+    )
     if seed == 2 and "STUB_DIES" in os.environ:
         os._exit(9)
     folder.mkdir(parents=True)
@@ -35,9 +38,19 @@ def stub(job):
     loss = 2.0 + math.log2(lr / best) ** 2 / 10 + seed / 1000 - steps / 1000
     loss += math.log2(settings.get("optimizer.float_lr", 0.001) / 0.001) ** 2 / 20
     bad = lr > 2.5 * best
-    summary = {"name": folder.name, "rule": rule, "format": "none", "seed": seed, "steps": steps, "seconds": 2.0}
+    summary = {
+        "name": folder.name,
+        "rule": rule,
+        "format": "none",
+        "seed": seed,
+        "steps": steps,
+        "seconds": 2.0,
+    }
     summary |= {"status": "failed" if bad else "finished", "final_val_loss": None if bad else loss}
-    summary |= {"failure": {"kind": "nan", "message": "train/loss is nan", "step": 3} if bad else None, "lr": lr}
+    summary |= {
+        "failure": {"kind": "nan", "message": "train/loss is nan", "step": 3} if bad else None,
+        "lr": lr,
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     with open("done.txt", "a") as log:
         print(job["run_dir"].split("/", 1)[1], file=log)
@@ -68,7 +81,10 @@ def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
     losses, reach, rounds = {}, 16, 0
     while places := next_places(losses, len(optimum), lambda place: max(map(abs, place)) <= reach):
         assert not set(places) & set(losses)
-        losses |= {place: sum((at - to) ** 2 for at, to in zip(place, optimum, strict=True)) for place in places}
+        losses |= {
+            place: sum((at - to) ** 2 for at, to in zip(place, optimum, strict=True))
+            for place in places
+        }
         rounds += 1
     best = best_place(losses)
     for key, (at, to) in enumerate(zip(best, optimum, strict=True)):
@@ -81,9 +97,17 @@ def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
 @pytest.mark.usefixtures("_bowl")
 def test_listed_values_are_searched_after_the_rates_and_not_beyond_their_list(write, monkeypatch):
     monkeypatch.setattr(pool_module, "SERVE", on_lists)
-    choices = {"optimizer.warmup_steps": [0, 50, 100, 200], "optimizer.weight_decay": [0.0, 0.1, 0.2]}
+    choices = {
+        "optimizer.warmup_steps": [0, 50, 100, 200],
+        "optimizer.weight_decay": [0.0, 0.1, 0.2],
+    }
     settings = {"optimizer.warmup_steps": 100, "optimizer.weight_decay": 0.1}
-    path = write(axes={"rule": ["fp32"]}, tune=TUNE | {"choices": choices}, confirm=CONFIRM, settings=settings)
+    path = write(
+        axes={"rule": ["fp32"]},
+        tune=TUNE | {"choices": choices},
+        confirm=CONFIRM,
+        settings=settings,
+    )
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     (row,) = read_json(Path("out/tuning.json"))["rows"]
     assert row["best"]["optimizer.warmup_steps"] == 200
@@ -92,10 +116,18 @@ def test_listed_values_are_searched_after_the_rates_and_not_beyond_their_list(wr
     tried = [trial["values"] for trial in row["trials"]]
     for key, values in choices.items():
         assert {trial[key] for trial in tried} <= {*values}
-    first_rates = [at for at in tried if (at["optimizer.warmup_steps"], at["optimizer.weight_decay"]) == (100, 0.1)]
+    first_rates = [
+        at
+        for at in tried
+        if (at["optimizer.warmup_steps"], at["optimizer.weight_decay"]) == (100, 0.1)
+    ]
     assert len(first_rates) >= 3  # the rate is searched before a list is
-    assert not any(at["optimizer.warmup_steps"] == 0 for at in tried)  # no neighbour of a best place
-    confirmed = next(entry["settings"] for entry in runs_of(Path("out")).values() if entry["label"] == "fp32")
+    assert not any(
+        at["optimizer.warmup_steps"] == 0 for at in tried
+    )  # no neighbour of a best place
+    confirmed = next(
+        entry["settings"] for entry in runs_of(Path("out")).values() if entry["label"] == "fp32"
+    )
     assert {key: confirmed[key] for key in row["best"]} == row["best"]
 
 
@@ -110,7 +142,10 @@ def test_a_diverged_place_is_worse_than_all():
 @pytest.mark.usefixtures("_bowl")
 def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
     axes = {"rule": ["fp32", "muon", "sgd"], "model.format": ["E4M3", "E5M2"]}
-    tune = TUNE | {"keys": ["optimizer.lr", "optimizer.float_lr"], "start": {"optimizer.float_lr": 0.004}}
+    tune = TUNE | {
+        "keys": ["optimizer.lr", "optimizer.float_lr"],
+        "start": {"optimizer.float_lr": 0.004},
+    }
     path = write(axes=axes, tune=tune, confirm=CONFIRM, reference="fp32")
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     content = read_json(Path("out/tuning.json"))
@@ -128,13 +163,25 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
         assert row["cost"]["runs"] == sum(len(trial["runs"]) for trial in row["trials"])
         assert row["cost"]["steps"] == 4 * row["cost"]["runs"]
         assert row["cost"]["seconds"] == 2.0 * row["cost"]["runs"]
-        assert [set(trial["losses"]) for trial in row["trials"]] == [{"1", "2"}] * len(row["trials"])
-    diverged = [trial for row in content["rows"] for trial in row["trials"] if None in trial["losses"].values()]
+        assert [set(trial["losses"]) for trial in row["trials"]] == [{"1", "2"}] * len(
+            row["trials"]
+        )
+    diverged = [
+        trial
+        for row in content["rows"]
+        for trial in row["trials"]
+        if None in trial["losses"].values()
+    ]
     assert diverged
     assert all(trial["loss"] is None and "failed" in trial["status"].values() for trial in diverged)
-    # The table has only the confirmed runs, at the best rates and the length that was set.
+    # The table has only the confirmed runs, at the best rates and the length that was
+    # set.
     lines = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
-    assert [(line["run"], line["seeds"]) for line in lines] == [("fp32", "3"), ("muon", "3"), ("sgd", "3")]
+    assert [(line["run"], line["seeds"]) for line in lines] == [
+        ("fp32", "3"),
+        ("muon", "3"),
+        ("sgd", "3"),
+    ]
     entries = {entry["label"]: entry for entry in runs_of(Path("out")).values()}
     assert entries["muon"]["settings"]["train.max_steps"] == 8
     assert {key: entries["muon"]["settings"][key] for key in best["muon"]} == best["muon"]
@@ -170,7 +217,8 @@ def test_it_goes_on_where_it_was(write):
     command = ["sweep", str(path), "--out", "out", "--workers", "1"]
     assert main(command) == 0
     whole, everything = read_json(Path("out/tuning.json")), trained()
-    # As if it had been killed: some runs are gone, one of the first round among them, and so is what was found.
+    # As if it had been killed: some runs are gone, one of the first round among them,
+    # and so is what was found.
     gone = [everything[1], *everything[5:]]
     for name in gone:
         (Path("out") / name / "summary.json").unlink()
@@ -190,7 +238,9 @@ def test_nothing_follows_from_a_trial_that_was_ended_from_outside(write, monkeyp
     with monkeypatch.context() as patch:
         patch.setenv("STUB_DIES", "yes")
         assert main(command) == 1
-    assert [name.partition("/")[0] for name in trained()] == ["trials"] * 3  # the first round, of one seed
+    assert [name.partition("/")[0] for name in trained()] == [
+        "trials"
+    ] * 3  # the first round, of one seed
     assert main(command) == 0
     assert sum(not name.startswith("trials/") for name in trained()) == 3
 
@@ -199,12 +249,18 @@ def test_nothing_follows_from_a_trial_that_was_ended_from_outside(write, monkeyp
 def test_lengths_share_a_search_or_have_each_their_own(write):
     axes = {"rule": ["sgd"], "train.max_steps": [4, 8, 16]}
     for steps, searches in ((4, 1), (None, 3)):
-        sweep = read_sweep(write(axes=axes, tune={"seeds": [1], "steps": steps}, confirm={"seeds": [2]}))
+        sweep = read_sweep(
+            write(axes=axes, tune={"seeds": [1], "steps": steps}, confirm={"seeds": [2]})
+        )
         tuning = Tuning(sweep, SweepRecord(Path(f"out{searches}"), "tune"))
         assert len(tuning.searches) == searches
-        runs = [run for search in tuning.searches for run in tuning.confirmations(search, search.first)]
+        runs = [
+            run for search in tuning.searches for run in tuning.confirmations(search, search.first)
+        ]
         assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
-        assert {run.settings["train.max_steps"] for run in tuning.first()} == ({4} if steps else {4, 8, 16})
+        assert {run.settings["train.max_steps"] for run in tuning.first()} == (
+            {4} if steps else {4, 8, 16}
+        )
 
 
 SGD = {"axes": {"rule": ["sgd"]}}
@@ -224,7 +280,11 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ({}, {"start": {"optimizer.lr": -1}}, "numbers above 0"),
         # axes and keys that do not go together
         ({"axes": {"rule": ["fp32"], "seed": [1]}}, {}, "axes.seed .* leave one of them out"),
-        ({"axes": {"rule": ["fp32"], "train.max_steps": [3]}}, {}, "axes.train.max_steps .*confirm.steps"),
+        (
+            {"axes": {"rule": ["fp32"], "train.max_steps": [3]}},
+            {},
+            "axes.train.max_steps .*confirm.steps",
+        ),
         ({}, {"keys": ["optimizer.lrr"]}, "did you mean 'optimizer.lr'"),
         ({}, {"keys": ["train.max_steps"]}, "no number that can be multiplied"),
         ({}, {"keys": ["optimizer.float_lr"]}, "fp32.* has none of optimizer.float_lr"),
@@ -236,7 +296,11 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ({"reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),
         # lists of values that can't be searched
         ({}, {"choices": {"optimizer.weight_decay": [0.1]}}, "give two or more rising numbers"),
-        ({}, {"choices": {"optimizer.weight_decay": [0.2, 0.1]}}, "give two or more rising numbers"),
+        (
+            {},
+            {"choices": {"optimizer.weight_decay": [0.2, 0.1]}},
+            "give two or more rising numbers",
+        ),
         ({}, {"choices": {"optimizer.weight_decay": [0.0, 0.2]}}, "is 0.1 for fp32"),
         ({}, {"choices": {"optimizer.lr": [0.1, 0.2]}}, "one of tune.keys too"),
         ({}, {"choices": {"data.dir": [0.1, 0.2]}}, "takes no number"),
@@ -251,9 +315,20 @@ def test_a_file_whose_search_contradicts_itself_is_refused(write, content, tune,
 
 def test_the_table_says_where_the_best_was_not_inside():
     trial = {"values": {"optimizer.lr": 0.1}}
-    row = {"label": "sgd", "start": {"optimizer.lr": 0.1}, "best": {"optimizer.lr": 0.1}, "over": True}
-    row |= {"inside": {"optimizer.lr": False}, "trials": [trial], "cost": {"runs": 1, "steps": 4, "seconds": 2.0}}
-    assert "| sgd | optimizer.lr | 0.1 | 0.1 to 0.1, best not inside | 1 | 4 | 2 |" in tuning_table([row])
+    row = {
+        "label": "sgd",
+        "start": {"optimizer.lr": 0.1},
+        "best": {"optimizer.lr": 0.1},
+        "over": True,
+    }
+    row |= {
+        "inside": {"optimizer.lr": False},
+        "trials": [trial],
+        "cost": {"runs": 1, "steps": 4, "seconds": 2.0},
+    }
+    assert "| sgd | optimizer.lr | 0.1 | 0.1 to 0.1, best not inside | 1 | 4 | 2 |" in tuning_table(
+        [row]
+    )
     nothing = row | {"best": None, "trials": []}
     assert "| sgd | optimizer.lr | - | - |" in tuning_table([json.loads(json.dumps(nothing))])
 
@@ -264,12 +339,17 @@ STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml")
 @pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     "path",
-    [path if index == 0 else pytest.param(path, marks=pytest.mark.slow) for index, path in enumerate(STUDIES)],
+    [
+        path if index == 0 else pytest.param(path, marks=pytest.mark.slow)
+        for index, path in enumerate(STUDIES)
+    ],
     ids=lambda path: path.name,
 )
 def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, path):
     if "sdnq" in path.read_text():
-        pytest.importorskip("sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0")
+        pytest.importorskip(
+            "sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0"
+        )
     train_here(monkeypatch)
     for name in ("stdlib", "stdlib_pairs", "packages"):
         shutil.copytree(corpus_dir, f"data/{name}")
@@ -294,14 +374,18 @@ def test_a_search_goes_no_further_than_its_setting(write, tmp_path):
     while runs := search.round():
         for run in runs:
             tried.append(run.settings["optimizer.min_lr_ratio"])
-            search.ends(run, lambda run: 2.0 - run.settings["optimizer.min_lr_ratio"])  # the more the better
+            search.ends(
+                run, lambda run: 2.0 - run.settings["optimizer.min_lr_ratio"]
+            )  # the more the better
     assert tried == [0.1, 0.05, 0.2, 0.4, 0.8, 0.5657]
     assert search.best == {"optimizer.min_lr_ratio": 0.8}
 
 
 def test_a_study_shrinks_by_its_section_smoke_alone(write):
     smoke = {"axes": {"rule": ["sgd"]}, "tune": {"steps": 1}, "settings": {"train.max_steps": 2}}
-    path = write(axes={"rule": ["fp32"], "model.n_layer": [1, 2]}, tune=TUNE, confirm=CONFIRM, smoke=smoke)
+    path = write(
+        axes={"rule": ["fp32"], "model.n_layer": [1, 2]}, tune=TUNE, confirm=CONFIRM, smoke=smoke
+    )
     whole, small = (read_sweep(path, smoke=on) for on in (False, True))
     assert [axis.values for axis in whole.axes] == [("fp32",), (1, 2)]
     assert [axis.values for axis in small.axes] == [("sgd",), (1, 2)]
@@ -309,6 +393,10 @@ def test_a_study_shrinks_by_its_section_smoke_alone(write):
     assert (whole.base["train.max_steps"], small.base["train.max_steps"]) == (4, 2)
     with refusal(r"--smoke: my\.yaml has no section smoke"):
         read_sweep(write(axes={"rule": ["fp32"]}), smoke=True)
-    for wrong, message in (({"axis": {}}, "did you mean 'axes'"), ({"tune": 3}, "smoke.tune"), (3, "smoke in my.yaml")):
+    for wrong, message in (
+        ({"axis": {}}, "did you mean 'axes'"),
+        ({"tune": 3}, "smoke.tune"),
+        (3, "smoke in my.yaml"),
+    ):
         with refusal(message):
             read_sweep(write(axes={"rule": ["fp32"]}, smoke=wrong))

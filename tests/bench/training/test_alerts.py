@@ -1,4 +1,6 @@
-"""Alerts: what a run says as it goes; steps that are not finite or not taken, weights that stand still; early ends."""
+"""Alerts: what a run says as it goes; steps that are not finite or not taken, weights
+that stand still; early ends.
+"""
 
 import math
 import re
@@ -14,7 +16,13 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.loop.observers import AlertObserver, JsonlObserver, Standstill, TrendObserver, _hash
+from nanogpt_bench.loop.observers import (
+    AlertObserver,
+    JsonlObserver,
+    Standstill,
+    TrendObserver,
+    _hash,
+)
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
@@ -29,14 +37,27 @@ def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(tiny, tmp_pat
     alerts, told = [], []
     config = resolve(tiny(rule="nearest", model__format="E4M3", monitor__interval=10))
     observer = AlertObserver(config, tmp_path, alerts.append)
-    record = {"stall/update_lost": 0.75, "stall/update_lost/lm_head": 0.875, "quant/kurtosis/activation": 99.0}
+    record = {
+        "stall/update_lost": 0.75,
+        "stall/update_lost/lm_head": 0.875,
+        "quant/kurtosis/activation": 99.0,
+    }
     for number in (10, 20, 25, 30, 40, 50):
         observer.written(step(number, dict(record)))
         told.append(len(alerts))
     assert told == [0, 0, 0, 1, 1, 1]
     (alert,) = alerts
-    assert (alert.step, alert.kind, alert.level, alert.value, alert.threshold) == (30, "stall", "WARN", 0.75, 0.5)
-    assert alert.message == "75.0% of the weights lost a requested update, most of all in lm_head; from step 10 on"
+    assert (alert.step, alert.kind, alert.level, alert.value, alert.threshold) == (
+        30,
+        "stall",
+        "WARN",
+        0.75,
+        0.5,
+    )
+    assert (
+        alert.message
+        == "75.0% of the weights lost a requested update, most of all in lm_head; from step 10 on"
+    )
 
 
 def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best():
@@ -48,7 +69,9 @@ def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best():
         return found
 
     baseline = TrendObserver(dict.fromkeys(range(1, 6), 2.0))
-    assert ends(baseline, [2.1, 3.0, 3.0, 3.0, 9.0, 0.0]) == [False] * 3 + [True] * 3  # it ends at step 5
+    assert (
+        ends(baseline, [2.1, 3.0, 3.0, 3.0, 9.0, 0.0]) == [False] * 3 + [True] * 3
+    )  # it ends at step 5
     assert baseline.excess[1] == pytest.approx((2.1 * 0.95 + 3) / (0.95 + 1) / 2 - 1)
     own = TrendObserver({})
     assert ends(own, [2.0] * 30 + [9.0] * 3) == [False] * 32 + [True]
@@ -59,16 +82,25 @@ def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above
     trend, records = TrendObserver({}), [{"train/loss": loss} for loss in (2.0, math.nan, 2.0)]
     for number, record in enumerate(records, start=1):
         trend.written(step(number, record))
-    assert [record.get("train/loss_smoothed") for record in records] == [2.0, None, pytest.approx(2.0)]
+    assert [record.get("train/loss_smoothed") for record in records] == [
+        2.0,
+        None,
+        pytest.approx(2.0),
+    ]
     for trend in (TrendObserver({}), TrendObserver(dict.fromkeys(range(1, 5), 0.0))):
-        for number, loss, excess in ((1, 0.0, 0.0), *((number, 0.25, math.inf) for number in (2, 3, 4))):
+        for number, loss, excess in (
+            (1, 0.0, 0.0),
+            *((number, 0.25, math.inf) for number in (2, 3, 4)),
+        ):
             trend.written(taken := step(number, {"train/loss": loss, "val/loss": loss}))
             assert taken.record["train/excess"] == excess
         assert trend.diverging
 
 
 def sabotage(monkeypatch, steps, what):
-    """Put a NaN into the gradient or the loss of chosen steps, by way of the model's own parameters."""
+    """Put a NaN into the gradient or the loss of chosen steps, by way of the model's
+    own parameters.
+    """
     accumulate = Trainer._accumulate
 
     def spoiled(trainer, step, observers):
@@ -90,8 +122,18 @@ def test_single_steps_that_are_not_finite_are_skipped(tiny, tmp_path, monkeypatc
     assert (summary["alerts"], summary["tokens"]) == ({"nan": 1}, 3 * 64)
     (alert,) = recorded(tmp_path / "r", "alerts.jsonl")
     assert (alert["step"], alert["level"], alert["kind"], alert["value"]) == (2, "WARN", "nan", 1.0)
-    assert re.fullmatch(f"the {what} was not finite; from step 2 on; first seen in {what}.*", alert["message"])
-    assert [[a.kind for a in progress.alerts] for progress in seen] == [[], [], ["nan"], [], [], [], []]
+    assert re.fullmatch(
+        f"the {what} was not finite; from step 2 on; first seen in {what}.*", alert["message"]
+    )
+    assert [[a.kind for a in progress.alerts] for progress in seen] == [
+        [],
+        [],
+        ["nan"],
+        [],
+        [],
+        [],
+        [],
+    ]
     records = recorded(tmp_path / "r")
     assert [record[kind] for record in records[1:]] == [0, 1, 1, 0, 1, 0]
     saved = load_file(step_file(tmp_path / "r" / "anomaly", 2))
@@ -116,7 +158,12 @@ def test_alerts_stops_and_saved_states_can_be_turned_off(tiny, tmp_path, monkeyp
 
 
 def test_a_plateau_stops_the_run(tiny, tmp_path):
-    settings = {"train__stop_on": "plateau", "train__max_steps": 12, "optimizer__lr": 1e-7, "eval__interval": 1}
+    settings = {
+        "train__stop_on": "plateau",
+        "train__max_steps": 12,
+        "optimizer__lr": 1e-7,
+        "eval__interval": 1,
+    }
     summary = run(tiny(**settings), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["failure"]) == ("stopped", 5, None)
     assert summary["stop"]["kind"] == "plateau"
@@ -130,7 +177,11 @@ def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refuse
         run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
     assert not (tmp_path / "r").exists()
     run(tiny(rule="fp32", train__max_steps=30, optimizer__lr=0.01), tmp_path / "base")
-    settings = {"rule": "fp32", "alerts__baseline": tmp_path / "base", "train__stop_on": "nan,divergence"}
+    settings = {
+        "rule": "fp32",
+        "alerts__baseline": tmp_path / "base",
+        "train__stop_on": "nan,divergence",
+    }
     settings |= {"eval__interval": 5, "train__max_steps": 30}
     summary = run(tiny(optimizer__lr=3.0, **settings), tmp_path / "r")
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "divergence")
@@ -149,16 +200,23 @@ def test_weights_of_any_strides_have_the_hash_of_their_values():
 
 
 class Run:
-    """A layer and an optimizer; `go` takes steps, or only counts them, and validates at the last."""
+    """A layer and an optimizer; `go` takes steps, or only counts them, and validates at
+    the last.
+    """
 
-    def __init__(self, make=lambda parameters: fm.optim.StiffnessAdamW(parameters, 0.1), fmt="E4M3"):
+    def __init__(
+        self, make=lambda parameters: fm.optim.StiffnessAdamW(parameters, 0.1), fmt="E4M3"
+    ):
         self.layer = fm.quantize_model(nn.Linear(8, 8), fmt, storage="fp8")
         self.optimizer, self.seen, self.number = make(self.layer.parameters()), Standstill(), 0
         self.look(0)
 
     def look(self, number, **flags):
         record = {**flags, "val/loss": 1.0}
-        return [kind for kind, _ in self.seen.see(Step(number, self.layer, self.optimizer, record=record))]
+        return [
+            kind
+            for kind, _ in self.seen.see(Step(number, self.layer, self.optimizer, record=record))
+        ]
 
     def go(self, steps=2, **flags):
         for _ in range(steps):
@@ -176,7 +234,11 @@ def test_steps_that_are_not_taken_and_weights_that_stay():
     gone_on.seen.load_state(state)
     deaf.optimizer.step = gone_on.optimizer.step = lambda: None
     still.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    assert [run.go() for run in runs] == [["no_step", "no_change"], ["no_change"], ["no_step", "no_change"]]
+    assert [run.go() for run in runs] == [
+        ["no_step", "no_change"],
+        ["no_change"],
+        ["no_step", "no_change"],
+    ]
 
 
 def test_steps_that_are_left_out_have_alerts_of_their_own():
@@ -185,12 +247,32 @@ def test_steps_that_are_left_out_have_alerts_of_their_own():
         run.optimizer.step = lambda: None
         assert run.go(1, **{flag: 1}) == []
         assert run.go(1) == ["no_change"]
-    uncounted = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")  # seen by its weights
+    uncounted = Run(
+        lambda parameters: torch.optim.SGD(parameters, 0.0), "none"
+    )  # seen by its weights
     assert uncounted.go() == ["no_change"]
 
 
-SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
-SMALL += ["--train.batch_size", "2", "--eval.batches", "2", "--eval.interval", "2", "--optimizer.warmup_steps", "1"]
+SMALL = [
+    "--model.n_layer",
+    "1",
+    "--model.n_head",
+    "1",
+    "--model.n_embd",
+    "32",
+    "--model.block_size",
+    "16",
+]
+SMALL += [
+    "--train.batch_size",
+    "2",
+    "--eval.batches",
+    "2",
+    "--eval.interval",
+    "2",
+    "--optimizer.warmup_steps",
+    "1",
+]
 LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.interval", "2"]
 
 
@@ -224,7 +306,10 @@ def test_a_resumed_run_is_judged_at_the_steps_of_an_uninterrupted_one(tiny, tmp_
         folder.mkdir()
         alerts, states = [], []
         for first, end in zip((0, *cuts), (*cuts, 61), strict=True):
-            observers = JsonlObserver(folder / "metrics.jsonl"), AlertObserver(config, folder, alerts.append)
+            observers = (
+                JsonlObserver(folder / "metrics.jsonl"),
+                AlertObserver(config, folder, alerts.append),
+            )
             for observer, state in zip(observers, states, strict=False):
                 observer.load_state(state)
             for number in range(first, end):

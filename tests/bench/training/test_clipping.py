@@ -1,4 +1,6 @@
-"""Clipping: before the weights' gradients are quantised, of the sum, and in the backward pass."""
+"""Clipping: before the weights' gradients are quantised, of the sum, and in the
+backward pass.
+"""
 
 import pytest
 import torch
@@ -12,8 +14,16 @@ from nanogpt_bench.loop.clipping import Clipping, ClippingFirst
 from nanogpt_bench.monitors import Observer
 
 CLIP = 0.02
-SCALES = {"dynamic": {}, "static": {"policy": "static"}, "delayed": {"policy": "delayed", "history": 2}}
-SCALES |= {"fixed": {"scale": 2.0**-24}, "global": {"scale": "global"}, "block": {"granularity": "block"}}
+SCALES = {
+    "dynamic": {},
+    "static": {"policy": "static"},
+    "delayed": {"policy": "delayed", "history": 2},
+}
+SCALES |= {
+    "fixed": {"scale": 2.0**-24},
+    "global": {"scale": "global"},
+    "block": {"granularity": "block"},
+}
 
 
 class Seen(Observer):
@@ -24,21 +34,39 @@ class Seen(Observer):
 
 
 def grads_of(model):
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def norm_of(gradients):
-    return torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+    return (
+        torch.stack([gradient.square().sum() for gradient in gradients.values()])
+        .sum()
+        .sqrt()
+        .item()
+    )
 
 
 def settings_of(weight, accumulation, clip, **more):
     gradient = {"gradient": {"weight": {"format": "E4M3", **weight}}} if weight is not None else {}
-    given = {"rule": "master", "train__precision": "float32", "train__accumulation": accumulation, "model__n_embd": 32}
-    return given | {"model__formats": {"*": {"weight": "E4M3", **gradient}}, "optimizer__grad_clip": clip} | more
+    given = {
+        "rule": "master",
+        "train__precision": "float32",
+        "train__accumulation": accumulation,
+        "model__n_embd": 32,
+    }
+    return (
+        given
+        | {"model__formats": {"*": {"weight": "E4M3", **gradient}}, "optimizer__grad_clip": clip}
+        | more
+    )
 
 
 def float_micro_gradients(trainer, index):
-    """The gradients of every micro-batch of a step, over their number; those of weights have no format."""
+    """The gradients of every micro-batch of a step, over their number; those of weights
+    have no format.
+    """
     found = []
     for micro_step in range(trainer.config.train.accumulation):
         trainer.model.zero_grad()
@@ -95,10 +123,16 @@ class Oracle:
 def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accumulation):
     trainer = trainer_of(tiny(**settings_of(SCALES[kind], accumulation, CLIP)))
     floats = trainer_of(tiny(**settings_of(None, accumulation, 0.0)))
-    layers = [name for name, module in floats.model.named_modules() if isinstance(module, fm.QuantizedLinear)]
+    layers = [
+        name
+        for name, module in floats.model.named_modules()
+        if isinstance(module, fm.QuantizedLinear)
+    ]
     oracle, seen = Oracle(kind, layers, accumulation), Seen()
     for number in (1, 2, 3):
-        floats.model.load_state_dict(fm.unflatten_state_dict(trainer.model.state_dict()), strict=False)
+        floats.model.load_state_dict(
+            fm.unflatten_state_dict(trainer.model.state_dict()), strict=False
+        )
         micro = float_micro_gradients(floats, number - 1)
         expected = oracle.total(micro)
         step = one_step(trainer, number, seen)
@@ -108,13 +142,19 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accu
         assert step.clip_factor == pytest.approx(CLIP / accumulation / norm_of(micro[-1]), rel=1e-3)
         assert norm_of(seen.gradients) < CLIP * 1.05
         for name, gradient in seen.gradients.items():
-            # float32's own noise may tip a value that lies halfway between two of the format
-            assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), (name, number)
+            # float32's own noise may tip a value that lies halfway between two of the
+            # format
+            assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), (
+                name,
+                number,
+            )
 
 
 @each("kind", ["fixed", "delayed", "global"])
 def test_what_is_clipped_first_does_not_saturate(tiny, kind):
-    """A spike of a million times the gradient passes a scale that does not move with it: clipping takes it away."""
+    """A spike of a million times the gradient passes a scale that does not move with
+    it: clipping takes it away.
+    """
     scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
     trainer, seen = trainer_of(tiny(**settings_of(scale, 1, 1.0))), Seen()
     one_step(trainer, 1, seen)
@@ -134,11 +174,17 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, acc
     trainer.model.zero_grad()
     for name, parameter in trainer.model.named_parameters():
         for one in micro:
-            parameter.grad = one[name].clone() if parameter.grad is None else parameter.grad.add_(one[name])
+            parameter.grad = (
+                one[name].clone() if parameter.grad is None else parameter.grad.add_(one[name])
+            )
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
     expected = grads_of(trainer.model)
     step = one_step(trainer, 1, seen := Seen())
-    assert (step.record["grad/norm"], step.record["grad/clipped"], step.clip_factor) == (norm, int(clip > 0), 1.0)
+    assert (step.record["grad/norm"], step.record["grad/clipped"], step.clip_factor) == (
+        norm,
+        int(clip > 0),
+        1.0,
+    )
     assert all(torch.equal(gradient, expected[name]) for name, gradient in seen.gradients.items())
 
 
@@ -174,7 +220,9 @@ def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, a
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_shadow_is_compared_at_the_same_clipping(tiny, tmp_path, accumulation):
-    """If it were not, a clipped gradient's distance to the shadow's would be larger than the gradient itself."""
+    """If it were not, a clipped gradient's distance to the shadow's would be larger
+    than the gradient itself.
+    """
     more = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
     more |= {"model__formats": "{'*': {gradient: {weight: E3M4}}}"}
     *_, last = records_of(tiny(**settings_of({}, accumulation, CLIP, **more)), tmp_path / "r")
@@ -189,7 +237,10 @@ RULES = {
     "adamw": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon": {"rule": "muon-stochastic", "model__format": "E4M3"},
     "dropout": {"rule": "stochastic", "model__dropout": 0.3, "model__format": "E4M3"},
-    "gradients": {"rule": "stochastic", "model__formats": "{'*': {weight: E4M3, gradient: {activation: E5M2}}}"},
+    "gradients": {
+        "rule": "stochastic",
+        "model__formats": "{'*': {weight: E4M3, gradient: {activation: E5M2}}}",
+    },
 }
 
 
@@ -221,13 +272,19 @@ def test_exact_is_the_plain_loop(rule, tiny):
 
 
 def test_previous_clips_by_the_norm_of_the_step_before(tiny):
-    """The first step clips by its own norm, as the plain loop does; the records say which steps were clipped."""
+    """The first step clips by its own norm, as the plain loop does; the records say
+    which steps were clipped.
+    """
     plain, _ = taken(tiny(**stepped("adamw")))
-    within, _ = taken(tiny(**stepped("adamw", train__step_in_backward=True, optimizer__clip_by="previous")))
+    within, _ = taken(
+        tiny(**stepped("adamw", train__step_in_backward=True, optimizer__clip_by="previous"))
+    )
     assert plain[0] == within[0]
     assert plain[1:] != within[1:]
     norms = [record["grad/norm"] for record in within]
-    assert [record["grad/clipped"] for record in within] == [int(n > CLIP) for n in [norms[0], *norms[:-1]]]
+    assert [record["grad/clipped"] for record in within] == [
+        int(n > CLIP) for n in [norms[0], *norms[:-1]]
+    ]
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
@@ -235,14 +292,20 @@ def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip, tiny):
     more = {"train__accumulation": 3, "optimizer__grad_clip": clip}
     plain, _ = taken(tiny(**stepped("adamw", **more)))
     within, _ = taken(tiny(**stepped("adamw", **more, train__step_in_backward=True)))
-    assert [record["grad/clipped"] for record in plain] == [record["grad/clipped"] for record in within]
+    assert [record["grad/clipped"] for record in plain] == [
+        record["grad/clipped"] for record in within
+    ]
     for one, other in zip(plain, within, strict=True):
         assert other["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
 
 
 def test_gradients_of_weights_with_a_format_are_refused(tiny):
     formats = {"*": {"weight": "E4M3", "gradient": {"weight": "E5M2"}}}
-    how = {"train__step_in_backward": True, "optimizer__clip_by": "exact", "model__formats": formats}
+    how = {
+        "train__step_in_backward": True,
+        "optimizer__clip_by": "exact",
+        "model__formats": formats,
+    }
     with refusal(r"gradient of a weight can't be used with train\.step_in_backward"):
         trainer_of(tiny(rule="stochastic", optimizer__grad_clip=CLIP, **how))
 
@@ -251,8 +314,37 @@ def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp
     import causal_models
 
     model, law = causal_models.write(tmp_path / "llama"), tmp_path / "law"
-    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(law)]) == 0
-    given = {"model.pretrained": model, "data.dir": law, "model.block_size": 16, "train.batch_size": 2}
-    given |= {"rule": "stochastic-8bit", "optimizer.grad_clip": 0.5, "train.max_steps": STEPS, "train.recompute": True}
+    assert (
+        main(
+            [
+                "prepare",
+                "text",
+                "--input",
+                str(text_file),
+                "--tokenizer",
+                str(model),
+                "--out",
+                str(law),
+            ]
+        )
+        == 0
+    )
+    given = {
+        "model.pretrained": model,
+        "data.dir": law,
+        "model.block_size": 16,
+        "train.batch_size": 2,
+    }
+    given |= {
+        "rule": "stochastic-8bit",
+        "optimizer.grad_clip": 0.5,
+        "train.max_steps": STEPS,
+        "train.recompute": True,
+    }
     within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
-    check_same(*(taken(load_config(find_config("finetune.yaml"), [*flags(given), *more])) for more in ([], within)))
+    check_same(
+        *(
+            taken(load_config(find_config("finetune.yaml"), [*flags(given), *more]))
+            for more in ([], within)
+        )
+    )

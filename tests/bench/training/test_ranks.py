@@ -1,4 +1,6 @@
-"""Runs in several processes: one state and one batch for any number of them, and what fails in one fails in all."""
+"""Runs in several processes: one state and one batch for any number of them, and what
+fails in one fails in all.
+"""
 
 import errno
 from pathlib import Path
@@ -21,7 +23,8 @@ RESIDUAL = {"model__format": "E4M3", "model__storage": "fp8", "optimizer__name":
 RESIDUAL |= {"optimizer__writeback": "residual8", "optimizer__moments": "8bit"}
 DELAYED = "{'*': {weight: E4M3, activation: E4M3, policy: delayed}}"
 
-#: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
+#: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed
+#: scales
 KINDS = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon-residual8": {"rule": "muon-residual8", "model__format": "E5M2"},
@@ -30,7 +33,8 @@ KINDS = {
     "fp32": {"rule": "fp32"},
     "delayed": {"rule": "master", "model__granularity": "tensor", "model__formats": DELAYED},
 }
-#: stepped by torch's own AdamW, whose last bits depend on where in its memory a number lies
+#: stepped by torch's own AdamW, whose last bits depend on where in its memory a number
+#: lies
 OF_TORCH = ("fp32", "delayed")
 
 
@@ -43,7 +47,11 @@ def pools(tmp_path_factory):
 
 
 def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
-    more = {"monitor__watch": "[resources, trend]", "train__precision": "float32", "train__batch_size": 6}
+    more = {
+        "monitor__watch": "[resources, trend]",
+        "train__precision": "float32",
+        "train__batch_size": 6,
+    }
     return tiny(**KINDS[kind], **more, train__parallel=mode)
 
 
@@ -53,7 +61,9 @@ def own_ranks() -> Ranks:
 
 
 def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
-    """Take steps on gradients with the same bits in every process, as a reduction leaves them."""
+    """Take steps on gradients with the same bits in every process, as a reduction
+    leaves them.
+    """
     for step in steps:
         for index, parameter in enumerate(trainer.model.parameters()):
             drawn = torch.Generator().manual_seed(100 * step + index)
@@ -62,7 +72,9 @@ def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
 
 
 def bits(contents: Contents) -> dict[str, bytes]:
-    """All that later steps depend on: the scale that an operand had last is for the record."""
+    """All that later steps depend on: the scale that an operand had last is for the
+    record.
+    """
     return {
         f"{stem}/{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
         for stem in ("model", "optimizer")
@@ -72,10 +84,14 @@ def bits(contents: Contents) -> dict[str, bytes]:
 
 
 def check(found: Contents, whole: Contents, kind: str) -> None:
-    """Compare what two trainings hold, to the bit unless torch's own AdamW took their steps."""
+    """Compare what two trainings hold, to the bit unless torch's own AdamW took their
+    steps.
+    """
     if kind not in OF_TORCH:
         ours, theirs = bits(found), bits(whole)
-        assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} == set()
+        assert {
+            name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+        } == set()
         return
     for name, tensor in whole.tensors["model"].items():
         if not name.endswith("scaler.value"):
@@ -83,7 +99,9 @@ def check(found: Contents, whole: Contents, kind: str) -> None:
 
 
 def gone_on(config: Config, folder: str, begun: int) -> list[float]:
-    """Take a checkpoint up in every rank, go on, and write another one; the losses on the way."""
+    """Take a checkpoint up in every rank, go on, and write another one; the losses on
+    the way.
+    """
     ranks = own_ranks()
     trainer = trainer_of(config, ranks)
     restore(read(step_file(Path(folder), begun)), trainer, [])
@@ -99,8 +117,12 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
 
 @pytest.mark.parametrize("begun", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(tiny, pools, tmp_path, kind, begun):
-    """One process begins, two go on, three, one: as the one that went all the way alone."""
+def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
+    tiny, pools, tmp_path, kind, begun
+):
+    """One process begins, two go on, three, one: as the one that went all the way
+    alone.
+    """
     alone = trainer_of(settings(tiny, kind, None))
     step_on_equal_gradients(alone, range(begun))
     commit(tmp_path, capture(begun, alone, [], {}), keep_last=9)
@@ -140,7 +162,11 @@ def test_processes_train_on_the_batch_of_one(tiny, pools, kind):
 def failing(what: str) -> list[Any]:
     ranks = own_ranks()
     said = [ranks.broadcast(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
-    errors = {"disk": OSError(errno.ENOSPC, "No space left on device", "a"), "line": BenchError("no"), "none": None}
+    errors = {
+        "disk": OSError(errno.ENOSPC, "No space left on device", "a"),
+        "line": BenchError("no"),
+        "none": None,
+    }
     try:
         with ranks.together(CheckpointNotWritten):
             if ranks.rank == 1 and errors[what]:
@@ -154,7 +180,9 @@ FULL = [("OSError", errno.ENOSPC, "[Errno 28] No space left on device: 'a'")]
 NOT_WRITTEN, NO = ([(name, None, "no")] for name in ("CheckpointNotWritten", "BenchError"))
 
 
-@pytest.mark.parametrize(("what", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))])
+@pytest.mark.parametrize(
+    ("what", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))]
+)
 def test_what_fails_in_one_fails_in_all(pools, what, ends):
     for said, end in zip(pools[2].run(failing, what), ends, strict=True):
         assert said == ["from 0", [0.0, 1.0], 0.5, *end]

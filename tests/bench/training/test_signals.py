@@ -1,4 +1,6 @@
-"""Signals: the first is a request to stop, a second one an end at once, and a command ends with their number."""
+"""Signals: the first is a request to stop, a second one an end at once, and a command
+ends with their number.
+"""
 
 import os
 import signal
@@ -13,7 +15,9 @@ from nanogpt_bench.system.signals import SAME_REQUEST_SECONDS, stop_requests, st
 
 
 def exit_code_of(child: Callable[[], None]) -> int:
-    """Fork, run `child`, and return what the process ended with: 0 if it came to its end."""
+    """Fork, run `child`, and return what the process ended with: 0 if it came to its
+    end.
+    """
     pid = os.fork()
     if pid == 0:
         try:
@@ -86,9 +90,13 @@ def test_outside_of_the_main_thread_nothing_is_handled():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_command_with_its_number(number, monkeypatch, text_file):
-    monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number))
+    monkeypatch.setattr(
+        "nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number)
+    )
     before = signal.getsignal(signal.SIGTERM)
-    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    interrupts = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     try:
         assert main(["prepare", "text", "--input", str(text_file)]) == 128 + number
     finally:
@@ -104,5 +112,8 @@ def test_the_signal_that_a_lost_process_brings_does_not_hide_it(monkeypatch, tex
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lost)
-    with stop_requests(), pytest.raises(RuntimeError, match="Socket closed"):  # stop_requests restores the handlers
+    with (
+        stop_requests(),
+        pytest.raises(RuntimeError, match="Socket closed"),
+    ):  # stop_requests restores the handlers
         main(["prepare", "text", "--input", str(text_file)])

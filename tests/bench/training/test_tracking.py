@@ -35,7 +35,10 @@ def test_a_tracker_gets_every_record_once_and_the_summary(tiny, tmp_path, record
     summary = run(tracked(tiny), tmp_path / "r")
     records = recorded(tmp_path / "r")
     assert [call.args for call in recorder.log.call_args_list] == [
-        (record["step"], {key: value for key, value in record.items() if key != "step" and value is not None})
+        (
+            record["step"],
+            {key: value for key, value in record.items() if key != "step" and value is not None},
+        )
         for record in records
     ]
     assert recorder.method_calls[-1][0] == "finish"
@@ -45,7 +48,9 @@ def test_a_tracker_gets_every_record_once_and_the_summary(tiny, tmp_path, record
 
 
 @pytest.mark.parametrize("point", ["log", "histograms", "finish"])
-def test_a_tracker_that_raises_is_reported_once_and_dropped(tiny, tmp_path, recorder, caplog, point):
+def test_a_tracker_that_raises_is_reported_once_and_dropped(
+    tiny, tmp_path, recorder, caplog, point
+):
     getattr(recorder, point).side_effect = OSError(f"{point}\nis broken")
     with caplog.at_level(logging.WARNING, "nanogpt_bench"):
         summary = run(tracked(tiny), tmp_path / "r")
@@ -57,12 +62,20 @@ def test_a_tracker_that_raises_is_reported_once_and_dropped(tiny, tmp_path, reco
     assert summary["trackers"]["tensorboard"]["dropped"] == f"OSError: {point} is broken"
 
 
-def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(tiny, tmp_path, recorder, monkeypatch):
+def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
+    tiny, tmp_path, recorder, monkeypatch
+):
     monkeypatch.setattr(build, "HISTOGRAM_INTERVAL", 2)
     settings = {"tracking__tensorboard": True, "rule": "stochastic", "model__format": "E4M3"}
     run(tiny(**settings, train__max_steps=5), tmp_path / "r")
-    calls = [(name, *arguments) for name, arguments, _ in recorder.method_calls if name in ("histograms", "log")]
-    drawn = [(at, step, values) for at, (name, step, values) in enumerate(calls) if name == "histograms"]
+    calls = [
+        (name, *arguments)
+        for name, arguments, _ in recorder.method_calls
+        if name in ("histograms", "log")
+    ]
+    drawn = [
+        (at, step, values) for at, (name, step, values) in enumerate(calls) if name == "histograms"
+    ]
     assert [step for _, step, _ in drawn] == [2, 2, 4, 4, 5, 5]
     assert all(calls[at + 1][1] == step for at, step, _ in drawn)
     found = drawn[-2][2] | drawn[-1][2]
@@ -72,7 +85,9 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(ti
     assert found["weights/lm_head.weight"].size == found["gradients/lm_head.weight"].size > 0
 
 
-def test_a_tracker_that_does_not_start_is_reported_and_left_out(tiny, tmp_path, monkeypatch, caplog):
+def test_a_tracker_that_does_not_start_is_reported_and_left_out(
+    tiny, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(build, "TensorBoardTracker", Mock(side_effect=RuntimeError("no network")))
     summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], len(caplog.records)) == ("finished", 1)
@@ -84,7 +99,11 @@ def test_a_tracker_that_does_not_start_is_reported_and_left_out(tiny, tmp_path, 
 
 def test_an_interrupted_run_finishes_its_trackers(tiny, tmp_path, recorder):
     with pytest.raises(KeyboardInterrupt):
-        run(tracked(tiny), tmp_path / "r", on_progress=Mock(side_effect=[None, None, KeyboardInterrupt]))
+        run(
+            tracked(tiny),
+            tmp_path / "r",
+            on_progress=Mock(side_effect=[None, None, KeyboardInterrupt]),
+        )
     assert recorder.finish.call_args.args[0]["status"] == "stopped"
 
 
@@ -109,18 +128,26 @@ def test_tensorboard_holds_every_scalar_of_a_run_that_was_resumed(tiny, tmp_path
     events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(record["step"], pytest.approx(record["train/loss"])) for record in recorded(tmp_path / "r")[1:]]
+    assert losses == [
+        (record["step"], pytest.approx(record["train/loss"]))
+        for record in recorded(tmp_path / "r")[1:]
+    ]
     (event,) = events.Histograms("weights/lm_head.weight")
     weight = load_file(step_file(tmp_path / "r", 6))["model/lm_head.weight"]
     spread = event.histogram_value
     assert (event.step, sum(spread.bucket), spread.num) == (6, weight.numel(), weight.numel())
-    assert (spread.min, spread.max) == (pytest.approx(weight.min().item()), pytest.approx(weight.max().item()))
+    assert (spread.min, spread.max) == (
+        pytest.approx(weight.min().item()),
+        pytest.approx(weight.max().item()),
+    )
     assert spread.sum == pytest.approx(weight.sum().item(), abs=1e-4)
     assert events.Histograms("gradients/lm_head.weight")
 
 
 class FakeWandb:
-    """A stand-in for wandb.init that records its arguments and returns a run that records its calls."""
+    """A stand-in for wandb.init that records its arguments and returns a run that
+    records its calls.
+    """
 
     def __init__(self, monkeypatch, key):
         import wandb
@@ -129,7 +156,9 @@ class FakeWandb:
         self.id, self.project, self.rewinds, self.teardown = "abc123", "p", True, Mock()
         monkeypatch.setattr(wandb, "teardown", self.teardown)
         monkeypatch.setattr(wandb, "init", self.init)
-        monkeypatch.setattr(wandb, "login", lambda *, prompt, verify: key is not None and not prompt and not verify)
+        monkeypatch.setattr(
+            wandb, "login", lambda *, prompt, verify: key is not None and not prompt and not verify
+        )
 
     def init(self, **given):
         import wandb
@@ -157,13 +186,19 @@ class FakeWandb:
     ],
 )
 @pytest.mark.extra("wandb")
-def test_wandb_is_told_its_mode_and_resumes_online_only(tiny, tmp_path, monkeypatch, wanted, key, run_id, mode, resume):
+def test_wandb_is_told_its_mode_and_resumes_online_only(
+    tiny, tmp_path, monkeypatch, wanted, key, run_id, mode, resume
+):
     fake = FakeWandb(monkeypatch, key)
     monkeypatch.setenv("WANDB_TAGS", "a,b")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     config = tiny(rule="fp32", tracking__wandb=wanted, tracking__wandb_id=run_id or "null")
     summary = run(config, tmp_path / "r")
-    assert (fake.given["mode"], fake.given.get("resume"), fake.given["id"]) == (mode, resume, run_id)
+    assert (fake.given["mode"], fake.given.get("resume"), fake.given["id"]) == (
+        mode,
+        resume,
+        run_id,
+    )
     assert (fake.given["tags"], fake.given["project"]) == (["a", "b", "fp32"], "mine")
     assert fake.given["config"]["train"]["max_steps"] == 6
     assert [step for step, _ in fake.logged] == list(range(7))
@@ -173,7 +208,9 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(tiny, tmp_path, monkeypa
 
 
 def records_of(file: Path) -> list[Any]:
-    """Return the records of a file of W&B's: LevelDB's log format after 7 bytes, a protobuf message a record."""
+    """Return the records of a file of W&B's: LevelDB's log format after 7 bytes, a
+    protobuf message a record.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, block, parts, found = file.read_bytes(), 7, 32768, b"", []
@@ -196,20 +233,36 @@ def records_of(file: Path) -> list[Any]:
 def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
     import wandb
 
-    settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True, "eval__interval": 2}
+    settings = {
+        "tracking__wandb": "offline",
+        "tracking__wandb_artifacts": True,
+        "eval__interval": 2,
+    }
     run(tiny(rule="fp32", checkpoint__every=2, **settings), tmp_path / "my run")
     wandb.teardown()  # its process writes the file to its end
     (file,) = (tmp_path / "my run" / "wandb").glob("offline-run-*/run-*.wandb")
     records = records_of(file)
     logged = {}
-    for item in (item for record in records if record.HasField("history") for item in record.history.item):
+    for item in (
+        item for record in records if record.HasField("history") for item in record.history.item
+    ):
         name, *fields = item.nested_key or [item.key]
         logged.setdefault(name, {})["/".join(fields)] = json.loads(item.value_json)
     for histogram in (logged[f"{kind}/lm_head.weight"] for kind in ("weights", "gradients")):
-        assert (histogram["_type"], len(histogram["values"]), len(histogram["bins"])) == ("histogram", 64, 65)
-    artifacts = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
+        assert (histogram["_type"], len(histogram["values"]), len(histogram["bins"])) == (
+            "histogram",
+            64,
+            65,
+        )
+    artifacts = [
+        record.request.log_artifact.artifact
+        for record in records
+        if record.request.HasField("log_artifact")
+    ]
     artifacts += [record.artifact for record in records if record.HasField("artifact")]
-    assert {(artifact.name, artifact.type) for artifact in artifacts} == {("my-run-checkpoint", "model")}
+    assert {(artifact.name, artifact.type) for artifact in artifacts} == {
+        ("my-run-checkpoint", "model")
+    }
     assert {"latest", "step-6"} <= {alias for artifact in artifacts for alias in artifact.aliases}
 
 
@@ -217,8 +270,12 @@ def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("rewinds", [False, True])
 @pytest.mark.extra("wandb")
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(tiny, tmp_path, monkeypatch, caplog, mode, given, rewinds):
-    """From the checkpoint's step, but for a run that was there before ours, and for a server that can't."""
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(
+    tiny, tmp_path, monkeypatch, caplog, mode, given, rewinds
+):
+    """From the checkpoint's step, but for a run that was there before ours, and for a
+    server that can't.
+    """
     config = tiny(rule="fp32", tracking__wandb=mode, checkpoint__every=2)
     first = FakeWandb(monkeypatch, "k")
     broken_off(config, tmp_path / "r")
@@ -228,26 +285,37 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tiny, tmp_path, monkeypatch
     second.rewinds = rewinds
     config.tracking.wandb_id = "abc123" if given else None
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
-    back = {"resume": None, "resume_from": "abc123?_step=4"} if rewinds and not given else {"resume_from": None}
+    back = (
+        {"resume": None, "resume_from": "abc123?_step=4"}
+        if rewinds and not given
+        else {"resume_from": None}
+    )
     back = {"resume": "must" if mode == "online" else None, **back}
     assert {name: second.given.get(name) for name in ("id", *back)} == {"id": "abc123", **back}
     assert second.given["allow_val_change"]
     assert [step for step, _ in second.logged] == [5, 6]
     assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
     refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
-    assert caplog.messages.count(refused) == second.teardown.call_count == (not rewinds and not given)
+    assert (
+        caplog.messages.count(refused) == second.teardown.call_count == (not rewinds and not given)
+    )
 
 
 @pytest.mark.extra("wandb")
 def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny, tmp_path):
-    """A reader of both parts, as `wandb sync` is, has every step once: those after the checkpoint are the second's."""
+    """A reader of both parts, as `wandb sync` is, has every step once: those after the
+    checkpoint are the second's.
+    """
     import wandb
 
     config = tiny(rule="fp32", tracking__wandb="offline", checkpoint__every=2)
     broken_off(config, tmp_path / "r")
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
     wandb.teardown()
-    files = sorted((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
+    files = sorted(
+        (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"),
+        key=lambda file: file.stat().st_mtime,
+    )
     facts, losses, logged, withdrawn = summary["trackers"]["wandb"], {}, [], []
     assert ({file.stem for file in files}, facts["dropped"]) == ({f"run-{facts['id']}"}, None)
     for record in (record for file in files for record in records_of(file)):
@@ -256,10 +324,16 @@ def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny, tmp_path):
             assert (point.run, point.metric) == (facts["id"], "_step")
             withdrawn = [step for step in losses if step > point.value]
             losses = {step: loss for step, loss in losses.items() if step <= point.value}
-        values = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        values = {
+            item.nested_key[0] if item.nested_key else item.key: item.value_json
+            for item in record.history.item
+        }
         if "train/loss" in values:
             assert record.history.step.num not in losses
             logged.append(record.history.step.num)
             losses[record.history.step.num] = json.loads(values["train/loss"])
     assert (logged, withdrawn) == ([1, 2, 3, 4, 5, 5, 6], [5])
-    assert losses == {record["step"]: pytest.approx(record["train/loss"]) for record in recorded(tmp_path / "r")[1:]}
+    assert losses == {
+        record["step"]: pytest.approx(record["train/loss"])
+        for record in recorded(tmp_path / "r")[1:]
+    }

@@ -28,11 +28,25 @@ from nanogpt_bench.sweep.record import SweepRecord
 def test_a_run_writes_its_files_and_the_summary_it_returns(tiny, tmp_path):
     summary = run(tiny(monitor__watch="[stall, trend]"), tmp_path / "r")
     names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json"}
-    assert {path.name for path in (tmp_path / "r").iterdir()} == names | {"SHA256SUMS", "checkpoints"}
-    sums = dict(reversed(line.split("  ")) for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines())
-    assert sums == {name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names}
+    assert {path.name for path in (tmp_path / "r").iterdir()} == names | {
+        "SHA256SUMS",
+        "checkpoints",
+    }
+    sums = dict(
+        reversed(line.split("  "))
+        for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines()
+    )
+    assert sums == {
+        name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names
+    }
     assert summary_of(tmp_path / "r") == summary
-    expected = {"name": "r", "rule": "bf16-mixed", "format": "none", "status": "finished", "steps": 6}
+    expected = {
+        "name": "r",
+        "rule": "bf16-mixed",
+        "format": "none",
+        "status": "finished",
+        "steps": 6,
+    }
     expected |= {"steps_planned": 6, "tokens": 6 * 4 * 16, "failure": None, "stall": None}
     assert expected.items() <= summary.items()
     assert summary["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
@@ -48,18 +62,31 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny, tmp_p
     assert [record["tokens"] for record in records] == [64 * step for step in range(8)]
     assert summary["first_val_loss"] == records[0]["val/loss"]
     assert summary["final_val_loss"] == records[-1]["val/loss"]
-    assert summary["best_val_loss"] == min(record["val/loss"] for record in records if "val/loss" in record)
+    assert summary["best_val_loss"] == min(
+        record["val/loss"] for record in records if "val/loss" in record
+    )
     last = records[-1]
     assert last["val/perplexity"] == pytest.approx(math.exp(last["val/loss"]))
-    assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2))  # ASCII: one byte a character
+    assert last["val/bits_per_byte"] == pytest.approx(
+        last["val/loss"] / math.log(2)
+    )  # ASCII: one byte a character
 
 
 def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny, tmp_path):
-    config = tiny(rule="sgd", optimizer__lr=1e30, optimizer__grad_clip=0, train__max_steps=50, eval__interval=50)
+    config = tiny(
+        rule="sgd",
+        optimizer__lr=1e30,
+        optimizer__grad_clip=0,
+        train__max_steps=50,
+        eval__interval=50,
+    )
     summary = run(config, tmp_path / "r")
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "nan")
     assert summary["failure"]["step"] == summary["steps"] + 1
-    assert (summary["final_val_loss"], summary["best_val_loss"]) == (None, summary["first_val_loss"])
+    assert (summary["final_val_loss"], summary["best_val_loss"]) == (
+        None,
+        summary["first_val_loss"],
+    )
     last = recorded(tmp_path / "r")[-1]
     assert (last["train/loss"], last["step"]) == (None, summary["failure"]["step"] + 2)
     assert (last["loss_is_nan"], last["grad_has_nan"]) == (1, 1)
@@ -86,7 +113,12 @@ def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
 def test_the_points_of_a_step_come_in_their_order(tiny):
     one_step(trainer_of(tiny(train__accumulation=2)), 1, recorder := Mock(spec=Observer))
     micro = ["before_forward", "after_forward", "after_backward"]
-    assert [name for name, *_ in recorder.method_calls] == [*micro, *micro, "before_step", "after_step"]
+    assert [name for name, *_ in recorder.method_calls] == [
+        *micro,
+        *micro,
+        "before_step",
+        "after_step",
+    ]
 
 
 def test_validation_changes_nothing_and_repeats(tiny):
@@ -101,27 +133,48 @@ def test_validation_changes_nothing_and_repeats(tiny):
 FACTORS = [
     ({"warmup_steps": 9}, 0, [step / 10 for step in range(1, 11)]),
     ({"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0}, 0, [1.0] * 80),
-    ({"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0}, 80, [1 - step / 20 for step in range(21)]),
-    ({"warmup_steps": 20, "schedule": "linear", "min_lr_ratio": 0.0}, 20, [1 - step / 80 for step in range(81)]),
-    ({"warmup_steps": 10, "schedule": "step", "step_at": 0.25, "min_lr_ratio": 0.1}, 10, [1.0] * 15 + [0.1] * 76),
+    (
+        {"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0},
+        80,
+        [1 - step / 20 for step in range(21)],
+    ),
+    (
+        {"warmup_steps": 20, "schedule": "linear", "min_lr_ratio": 0.0},
+        20,
+        [1 - step / 80 for step in range(81)],
+    ),
+    (
+        {"warmup_steps": 10, "schedule": "step", "step_at": 0.25, "min_lr_ratio": 0.1},
+        10,
+        [1.0] * 15 + [0.1] * 76,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "start", "expected"), FACTORS)
 def test_a_schedule_has_its_factors(settings, start, expected):
-    found = [lr_factor(OptimizerConfig(**settings), step, 100) for step in range(start, start + len(expected))]
+    found = [
+        lr_factor(OptimizerConfig(**settings), step, 100)
+        for step in range(start, start + len(expected))
+    ]
     assert found == pytest.approx(expected)
 
 
 #: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps
-LEFT = {"linear": [1, 0.75, 0.5, 0.25, 0], "cosine": [1, 0.8536, 0.5, 0.1464, 0], "step": [1, 1, 0, 0, 0]}
+LEFT = {
+    "linear": [1, 0.75, 0.5, 0.25, 0],
+    "cosine": [1, 0.8536, 0.5, 0.1464, 0],
+    "step": [1, 1, 0, 0, 0],
+}
 
 
 @pytest.mark.parametrize("course", COURSES)
 def test_k_follows_its_course_by_name(tiny, course):
     options = {"optimizer__stiffness_schedule": course, "train__max_steps": 8}
     config = resolve(tiny(rule="stiffness-anneal", model__format="E4M3", **options))
-    assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(LEFT[course], abs=1e-4)
+    assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(
+        LEFT[course], abs=1e-4
+    )
     train(trainer_of(config), 1)  # and the optimizer takes it
 
 
@@ -129,28 +182,41 @@ def test_k_follows_its_course_by_name(tiny, course):
 def test_the_last_steps_are_written_back_in_another_way(tiny, rule, tmp_path):
     """Residuals come to be at the fourth of six steps."""
     options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
-    config, plain = (tiny(rule=rule, model__format="E4M3", train__max_steps=6, **more) for more in (options, {}))
+    config, plain = (
+        tiny(rule=rule, model__format="E4M3", train__max_steps=6, **more) for more in (options, {})
+    )
     trainer, seen = trainer_of(config), []
     for number in range(1, 7):
         one_step(trainer, number)
         seen.append(any("residual" in state for state in trainer.optimizer.state.values()))
     assert seen == [False] * 3 + [True] * 3
-    whole, other = (run(config, tmp_path / name) for name, config in (("whole", config), ("other", plain)))
+    whole, other = (
+        run(config, tmp_path / name) for name, config in (("whole", config), ("other", plain))
+    )
     assert whole["bytes_per_quantized_parameter"] > other["bytes_per_quantized_parameter"]
 
 
 def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):
-    options = {"optimizer__schedule": "step", "optimizer__warmup_steps": 0, "optimizer__min_lr_ratio": 0.5}
-    trainer = trainer_of(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options))
+    options = {
+        "optimizer__schedule": "step",
+        "optimizer__warmup_steps": 0,
+        "optimizer__min_lr_ratio": 0.5,
+    }
+    trainer = trainer_of(
+        tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options)
+    )
     rates = []
     for number in range(1, 5):
-        rates.append((one_step(trainer, number).record["lr"], trainer.optimizer.param_groups[0]["lr"]))
+        rates.append(
+            (one_step(trainer, number).record["lr"], trainer.optimizer.param_groups[0]["lr"])
+        )
     assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2
 
 
 #: files of whose functions a run calls one, and files that it imports at all
 MOST_ENTERED, MOST_IMPORTED = 60, 68
-#: a command line under a profiler, which writes down how often every function of the bench was called
+#: a command line under a profiler, which writes down how often every function of the
+#: bench was called
 COUNT = """
 import json, sys
 from collections import Counter
@@ -172,18 +238,36 @@ print(json.dumps([code, calls, imported]), file=open(sys.argv[2], "w"))
 
 
 def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(here, corpus_dir):
-    """Calls by FILE:FUNCTION of a run of the shipped e4m3.yaml, and the modules of the bench that it imports."""
+    """Calls by FILE:FUNCTION of a run of the shipped e4m3.yaml, and the modules of the
+    bench that it imports.
+    """
     words = ["run", "e4m3.yaml", "--train.max_steps=5", "--train.batch_size=4", "--eval.batches=2"]
-    words += [f"--data.dir={corpus_dir}", *flags({"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16})]
+    words += [
+        f"--data.dir={corpus_dir}",
+        *flags({"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16}),
+    ]
     bench = str(Path(nanogpt_bench.__file__).parent)
-    subprocess.run([sys.executable, "-c", COUNT, bench, "calls.json", *words], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", COUNT, bench, "calls.json", *words], check=True, timeout=300
+    )
     code, calls, imported = json.loads(Path("calls.json").read_text())
     assert code == 0
     assert len({place.rpartition(":")[0] for place in calls}) <= MOST_ENTERED
     assert len(imported) <= MOST_IMPORTED
     # neither pages nor sweeps, nor what prepares texts or reads models of others
-    foreign = ("report", "sweep", "workers", "evaluation", "data.text", "data.write", "model.causal", "setup.start")
-    assert [name for name in imported if name.removeprefix("nanogpt_bench.").startswith(foreign)] == []
+    foreign = (
+        "report",
+        "sweep",
+        "workers",
+        "evaluation",
+        "data.text",
+        "data.write",
+        "model.causal",
+        "setup.start",
+    )
+    assert [
+        name for name in imported if name.removeprefix("nanogpt_bench.").startswith(foreign)
+    ] == []
     assert calls[f"{bench}/setup/resolve.py:resolve"] == 1
 
 
@@ -198,8 +282,14 @@ FAILED = {"status": "failed", "stop": None}
         ({**FAILED, "failure": {"kind": "divergence"}}, True),
         ({"status": "stopped", "stop": {"kind": "plateau"}}, True),
         ({"status": "stopped", "stop": {"kind": "time"}}, True),
-        *(({**FAILED, "failure": {"kind": kind}}, False) for kind in ("crash", "OSError", "BenchError", "MemoryError")),
-        *(({"status": "stopped", "stop": {"kind": kind}}, False) for kind in ("signal", "disk", "killed")),
+        *(
+            ({**FAILED, "failure": {"kind": kind}}, False)
+            for kind in ("crash", "OSError", "BenchError", "MemoryError")
+        ),
+        *(
+            ({"status": "stopped", "stop": {"kind": kind}}, False)
+            for kind in ("signal", "disk", "killed")
+        ),
         ({"status": "stopped", "stop": None}, False),
         ({**FAILED, "failure": None}, False),
         ({}, False),
@@ -209,9 +299,14 @@ def test_only_what_the_training_brought_about_is_an_end(summary, ended):
     assert has_ended(summary) is ended
 
 
-@pytest.mark.parametrize(("kind", "again"), [("FileNotFoundError", True), ("crash", True), ("nan", False)])
+@pytest.mark.parametrize(
+    ("kind", "again"), [("FileNotFoundError", True), ("crash", True), ("nan", False)]
+)
 def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path, kind, again):
-    run, record = plan_point({"train.max_steps": 4}, {"rule": "fp32"}), SweepRecord(tmp_path, "grid")
+    run, record = (
+        plan_point({"train.max_steps": 4}, {"rule": "fp32"}),
+        SweepRecord(tmp_path, "grid"),
+    )
     record.add(run)
     record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
     assert summary_of(tmp_path / run.name)["failure"]["kind"] == kind

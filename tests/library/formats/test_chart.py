@@ -1,4 +1,6 @@
-"""ulp, to_chart and from_chart: the code as a coordinate; and the mean of a stiffness field, counted in pieces."""
+"""ulp, to_chart and from_chart: the code as a coordinate; and the mean of a stiffness
+field, counted in pieces.
+"""
 
 import math
 from fractions import Fraction
@@ -23,12 +25,20 @@ every = each("fmt", ALL.values(), ids=ALL)
 
 
 @every
-def test_ulp_is_the_gap_to_the_next_value_and_the_chart_of_a_grid_point_its_signed_code(fmt, compare_bits):
-    """At every code, away from zero; at the top, the gap to the code that would come next."""
+def test_ulp_is_the_gap_to_the_next_value_and_the_chart_of_a_grid_point_its_signed_code(
+    fmt, compare_bits
+):
+    """At every code, away from zero; at the top, the gap to the code that would come
+    next.
+    """
     upward = torch.arange(reference.max_code(fmt) + 2, dtype=torch.float64)
-    magnitudes = torch.tensor([float(reference.magnitude(int(m), fmt)) for m in upward], dtype=torch.float64)
+    magnitudes = torch.tensor(
+        [float(reference.magnitude(int(m), fmt)) for m in upward], dtype=torch.float64
+    )
     gaps, upward, magnitudes = magnitudes.diff().numpy(), upward[:-1], magnitudes[:-1]
-    for dtype in [torch.float64, torch.float32, torch.bfloat16] + [torch.float16] * float16_holds(fmt):
+    for dtype in [torch.float64, torch.float32, torch.bfloat16] + [torch.float16] * float16_holds(
+        fmt
+    ):
         values, codes = (torch.cat([-x, x]).to(dtype) for x in (magnitudes, upward))
         compare_bits(fm.ulp(values, fmt), np.concatenate([gaps, gaps]), values, fmt.name)
         compare_bits(fm.to_chart(values, fmt), codes.double().numpy(), values, fmt.name)
@@ -37,23 +47,36 @@ def test_ulp_is_the_gap_to_the_next_value_and_the_chart_of_a_grid_point_its_sign
 
 @named
 def test_ulp_and_chart_are_the_definition(fmt, compare_bits):
-    """At every critical point; the chart inside the range: where it increases and is continuous, so is ours.
+    """At every critical point; the chart inside the range: where it increases and is
+    continuous, so is ours.
 
-    Exact values are rounded to float64, and on to float32, over which float64 has 29 bits to spare.
+    Exact values are rounded to float64, and on to float32, over which float64 has 29
+    bits to spare.
     """
     for x in (torch.from_numpy(critical(fmt)).float(), torch.from_numpy(critical64(fmt))):
-        expected = [reference.ulp(min(abs(v), fmt.max), fmt) if v == v else math.nan for v in x.tolist()]
+        expected = [
+            reference.ulp(min(abs(v), fmt.max), fmt) if v == v else math.nan for v in x.tolist()
+        ]
         compare_bits(fm.ulp(x, fmt), np.array([float(v) for v in expected]), x, fmt.name)
         x = x[x.abs() <= fmt.max]
-        expected = torch.tensor([float(reference.to_chart(v, fmt)) for v in x.tolist()], dtype=torch.float64)
+        expected = torch.tensor(
+            [float(reference.to_chart(v, fmt)) for v in x.tolist()], dtype=torch.float64
+        )
         expected = torch.where(expected == 0, expected.copysign(x), expected).to(x.dtype).double()
         compare_bits(fm.to_chart(x, fmt), expected.numpy(), x, fmt.name)
 
 
 @named
 def test_from_chart_is_the_definition(fmt, compare_bits):
-    """Linear between the values of the codes: at every eighth of a step, in float32 and float64."""
-    c = torch.arange(-8 * reference.max_code(fmt), 8 * reference.max_code(fmt) + 1, dtype=torch.float64) / 8
+    """Linear between the values of the codes: at every eighth of a step, in float32 and
+    float64.
+    """
+    c = (
+        torch.arange(
+            -8 * reference.max_code(fmt), 8 * reference.max_code(fmt) + 1, dtype=torch.float64
+        )
+        / 8
+    )
     expected = np.array([float(reference.from_chart(v, fmt)) for v in c.tolist()])
     compare_bits(fm.from_chart(c, fmt), expected, c, fmt.name)
     compare_bits(fm.from_chart(c.float(), fmt), expected, c.float(), fmt.name)
@@ -99,18 +122,30 @@ def test_shapes_and_strides(function):
 def test_the_mean_of_a_field_and_the_share_are_those_of_the_whole(count, dtype):
     exponents = torch.randint(-20, 20, (count,), generator=torch.Generator().manual_seed(count))
     x = torch.ldexp(torch.ones(count, dtype=dtype), exponents.to(dtype))
-    mean = float(sum(Fraction(value) * int((x == value).sum()) for value in x.unique().tolist()) / count)
+    mean = float(
+        sum(Fraction(value) * int((x == value).sum()) for value in x.unique().tolist()) / count
+    )
     assert math.isclose(reference_stiffness(x), mean, rel_tol=2**-52)
     ratio = x / mean
-    assert bounded_share(x, mean, 0.1, 16.0) == ((ratio < 0.1) | (ratio > 16.0)).sum().item() / count
+    assert (
+        bounded_share(x, mean, 0.1, 16.0) == ((ratio < 0.1) | (ratio > 16.0)).sum().item() / count
+    )
     x[-1] *= 1.5  # no power of two, in the last piece
-    assert math.isclose(reference_stiffness(x), mean + 0.5 * x[-1].item() / 1.5 / count, rel_tol=2**-50)
+    assert math.isclose(
+        reference_stiffness(x), mean + 0.5 * x[-1].item() / 1.5 / count, rel_tol=2**-50
+    )
 
 
 def test_a_first_step_counts_no_more_than_a_piece_at_once(monkeypatch):
-    """Exponents of a whole field, and their int64 copies, took 15 bytes a weight beside the weight."""
+    """Exponents of a whole field, and their int64 copies, took 15 bytes a weight beside
+    the weight.
+    """
     sizes, count = [], torch.bincount
-    monkeypatch.setattr(torch, "bincount", lambda x, *rest, **more: sizes.append(x.numel()) or count(x, *rest, **more))
+    monkeypatch.setattr(
+        torch,
+        "bincount",
+        lambda x, *rest, **more: sizes.append(x.numel()) or count(x, *rest, **more),
+    )
     p = fm.FP8Parameter(normal(600, 512, seed=1), "E4M3")
     step_from(fm.optim.StiffnessAdamW([p], 1e-3, moments="8bit"), p, normal(600, 512, seed=2))
     assert sum(sizes) == p.numel()

@@ -1,4 +1,6 @@
-"""The codec of steps: bit for bit the grid's own encode, decode and ulp, and a grid that is finer."""
+"""The codec of steps: bit for bit the grid's own encode, decode and ulp, and a grid
+that is finer.
+"""
 
 from functools import cache
 
@@ -14,8 +16,22 @@ from fp8manifold._numerics import codec
 
 DRAWS = 1 << 24
 EVERY = NAMED | ODD
-#: All layouts and ends, no mantissa, one exponent bit, short codes, and the lowest and highest bias there are.
-SAMPLE = ("E4M3", "E5M2", "E3M4", "E2M5", "E6M1", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E2M1")
+#: All layouts and ends, no mantissa, one exponent bit, short codes, and the lowest and
+#: highest bias there are.
+SAMPLE = (
+    "E4M3",
+    "E5M2",
+    "E3M4",
+    "E2M5",
+    "E6M1",
+    "E1M6",
+    "E7M0",
+    "E4M3FNUZ",
+    "E5M2FNUZ",
+    "P3109_8P3",
+    "E2M3",
+    "E2M1",
+)
 BIASED = [fmt for fmt in ODD.values() if "_B" in fmt.name]
 
 every = each("fmt", EVERY.values(), ids=EVERY)
@@ -25,7 +41,9 @@ extra = each("extra", [0, 4, 8])
 
 @cache
 def fine(fmt, extra):
-    """With so many more mantissa bits: the values of the codes without a sign, and the step above each; exact."""
+    """With so many more mantissa bits: the values of the codes without a sign, and the
+    step above each; exact.
+    """
     bits = fmt.mantissa_bits + extra
     fields = np.arange((fmt.max_code << extra) + 1) >> bits
     spacings = np.ldexp(1.0, np.maximum(fields, 1) - fmt.bias - bits)
@@ -33,7 +51,9 @@ def fine(fmt, extra):
 
 
 def split(x, fmt, extra):
-    """The codes below magnitudes that end at the largest, and what fraction of a step is beyond them."""
+    """The codes below magnitudes that end at the largest, and what fraction of a step
+    is beyond them.
+    """
     values, spacings = fine(fmt, extra)
     a = np.minimum(x.double().abs().numpy(), values[-1])
     code = np.searchsorted(values, a, side="right") - 1
@@ -41,7 +61,9 @@ def split(x, fmt, extra):
 
 
 def expected_codes(x, fmt, extra, draws):
-    """Nearest with ties to even codes, or away from zero where the draw, mirrored below 0, is below the fraction."""
+    """Nearest with ties to even codes, or away from zero where the draw, mirrored below
+    0, is below the fraction.
+    """
     wide = x.double().numpy()
     code, fraction = split(x, fmt, extra)
     nearest = (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
@@ -56,23 +78,35 @@ def turning_draws(x, fmt, extra):
     random = np.random.default_rng(5).integers(0, DRAWS, len(turn))
     given = [turn - 1, turn, np.zeros_like(turn), np.full_like(turn, DRAWS - 1), random]
     wide = x.double().numpy()
-    return [torch.from_numpy(mirrored(np.clip(d, 0, DRAWS - 1), wide).astype(np.int32)) for d in given]
+    return [
+        torch.from_numpy(mirrored(np.clip(d, 0, DRAWS - 1), wide).astype(np.int32)) for d in given
+    ]
 
 
 @cache
 def inputs(fmt, extra=0):
-    x = [torch.from_numpy(critical(fmt)).float(), random_in_range(fmt.max, 20_000), random_float32(40_000)]
+    x = [
+        torch.from_numpy(critical(fmt)).float(),
+        random_in_range(fmt.max, 20_000),
+        random_float32(40_000),
+    ]
     x = torch.cat(x + ([_between(fmt, extra)] if extra else []))
     return x[~x.isnan()]
 
 
 def _between(fmt, extra):
-    """Fine codes and fine midpoints +-1 float32 ULP, of both signs: all of the lowest and highest, some between."""
+    """Fine codes and fine midpoints +-1 float32 ULP, of both signs: all of the lowest
+    and highest, some between.
+    """
     values, spacings = fine(fmt, extra)
     index = np.arange(len(values))
     kept = index[(index < 600) | (index % 97 == 0) | (index >= len(values) - 600)]
     points = np.concatenate([values[kept], values[kept] + spacings[kept] / 2]).astype(np.float32)
-    around = [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))]
+    around = [
+        points,
+        np.nextafter(points, np.float32(np.inf)),
+        np.nextafter(points, np.float32(-np.inf)),
+    ]
     positive = torch.from_numpy(np.concatenate(around))
     return torch.cat([positive, -positive])
 
@@ -123,8 +157,14 @@ def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_large
 def test_decode_of_finer_codes(fmt, extra):
     values, spacings = (torch.from_numpy(each).float() for each in fine(fmt, extra))
     codes = torch.arange(len(values), dtype=torch.int32)
-    positive, negative = (codec.decode_with_ulp(c, fmt, extra) for c in (codes, codes | (fmt.sign_bit << extra)))
-    for sign, (value, ulp) in ((1, positive), (-1, negative), (1, codec.decode_magnitude(codes, fmt, extra))):
+    positive, negative = (
+        codec.decode_with_ulp(c, fmt, extra) for c in (codes, codes | (fmt.sign_bit << extra))
+    )
+    for sign, (value, ulp) in (
+        (1, positive),
+        (-1, negative),
+        (1, codec.decode_magnitude(codes, fmt, extra)),
+    ):
         assert same_floats(value, values * sign)
         assert same_floats(ulp, spacings)
 
@@ -134,7 +174,9 @@ def test_encode_is_the_grids(fmt):
     x = inputs(fmt)
     assert torch.equal(codec.encode_bits(x, fmt), fm.encode(x, fmt))
     for draws in turning_draws(x, fmt, 0):
-        assert torch.equal(codec.encode_bits(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws))
+        assert torch.equal(
+            codec.encode_bits(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws)
+        )
 
 
 @extra
@@ -147,12 +189,16 @@ def test_encode_is_the_definitions(fmt, extra):
         np.testing.assert_array_equal(found, expected_codes(x, fmt, extra, draws))
     positive = x.abs()
     expected = expected_codes(positive, fmt, extra, None)
-    np.testing.assert_array_equal(codec.encode_magnitude(positive, fmt, None, extra).numpy(), expected)
+    np.testing.assert_array_equal(
+        codec.encode_magnitude(positive, fmt, None, extra).numpy(), expected
+    )
 
 
 @every
 def test_nan(fmt):
-    """Both signs, quiet and signalling: the format's code, or left to the caller where there is none."""
+    """Both signs, quiet and signalling: the format's code, or left to the caller where
+    there is none.
+    """
     patterns = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF], dtype=torch.int32)
     x = patterns.view(torch.float32)
     if fmt.nan_code is None:
@@ -161,10 +207,14 @@ def test_nan(fmt):
             fm.encode(x, fmt)
         return
     assert codec.encode_bits(x, fmt).tolist() == [fmt.nan_code] * 4
-    assert codec.encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
+    assert (
+        codec.encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
+    )
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic")
+@pytest.mark.skipif(
+    torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic"
+)
 @pytest.mark.usefixtures("cpp_compiler")
 @each("name", ["E4M3", "E5M2FNUZ", "E7M0"])
 def test_compiled(name):
@@ -187,6 +237,12 @@ def test_compiled(name):
     for x in (inputs(fmt, 4), inputs(fmt)):
         codes = codes_of(fmt).repeat(len(x) // (2 * fmt.sign_bit) + 1)[: len(x)]
         for draws in turning_draws(x, fmt, 4):
-            for ours, eager in zip(function(codes, x, draws), everything(codes, x, draws), strict=True):
+            for ours, eager in zip(
+                function(codes, x, draws), everything(codes, x, draws), strict=True
+            ):
                 assert ours.dtype == eager.dtype
-                assert same_floats(ours, eager) if ours.is_floating_point() else torch.equal(ours, eager)
+                assert (
+                    same_floats(ours, eager)
+                    if ours.is_floating_point()
+                    else torch.equal(ours, eager)
+                )

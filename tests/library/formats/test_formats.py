@@ -1,4 +1,6 @@
-"""FloatFormat: the table of formats line by line, every fact derived, names read and refused."""
+"""FloatFormat: the table of formats line by line, every fact derived, names read and
+refused.
+"""
 
 import dataclasses
 import math
@@ -28,7 +30,9 @@ def test_equals_gfloat(name):
     assert (fmt.bits, fmt.bias, fmt.mantissa_bits + 1) == (info.k, info.bias, info.precision)
     assert fmt.has_negative_zero == info.has_nz
     assert len(fmt.nan_codes) == info.num_nans
-    assert fmt.max == info.max  # gfloat's own is wrong only for IEEE specials with one exponent bit: not here
+    assert (
+        fmt.max == info.max
+    )  # gfloat's own is wrong only for IEEE specials with one exponent bit: not here
     for code in range(1 << fmt.bits):
         theirs, ours = gfloat.decode_float(info, code).fval, fmt.decode_code(code)
         assert ours == theirs or (math.isnan(ours) and math.isnan(theirs))
@@ -66,11 +70,31 @@ def test_names_codes_and_values_are_the_oracles(fmt):
     ("text", "fields"),
     [
         *[("e4m3", (4, 3, 7, "fn")), ("E4M3FN", (4, 3, 7, "fn")), ("e4m3fnuz", (4, 3, 8, "fnuz"))],
-        *[("E4M3IEEE", (4, 3, 7, "ieee")), ("E4M3FINITE", (4, 3, 7, "finite")), ("E3M4IEEE", (3, 4, 3, "ieee"))],
-        *[("E3M4", (3, 4, 3, "ieee")), ("E3M4FNUZ", (3, 4, 4, "fnuz")), ("E5M2FN", (5, 2, 15, "fn"))],
-        *[("E1M6FINITE", (1, 6, 0, "finite")), ("E1M6IEEE", (1, 6, 0, "ieee")), ("E3M3", (3, 3, 3, "finite"))],
-        *[("E1M0", (1, 0, 0, "finite")), ("E2M0", (2, 0, 1, "finite")), ("E5M1", (5, 1, 15, "finite"))],
-        *[("E1M5", (1, 5, 0, "finite")), ("p3109_8p7", (1, 6, 1, "p3109e")), ("P3109_8P7F", (1, 6, 1, "p3109f"))],
+        *[
+            ("E4M3IEEE", (4, 3, 7, "ieee")),
+            ("E4M3FINITE", (4, 3, 7, "finite")),
+            ("E3M4IEEE", (3, 4, 3, "ieee")),
+        ],
+        *[
+            ("E3M4", (3, 4, 3, "ieee")),
+            ("E3M4FNUZ", (3, 4, 4, "fnuz")),
+            ("E5M2FN", (5, 2, 15, "fn")),
+        ],
+        *[
+            ("E1M6FINITE", (1, 6, 0, "finite")),
+            ("E1M6IEEE", (1, 6, 0, "ieee")),
+            ("E3M3", (3, 3, 3, "finite")),
+        ],
+        *[
+            ("E1M0", (1, 0, 0, "finite")),
+            ("E2M0", (2, 0, 1, "finite")),
+            ("E5M1", (5, 1, 15, "finite")),
+        ],
+        *[
+            ("E1M5", (1, 5, 0, "finite")),
+            ("p3109_8p7", (1, 6, 1, "p3109e")),
+            ("P3109_8P7F", (1, 6, 1, "p3109f")),
+        ],
         ("P3109_8p1f", (7, 0, 64, "p3109f")),
     ],
 )
@@ -79,8 +103,32 @@ def test_from_string(text, fields):
     assert (fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.layout) == fields
 
 
-BAD_NAMES = ["", " ", "E4", "4M3", "E4N3", "M3E4", "E4M3FNX", "E4M3FN FN", "E4M-3", "E-4M3", "E4.0M3", "fp8"]
-TOO_WIDE = ["E8M0", "E0M7", "E0M0", "E4M4", "E5M3", "E99M99", "P3109_8P8", "P3109_8P0", "P3109_9P3", "E4M3P3109"]
+BAD_NAMES = [
+    "",
+    " ",
+    "E4",
+    "4M3",
+    "E4N3",
+    "M3E4",
+    "E4M3FNX",
+    "E4M3FN FN",
+    "E4M-3",
+    "E-4M3",
+    "E4.0M3",
+    "fp8",
+]
+TOO_WIDE = [
+    "E8M0",
+    "E0M7",
+    "E0M0",
+    "E4M4",
+    "E5M3",
+    "E99M99",
+    "P3109_8P8",
+    "P3109_8P0",
+    "P3109_9P3",
+    "E4M3P3109",
+]
 
 
 @each("text", BAD_NAMES + TOO_WIDE)
@@ -94,7 +142,11 @@ def test_bad_names_are_refused_with_all_that_helps(text):
     assert len(message) < 250
 
 
-@given(st.text(max_size=12) | st.from_regex(r"[eE]\d{0,3}[mM]\d{0,3}\w{0,4}") | st.from_regex(r"[pP]3109_\w{0,4}"))
+@given(
+    st.text(max_size=12)
+    | st.from_regex(r"[eE]\d{0,3}[mM]\d{0,3}\w{0,4}")
+    | st.from_regex(r"[pP]3109_\w{0,4}")
+)
 def test_any_text_is_read_or_refused_with_a_value_error(text):
     try:
         fmt, message = read(text), ""

@@ -28,13 +28,18 @@ pytestmark = pytest.mark.covering(2)
 
 DETERMINISTIC = ROUNDINGS[:4]
 named = each("fmt", NAMED.values(), ids=NAMED)
-COVERING = covering([{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2)
-#: of the others every two of these together in the default run: a table of every way of rounding asks the oracle
+COVERING = covering(
+    [{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2
+)
+#: of the others every two of these together in the default run: a table of every way of
+#: rounding asks the oracle
 LATER = [fmt for place, fmt in enumerate(ODD.values()) if place not in COVERING]
 EVERY = NAMED | ODD
 every = each("fmt", EVERY.values(), ids=EVERY)
 every_in_turn = each(
-    "fmt", [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()], ids=EVERY
+    "fmt",
+    [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()],
+    ids=EVERY,
 )
 overflow = each("overflow", OVERFLOWS)
 
@@ -59,19 +64,28 @@ def test_tables_agree_with_the_oracle(fmt, overflow):
     different, where = np.unique(x.view(np.int64), return_inverse=True)
     values = different.view(np.float64).tolist()
     for mode in DETERMINISTIC:
-        expected = np.array([reference.round_to_grid(v, fmt, mode, overflow) for v in values])[where]
+        expected = np.array([reference.round_to_grid(v, fmt, mode, overflow) for v in values])[
+            where
+        ]
         found = steps(fmt, mode, overflow)(x)
         np.testing.assert_array_equal(found, expected)
         np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
     for draws in critical_draws(x, table)[:2]:
         pairs = zip(x, draws, strict=True)
-        expected = np.array([reference.round_to_grid(float(v), fmt, "stochastic", overflow, int(r)) for v, r in pairs])
+        expected = np.array(
+            [
+                reference.round_to_grid(float(v), fmt, "stochastic", overflow, int(r))
+                for v, r in pairs
+            ]
+        )
         np.testing.assert_array_equal(table(x, draws), expected)
 
 
 @every_in_turn
 def test_rounding_is_the_oracles(fmt, compare_bits):
-    """Every 16-bit pattern; every code, midpoint and neighbour, tiny, huge and special values in wider floats."""
+    """Every 16-bit pattern; every code, midpoint and neighbour, tiny, huge and special
+    values in wider floats.
+    """
     x64 = torch.cat([torch.from_numpy(critical64(fmt)), random_float64(fmt.max, 10_000)])
     x32 = torch.cat([torch.from_numpy(critical(fmt)).float(), random_in_range(fmt.max, 5_000)])
     inputs = (x64, x32, every_16_bit(torch.bfloat16), every_16_bit(torch.float16))
@@ -81,12 +95,16 @@ def test_rounding_is_the_oracles(fmt, compare_bits):
                 fm.round_to_grid(x, fmt, mode, policy)
             continue
         expected = steps(fmt, mode, policy)(as_float64(x))
-        compare_bits(fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}")
+        compare_bits(
+            fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}"
+        )
 
 
 @every
 def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits):
-    """Away from zero iff r < f * 2^24, with 2^24 - 1 - r below 0: on either side, for every critical point."""
+    """Away from zero iff r < f * 2^24, with 2^24 - 1 - r below 0: on either side, for
+    every critical point.
+    """
     points = torch.from_numpy(critical64(fmt))
     inputs = [points[: len(critical(fmt))].float()]
     if fmt.name in NAMED:
@@ -95,14 +113,19 @@ def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits):
     for x, policy in itertools.product(inputs, OVERFLOWS):
         table = stochastic_steps(fmt, policy)
         for draws in critical_draws(as_float64(x), table):
-            ours = fm.round_to_grid(x, fmt, "stochastic", policy, bits=torch.from_numpy(draws.astype(np.int32)))
+            ours = fm.round_to_grid(
+                x, fmt, "stochastic", policy, bits=torch.from_numpy(draws.astype(np.int32))
+            )
             compare_bits(ours, table(as_float64(x), draws), x, f"{fmt.name} {policy}")
 
 
 @named
 def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits):
     x = random_in_range(fmt.max, 20_000)
-    for key in ({"seed": 11, "step": 5, "stream": 3, "offset": 2**33 + 17}, {"seed": 11, "step": 5, "stream": 3}):
+    for key in (
+        {"seed": 11, "step": 5, "stream": 3, "offset": 2**33 + 17},
+        {"seed": 11, "step": 5, "stream": 3},
+    ):
         draws = fm.random_bits(x.shape, **{"offset": 0, **key}).numpy().astype(np.int64)
         expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws)
         compare_bits(fm.round_to_grid(x, fmt, "stochastic", **key), expected, x, fmt.name)
@@ -115,7 +138,9 @@ def test_decode_every_code(fmt, compare_bits):
     compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), fmt.name)
     dtypes = [torch.float32, torch.float64, torch.bfloat16] + [torch.float16] * float16_holds(fmt)
     for dtype in dtypes if fmt.name in NAMED else ():
-        compare_bits(fm.decode(codes, fmt, dtype), expected, torch.empty(len(codes), dtype=dtype), fmt.name)
+        compare_bits(
+            fm.decode(codes, fmt, dtype), expected, torch.empty(len(codes), dtype=dtype), fmt.name
+        )
 
 
 @named
@@ -156,5 +181,7 @@ def test_inputs_that_require_grad_names_in_place_of_formats_and_odd_shapes():
     assert torch.equal(fm.decode(fm.encode(x, fmt), "E3M4"), fm.round_to_grid(x, fmt))
     assert torch.equal(fm.ulp(x, "E3M4"), fm.ulp(x, fmt))
     for x in (torch.ones(()), torch.ones(0), torch.ones(2, 0, 3)):
-        assert fm.encode(x, "E4M3").shape == fm.decode(fm.encode(x, "E4M3"), "E4M3").shape == x.shape
+        assert (
+            fm.encode(x, "E4M3").shape == fm.decode(fm.encode(x, "E4M3"), "E4M3").shape == x.shape
+        )
         assert fm.round_to_grid(x, "E4M3", "stochastic", seed=0).shape == x.shape

@@ -1,4 +1,6 @@
-"""Random bits, independent and dithered: distribution, keys, and the same on every path."""
+"""Random bits, independent and dithered: distribution, keys, and the same on every
+path.
+"""
 
 import itertools
 import math
@@ -28,7 +30,29 @@ KEYS = [
     {"seed": 123, "step": 99_999, "stream": 147, "offset": 2**32 - N // 2},
     {"seed": 7, "step": 2**40, "stream": 2**35, "offset": 2**50 + 3},
 ]
-LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 64, 127, 128, 129, 256, 512, 768, 1000, 1024, 4096, 65535, 65536, 131072)
+LAGS = (
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    16,
+    31,
+    64,
+    127,
+    128,
+    129,
+    256,
+    512,
+    768,
+    1000,
+    1024,
+    4096,
+    65535,
+    65536,
+    131072,
+)
 
 
 def draws(n=N, **key):
@@ -40,7 +64,9 @@ def assert_independent(a, b, context):
     assert abs(np.mean((a - mean) * (b - mean)) / variance) < bound, context
     octets = (a ^ b).astype("<u4").view(np.uint8).reshape(-1, 4)
     counts = [np.bincount(octets[:, i], minlength=256) @ BITS_OF_BYTES for i in range(BITS // 8)]
-    assert abs(1 - 2 * np.concatenate(counts) / len(a)).max() < 1.25 * bound, context  # the largest of 24
+    assert abs(1 - 2 * np.concatenate(counts) / len(a)).max() < 1.25 * bound, (
+        context
+    )  # the largest of 24
     expected = len(a) / RANGE
     assert (a == b).sum() <= expected + 6 * math.sqrt(expected) + 4, context
 
@@ -57,11 +83,27 @@ def test_bits_of_a_draw_are_uniform_and_independent_and_lags_uncorrelated(key):
         assert_independent(x[lag:], x[:-lag], f"lag {lag}")
 
 
-CHANGES = ((0, 1), (1, 1), (7, 1), (41, 1), (0, 2), (0, 16), (0, 256), (5, 2**16), (3, 2**31), (9, 2**32))
+CHANGES = (
+    (0, 1),
+    (1, 1),
+    (7, 1),
+    (41, 1),
+    (0, 2),
+    (0, 16),
+    (0, 256),
+    (5, 2**16),
+    (3, 2**31),
+    (9, 2**32),
+)
 NEIGHBOURS = [
-    ({word: value}, {word: value + change}) for word in ("seed", "step", "stream") for value, change in CHANGES
+    ({word: value}, {word: value + change})
+    for word in ("seed", "step", "stream")
+    for value, change in CHANGES
 ]
-NEIGHBOURS += [({"seed": 3, "step": 1}, {"seed": 3, "stream": 1}), ({"seed": 1, "step": 0}, {"seed": 0, "step": 1})]
+NEIGHBOURS += [
+    ({"seed": 3, "step": 1}, {"seed": 3, "stream": 1}),
+    ({"seed": 1, "step": 0}, {"seed": 0, "step": 1}),
+]
 
 
 @each(("one", "other"), NEIGHBOURS, ids=str)
@@ -79,7 +121,9 @@ def test_one_stream_is_no_shift_of_another(one, other):
 
 
 def test_every_bit_of_every_key_word_changes_half_of_the_bits():
-    """Avalanche: one flipped bit of a key or of the high half of the offset flips 12 of 24 bits on average."""
+    """Avalanche: one flipped bit of a key or of the high half of the offset flips 12 of
+    24 bits on average.
+    """
     n = 4096
     base = {"seed": 0x1234_5678_9ABC_DEF0, "step": 20_000, "stream": 37, "offset": 12_345}
     original = draws(n, **base)
@@ -94,7 +138,15 @@ def test_every_bit_of_every_key_word_changes_half_of_the_bits():
 def test_parts_are_cut_from_the_whole(offset, draws):
     key = {"seed": 8, "step": 300, "stream": 6, "draws": draws}
     whole = fm.random_bits((200_000,), **key, offset=offset)
-    for start, stop in ((0, 1), (1, 2), (0, 65_536), (65_535, 65_537), (999, 1001), (777, 131_073), (131_072, 200_000)):
+    for start, stop in (
+        (0, 1),
+        (1, 2),
+        (0, 65_536),
+        (65_535, 65_537),
+        (999, 1001),
+        (777, 131_073),
+        (131_072, 200_000),
+    ):
         part = fm.random_bits((stop - start,), **key, offset=offset + start)
         assert torch.equal(part, whole[start:stop])
 
@@ -129,20 +181,31 @@ def test_compiled_is_eager(n):
 
 
 @pytest.mark.parametrize(
-    "bits", [fm.random_bits, lambda n, seed: fm.round_to_grid(torch.ones(n), "E4M3", "stochastic", seed=seed)]
+    "bits",
+    [
+        fm.random_bits,
+        lambda n, seed: fm.round_to_grid(torch.ones(n), "E4M3", "stochastic", seed=seed),
+    ],
 )
 def test_hashing_and_shifting_are_one_graph_when_compiled(bits):
     """Each graph more is a pass over the tensor more."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     torch.compile(bits, backend=counter)(1000, seed=1)
-    shifting = [graph for graph in counter.graphs if any("rshift" in str(node.target) for node in graph.graph.nodes)]
+    shifting = [
+        graph
+        for graph in counter.graphs
+        if any("rshift" in str(node.target) for node in graph.graph.nodes)
+    ]
     assert len(shifting) == 1
 
 
 GOLDEN = [
     ({"seed": 0}, [6670574, 10070138, 7652464, 12498536, 6841553, 1862877]),
-    ({"seed": 1, "step": 2, "stream": 3}, [8809687, 13808414, 15682877, 16037148, 163626, 15996505]),
+    (
+        {"seed": 1, "step": 2, "stream": 3},
+        [8809687, 13808414, 15682877, 16037148, 163626, 15996505],
+    ),
     (
         {"seed": 2**64 - 1, "step": 10**6, "stream": 147, "offset": 2**32 - 3},
         [12665533, 7238182, 10391066, 13974059, 3406891, 12186137],
@@ -157,19 +220,27 @@ def test_pinned_values(key, expected):
 
 
 def test_numpys_rounds_are_torchs():
-    """The CPU's eager path scrambles unsigned words in NumPy; everything else signed ones in torch."""
+    """The CPU's eager path scrambles unsigned words in NumPy; everything else signed
+    ones in torch.
+    """
     from fp8manifold.random_bits import draw_of, mix, round_keys
 
     first, second, third = round_keys((5, 6, 7), 0)
     index = torch.arange(2**17, dtype=torch.int32)
-    assert torch.equal(draw_of(mix(index + first, second, third)), fm.random_bits(2**17, seed=5, step=6, stream=7))
+    assert torch.equal(
+        draw_of(mix(index + first, second, third)), fm.random_bits(2**17, seed=5, step=6, stream=7)
+    )
 
 
 WIDTH = 2048
 
 
 def dithered(step, n=WIDTH, **words):
-    return fm.random_bits(n, step=step, draws="dither", **{"seed": 5, **words}).numpy().astype(np.int64)
+    return (
+        fm.random_bits(n, step=step, draws="dither", **{"seed": 5, **words})
+        .numpy()
+        .astype(np.int64)
+    )
 
 
 def test_a_draw_is_the_epochs_word_and_a_phase():
@@ -188,7 +259,12 @@ def test_each_draw_is_uniform_and_draws_of_elements_streams_and_seeds_are_indepe
             assert abs(((draws >> bit) & 1).mean() - 0.5) < 4 * 0.5 / 2**8
         assert abs(draws.mean() / 2**24 - 0.5) < 4 / 12**0.5 / 2**8
     base = dithered(3).astype(float)
-    others = [dithered(3, stream=1), dithered(3, seed=6), dithered(3, seed=5, stream=2**40), np.roll(base, 1)]
+    others = [
+        dithered(3, stream=1),
+        dithered(3, seed=6),
+        dithered(3, seed=5, stream=2**40),
+        np.roll(base, 1),
+    ]
     others += [fm.random_bits(WIDTH, seed=5, step=3).numpy(), np.roll(dithered(4), 1)]
     for other in others:
         assert abs(np.corrcoef(base, other.astype(float))[0, 1]) < 4 / WIDTH**0.5
@@ -202,20 +278,28 @@ STREAMS = {
     "constant": periodic(1, 0.0),
     "a tenth": periodic(1, 0.0, 0.1),
     **{f"white, {size}": (lambda t, noise, size=size: size * noise) for size in (0.3, 0.02)},
-    **{f"period {p}, {size}": periodic(p, size) for p in (2, 3, 5, 7) for size in (0.003, 0.03, 0.3)},
+    **{
+        f"period {p}, {size}": periodic(p, size)
+        for p in (2, 3, 5, 7)
+        for size in (0.003, 0.03, 0.3)
+    },
     **{f"alternating, {size}": periodic(2, size, 0.0) for size in (0.01, 0.1, 0.4)},
 }
 
 
 def errors(updates, steps, draws):
-    """The errors that rounding in every step leaves of each element, in ULPs of a uniform grid."""
+    """The errors that rounding in every step leaves of each element, in ULPs of a
+    uniform grid.
+    """
     generator = np.random.default_rng(3)
     codes, exact = np.zeros(WIDTH), np.zeros(WIDTH)
     for t in range(steps):
         asked = updates(t, generator.standard_normal(WIDTH))
         drawn = fm.random_bits(WIDTH, seed=1, step=t + 1, stream=9, draws=draws).numpy() / 2**24
         exact += asked
-        codes = np.floor(codes + asked + 1 - drawn - 2.0**-25)  # away from zero where the draw is below the fraction
+        codes = np.floor(
+            codes + asked + 1 - drawn - 2.0**-25
+        )  # away from zero where the draw is below the fraction
     return codes - exact
 
 
@@ -235,27 +319,41 @@ def test_a_weight_that_crosses_0_goes_no_further_than_asked(fmt, way):
     for draws, spread in (("dither", 0.75), ("independent", 2.0)):
         w = torch.full((20_000,), way * ulp)
         for t in range(20):
-            w = fm.round_to_grid(w - way * 0.1 * ulp, fmt, "stochastic", seed=0, step=t, draws=draws)
+            w = fm.round_to_grid(
+                w - way * 0.1 * ulp, fmt, "stochastic", seed=0, step=t, draws=draws
+            )
         moved = way - w.double() / ulp
-        assert float(moved.mean()) == pytest.approx(2.0 * way, abs=4 * float(moved.std()) / 20_000**0.5)
+        assert float(moved.mean()) == pytest.approx(
+            2.0 * way, abs=4 * float(moved.std()) / 20_000**0.5
+        )
         assert float(moved.std()) < spread
 
 
 @each("fmt", ["E4M3", "E5M2", "E2M5", "E7M0", "E2M1"])
 def test_rounding_is_the_oracles_and_right_in_the_mean(fmt):
-    x = torch.cat([normal(300, seed=1), torch.tensor([0.0, -0.0, 1e-3, -(2.0**-9), 7.0, 1e30, -1e30])])
+    x = torch.cat(
+        [normal(300, seed=1), torch.tensor([0.0, -0.0, 1e-3, -(2.0**-9), 7.0, 1e30, -1e30])]
+    )
     key = {"seed": 2, "step": 77, "stream": 3, "draws": "dither"}
     pairs = zip(x.tolist(), fm.random_bits(x.shape, **key).tolist(), strict=True)
     theirs = [reference.round_to_grid(v, fmt, "stochastic", bits=d) for v, d in pairs]
     assert same_bits(fm.round_to_grid(x, fmt, "stochastic", **key), torch.tensor(theirs))
     value = torch.full((WIDTH,), 1.03)
-    total = sum(fm.round_to_grid(value, fmt, "stochastic", seed=4, step=t, draws="dither").double() for t in range(200))
-    assert float(total.mean()) / 200 == pytest.approx(1.03, abs=4 * float((total / 200).std()) / WIDTH**0.5 + 1e-6)
+    total = sum(
+        fm.round_to_grid(value, fmt, "stochastic", seed=4, step=t, draws="dither").double()
+        for t in range(200)
+    )
+    assert float(total.mean()) / 200 == pytest.approx(
+        1.03, abs=4 * float((total / 200).std()) / WIDTH**0.5 + 1e-6
+    )
 
 
 CASES = {
     "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "moments": "8bit"}),
-    "adamw, residual8": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0}),
+    "adamw, residual8": (
+        fm.optim.StiffnessAdamW,
+        {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0},
+    ),
     "sgd": (fm.optim.StiffnessSGD, {"lr": 0.1, "momentum": 0.9, "moments": "bfloat16"}),
     "muon": (fm.optim.StiffnessMuon, {"lr": 0.02, "moments": "8bit"}),
     "riemannian": (fm.optim.RiemannianAdam, {"lr": 1.3, "writeback": "stochastic"}),

@@ -1,4 +1,6 @@
-"""Refusals of formats, grids, scales and manifolds, a line each, with the whole message."""
+"""Refusals of formats, grids, scales and manifolds, a line each, with the whole
+message.
+"""
 
 import torch
 from laws import each
@@ -29,13 +31,18 @@ FORMATS = {
     "read('E2M1').decode_code(16)": "ValueError: 16",
     "read('E4M3FNUS')": "ValueError: did you mean 'E4M3FNUZ'",
     "read('P3109_8Q4')": "ValueError: did you mean 'P3109_8P4'",
-    **{f"read({value})": f"TypeError: format name must be a str & {value}" for value in ("None", "4.3", "b'E4M3'")},
     **{
-        f"FloatFormat(**{{'exponent_bits': 4, 'mantissa_bits': 3}} | dict({given}))": f"{error}: {given}"
+        f"read({value})": f"TypeError: format name must be a str & {value}"
+        for value in ("None", "4.3", "b'E4M3'")
+    },
+    **{
+        f"FloatFormat(**{{'exponent_bits': 4, 'mantissa_bits': 3}} | dict({given}))": f"{error}: "
+        f"{given}"
         for error, every in {
-            "ValueError": "exponent_bits=0; exponent_bits=-1; mantissa_bits=-1; mantissa_bits=4; exponent_bits=8; "
-            "bias=1000; bias=-1000",
-            "TypeError": "exponent_bits=4.0; exponent_bits='4'; mantissa_bits=None; bias=7.5; exponent_bits=True",
+            "ValueError": "exponent_bits=0; exponent_bits=-1; mantissa_bits=-1; mantissa_bits=4; "
+            "exponent_bits=8; bias=1000; bias=-1000",
+            "TypeError": "exponent_bits=4.0; exponent_bits='4'; mantissa_bits=None; bias=7.5; "
+            "exponent_bits=True",
         }.items()
         for given in every.split("; ")
     },
@@ -51,7 +58,8 @@ BITS = {
         for error, values in (("ValueError", (-1, 2**64)), ("TypeError", (1.5, "1", None, True)))
         for value in values
     },
-    "random_bits(3, seed=0, draws='dithered')": "ValueError: draws='dithered' is unknown: one of independent, dither",
+    "random_bits(3, seed=0, draws='dithered')": "ValueError: draws='dithered' is unknown: one of "
+    "independent, dither",
     **dict.fromkeys(
         (
             "round_to_grid(one, 'E4M3', 'stochastic', seed=0, draws='even')",
@@ -78,12 +86,21 @@ GRID = {
         f"{name}(x, 'E3M4', {options})": f"ValueError: {said}"
         for name in ("encode", "round_to_grid")
         for options, said in (
-            *(("overflow='wrap'", "overflow='wrap'"), ("'odd'", "rounding='odd'"), ("'stochastic'", "needs seed")),
+            *(
+                ("overflow='wrap'", "overflow='wrap'"),
+                ("'odd'", "rounding='odd'"),
+                ("'stochastic'", "needs seed"),
+            ),
             ("'stochastic', seed=1, offset=-1", "offset=-1 is out of range"),
         )
     },
-    **{f"{name}(x.int(), 'E4M3')": "TypeError: int32" for name in ("ulp", "to_chart", "from_chart")},
-    **{f"{name}(x, 'E4N3')": "ValueError: E4N3" for name in ("ulp", "to_chart", "from_chart", "round_to_grid")},
+    **{
+        f"{name}(x.int(), 'E4M3')": "TypeError: int32" for name in ("ulp", "to_chart", "from_chart")
+    },
+    **{
+        f"{name}(x, 'E4N3')": "ValueError: E4N3"
+        for name in ("ulp", "to_chart", "from_chart", "round_to_grid")
+    },
 }
 FAKE_QUANTIZE = {
     "'E4M3', ste='clip'": "ValueError: ste='clip' & did you mean 'clipped'",
@@ -91,7 +108,10 @@ FAKE_QUANTIZE = {
     "'E4M3', granularity='channel', axis=5": "ValueError: axis=5",
     "'E4M3', rounding='up_down'": "ValueError: rounding='up_down'",
     "'E4M3', rounding='stochastic'": "ValueError: seed",
-    **{f"'E4M3', scale={bad}": f"ValueError: scale holds {bad}" for bad in ("0.0", "-1.0", "nan", "inf")},
+    **{
+        f"'E4M3', scale={bad}": f"ValueError: scale holds {bad}"
+        for bad in ("0.0", "-1.0", "nan", "inf")
+    },
     "'E4M3', scale=tensor([1.0, -2.0, 3.0])": "ValueError: scale holds -2.0",
     "'E4M3', scale=ones(4)": "ValueError: scale of shape (4,) does not fit x of shape (2, 3)",
     "'E4M3', scale=ones(2, 2, 3)": "ValueError: scale of shape (2, 2, 3)",
@@ -106,12 +126,15 @@ PRODUCT = {
     "x, x.T, a_format='E4M33'": "ValueError: E4M33",
     "x, x.T, gradient_format=5": "TypeError: int",
     "x, x.T, out_dtype=int32": "TypeError: out_dtype=torch.int32 must be a float dtype",
-    "x, x.T, granularity='block'": "ValueError: granularity='block' is unknown: one of tensor, channel",
+    "x, x.T, granularity='block'": "ValueError: granularity='block' is unknown: one of tensor, "
+    "channel",
     "x, x.T, a_scale=-1.0": "ValueError: scale holds -1.0",
     "x, x.T, a_scale=ones(2, 1)": "ValueError: granularity='tensor' needs a single number",
     "x, x.T, b_scale=ones(4, 1), granularity='channel'": "ValueError: does not fit x of shape",
-    "x, x.T, b_scale=ones(3, 1), granularity='channel'": "ValueError: (3, 1) does not fit (1, 2), one per column",
-    "x, x.T, a_scale=ones(1, 3), granularity='channel'": "ValueError: (1, 3) does not fit (2, 1), one per row",
+    "x, x.T, b_scale=ones(3, 1), granularity='channel'": "ValueError: (3, 1) does not fit (1, 2), "
+    "one per column",
+    "x, x.T, a_scale=ones(1, 3), granularity='channel'": "ValueError: (1, 3) does not fit (2, 1), "
+    "one per row",
 }
 SCALES = {
     "amax_scale(x, 'E4M3', 'row')": "ValueError: granularity='row'",
@@ -119,25 +142,33 @@ SCALES = {
     "amax_scale(x, 'E4M3', 'chanel')": "ValueError: did you mean 'channel'",
     "amax_scale(x, 'E4M3', 'channel', axis=2)": "ValueError: axis=2",
     "amax_scale(x, 'E4MM3')": "ValueError: E4MM3",
-    **{f"storage_scale(x, 'E4M3', headroom={bad})": f"ValueError: headroom={bad}" for bad in ("0.5", "nan")},
+    **{
+        f"storage_scale(x, 'E4M3', headroom={bad})": f"ValueError: headroom={bad}"
+        for bad in ("0.5", "nan")
+    },
     "Scale('E4M3', policy='frozen')": "ValueError: policy='frozen'",
     "Scale('E4M3', 'blocks')": "ValueError: granularity='blocks'",
     "Scale('E4M3', policy='delayed', history=0)": "ValueError: history=0",
     "Scale('E4M3', policy='delayed', history=1.5)": "TypeError: history=1.5",
     "widened_scale(x, ones(2, 1), 'E4M3', 0.9)": "ValueError: headroom=0.9",
-    "fake_quantize(ones(3, 96), 'E3M4', ones(3, 2), granularity='block')": "ValueError: (3, 2) & (3, 3), the blocks of",
+    "fake_quantize(ones(3, 96), 'E3M4', ones(3, 2), granularity='block')": "ValueError: (3, 2) & "
+    "(3, 3), the blocks of",
     **{
-        f"{name}(full((2, 32), -1e60, dtype=float64), 'E4M3', '{granularity}')": "ValueError: 1e+60 is beyond float32"
+        f"{name}(full((2, 32), -1e60, dtype=float64), 'E4M3', '{granularity}')": "ValueError: "
+        "1e+60 is beyond "
+        "float32"
         for name in ("amax_scale", "storage_scale")
         for granularity in ("tensor", "channel", "block")
     },
     **{
-        f"{name}(ones({shape}), 'E4M3', 'block')": "ValueError: 'block' needs a last dimension that 32 divides"
+        f"{name}(ones({shape}), 'E4M3', 'block')": "ValueError: 'block' needs a last dimension "
+        "that 32 divides"
         for name in ("amax_scale", "storage_scale")
         for shape in ((4, 33), (4, 1), ())
     },
     **{
-        f"storage_scale(tensor([[1.0, 2.0], [{bad}, 0.0]]), 'E4M3')": "ValueError: (2, 2) hold NaN or Inf & E4M3"
+        f"storage_scale(tensor([[1.0, 2.0], [{bad}, 0.0]]), 'E4M3')": "ValueError: (2, 2) hold NaN "
+        "or Inf & E4M3"
         for bad in ("nan", "inf", "-inf")
     },
     "storage_scale(full((1, 32), nan), 'E4M3', 'block')": "ValueError: NaN or Inf",
@@ -145,7 +176,8 @@ SCALES = {
     "p.rescale_(tensor([1.0, nan, 1.0, 1.0])[:, None])": "ValueError: scale holds nan",
     "p.rescale_(ones(4, 2))": "ValueError: (4, 2): it must fit (4, 1)",
     "p.rescale_(ones(3, 1))": "ValueError: (3, 1): it must fit (4, 1)",
-    "p.rescale_(2.0**-30)": "ValueError: too small: a stored value of 0.3125 needs a scale of at least 0.0006975",
+    "p.rescale_(2.0**-30)": "ValueError: too small: a stored value of 0.3125 needs a scale of at "
+    "least 0.0006975",
 }
 #: of both manifolds, and of the grid alone
 EITHER = {
@@ -164,29 +196,50 @@ EITHER = {
 KINDS = ("StiffnessManifold", "FP8Manifold")
 MANIFOLDS = {
     **{f"{kind}({given})": EITHER[given] for kind in KINDS for given in EITHER},
-    **{f"{kind}('E4M3', ROWS).random(3)": "ValueError: scale of shape & (3,) & (2, 1)" for kind in KINDS},
-    "FP8Manifold('E4M3', rounding='nearset')": "ValueError: rounding='nearset' & nearest, stochastic & 'nearest'",
+    **{
+        f"{kind}('E4M3', ROWS).random(3)": "ValueError: scale of shape & (3,) & (2, 1)"
+        for kind in KINDS
+    },
+    "FP8Manifold('E4M3', rounding='nearset')": "ValueError: rounding='nearset' & nearest, "
+    "stochastic & 'nearest'",
     "FP8Manifold('E4M3', rounding='up')": "ValueError: rounding='up' & nearest, stochastic",
     "FP8Manifold('E4M3', rounding=None)": "ValueError: rounding=None",
     "FP8Manifold('E4M3', retraction='exp')": "ValueError: retraction='exp' & exponential",
     **{
         f"FP8Manifold('E4M3', seed={seed!r})": f"{error}: seed={seed}"
-        for seed, error in ((-1, "ValueError"), (2**63, "ValueError"), (1.5, "TypeError"), (True, "TypeError"))
-    },
-    **{
-        f"StiffnessManifold('E4M3', metric=lambda x, fmt: {given})": f"{error}: metric function gave & {named}"
-        for given, error, named in (
-            *(("-x", "ValueError", "-"), ("0.0", "ValueError", "0.0"), ("x * nan", "ValueError", "nan")),
-            *(("x / 0", "ValueError", "inf"), ("ones(3)", "ValueError", "(3,)"), ("'wide'", "TypeError", "str")),
+        for seed, error in (
+            (-1, "ValueError"),
+            (2**63, "ValueError"),
+            (1.5, "TypeError"),
+            (True, "TypeError"),
         )
     },
     **{
-        f"chart.load_state_dict(StiffnessManifold('{saved}').state_dict())": f"RuntimeError: {saved}, but & is of E4M3"
+        f"StiffnessManifold('E4M3', metric=lambda x, fmt: {given})": f"{error}: metric function "
+        f"gave & {named}"
+        for given, error, named in (
+            *(
+                ("-x", "ValueError", "-"),
+                ("0.0", "ValueError", "0.0"),
+                ("x * nan", "ValueError", "nan"),
+            ),
+            *(
+                ("x / 0", "ValueError", "inf"),
+                ("ones(3)", "ValueError", "(3,)"),
+                ("'wide'", "TypeError", "str"),
+            ),
+        )
+    },
+    **{
+        f"chart.load_state_dict(StiffnessManifold('{saved}').state_dict())": f"RuntimeError: "
+        f"{saved}, but & is "
+        f"of E4M3"
         for saved in ("E5M2", "E4M3FNUZ", "P3109_8P4F", "E4M3_B9")
     },
     # they would truncate the scale
     **{
-        f"chart.{each}(tensor([1, 2]))": "TypeError: int64" for each in ("projx", "stiffness", "to_chart", "from_chart")
+        f"chart.{each}(tensor([1, 2]))": "TypeError: int64"
+        for each in ("projx", "stiffness", "to_chart", "from_chart")
     },
 }
 REFUSED = {

@@ -68,7 +68,11 @@ def test_the_largest_and_the_tiniest_magnitudes_have_normal_scales():
 
 
 @settings
-@given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
+@given(
+    st.floats(2.0**-30, 2.0**30, width=32),
+    st.sampled_from(FORMATS),
+    st.sampled_from([1.0, 2.0, 16.0, 100.0]),
+)
 def test_storage_leaves_headroom(amax, name, headroom):
     fmt = fm.FloatFormat.from_string(name)
     scale = storage_scale(torch.tensor([[amax, -amax / 2]]), fmt, headroom=headroom)
@@ -112,13 +116,18 @@ def test_static_is_frozen_survives_saving_and_warns_when_it_saturates(granularit
     assert torch.equal(loaded(x / 4), first)
     assert loaded.value.data_ptr() != scale.value.data_ptr()
     assert torch.equal(scale(x / 2), first)
-    with pytest.warns(SaturationWarning, match="E4M3 scale saturates: the largest magnitude is 2 times"):
+    with pytest.warns(
+        SaturationWarning, match="E4M3 scale saturates: the largest magnitude is 2 times"
+    ):
         assert torch.equal(scale(x * 2), first)
     assert torch.equal(scale(x), first)
 
 
 @settings
-@given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8), st.sampled_from(FORMATS))
+@given(
+    st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8),
+    st.sampled_from(FORMATS),
+)
 def test_what_a_scale_was_made_from_does_not_saturate(x, name):
     for pow2 in (False, True):
         scale = Scale(name, policy="static", pow2=pow2)
@@ -163,13 +172,19 @@ def test_blocks_have_scales_that_are_powers_of_two():
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale, granularity="block"))
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale.repeat_interleave(32, 1)))
     assert amax_scale(torch.empty(0, 32), "E3M4", "block").shape == (0, 1)
-    assert (amax_scale(torch.full((2, 32), -math.inf, dtype=torch.float64), "E3M4", "block") == 1).all()
+    assert (
+        amax_scale(torch.full((2, 32), -math.inf, dtype=torch.float64), "E3M4", "block") == 1
+    ).all()
 
 
-@each(("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)])
+@each(
+    ("name", "headroom"),
+    [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)],
+)
 def test_default_headroom_leaves_weights_their_precision(name, headroom):
     w = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 0.02
     scale = storage_scale(w, name)
     assert torch.equal(scale, storage_scale(w, name, headroom=headroom))
-    # The coarsest is E2M1: amax, about 3 sd, lies in (1.5, 3], and what is below 0.25 is lost: at most P(|z| < 1/2).
+    # The coarsest is E2M1: amax, about 3 sd, lies in (1.5, 3], and what is below 0.25
+    # is lost: at most P(|z| < 1/2).
     assert (fm.round_to_grid(w / scale, name) == 0).float().mean() < 0.39

@@ -1,4 +1,6 @@
-"""quantize_model(draws=): what a model's own weights draw by, which writes take it, and that it is kept."""
+"""quantize_model(draws=): what a model's own weights draw by, which writes take it, and
+that it is kept.
+"""
 
 import copy
 import json
@@ -38,17 +40,24 @@ def owned(net):
 def stepped(net, make):
     weights = [net[0].weight, net[2].weight]
     take_steps([make(weights)], [weights], range(3))
-    return [layer.quantized_weight().detach().dequantize().flatten().tolist() for layer in layers(net)]
+    return [
+        layer.quantized_weight().detach().dequantize().flatten().tolist() for layer in layers(net)
+    ]
 
 
 @STORED
 def test_weights_reports_and_layers_say_which_draws_they_have(storage):
     assert owned(network(storage)) == ["dither"] * 2
-    assert owned(network(storage, "independent")) == owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) * 2
+    assert (
+        owned(network(storage, "independent"))
+        == owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) * 2
+    )
     assert owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) == ["independent"]
     net, plain = network(storage), network(storage, "independent")
     said = f"weight=E4M3, activation=none, storage={storage}"
-    assert [layer.detail for layer in fm.quantization_report(net).quantized] == [f"{said}, draws=dither"] * 2
+    assert [layer.detail for layer in fm.quantization_report(net).quantized] == [
+        f"{said}, draws=dither"
+    ] * 2
     assert [layer.detail for layer in fm.quantization_report(plain).quantized] == [said] * 2
     assert "draws=dither" in repr(net[0])
     assert "draws" not in repr(plain)
@@ -60,17 +69,28 @@ ADAM = {"lr": 0.6, "writeback": "stochastic"}
 
 @STORED
 def test_an_optimizer_without_draws_takes_the_weights(storage):
-    """Ours with draws=None, and geoopt's, which write by the manifold; torch's write by operators, which do not."""
-    named = stepped(network(storage, "independent"), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="dither"))
+    """Ours with draws=None, and geoopt's, which write by the manifold; torch's write by
+    operators, which do not.
+    """
+    named = stepped(
+        network(storage, "independent"),
+        lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="dither"),
+    )
     assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM)) == named
-    assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent")) != named
+    assert (
+        stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent"))
+        != named
+    )
     others = [
         lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6),
         lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-3), exponent=1.0),
         lambda p: torch.optim.SGD(p, lr=1e-3),
         lambda p: torch.optim.AdamW(p, lr=1e-3),
     ]
-    same = [stepped(network(storage), make) == stepped(network(storage, "independent"), make) for make in others]
+    same = [
+        stepped(network(storage), make) == stepped(network(storage, "independent"), make)
+        for make in others
+    ]
     assert same == [False, False, True, True]
 
 
@@ -97,11 +117,15 @@ def test_what_is_made_of_the_model_keeps_them(storage):
     assert owned(net) == ["dither"] * 2  # floats say nothing of draws
     again.load_state_dict(through_disk(net.state_dict()))
     assert owned(again) == ["dither"] * 2
-    ours, theirs = (stepped(each, lambda p: geoopt.optim.RiemannianSGD(p, lr=1e-3)) for each in (again, net))
+    ours, theirs = (
+        stepped(each, lambda p: geoopt.optim.RiemannianSGD(p, lr=1e-3)) for each in (again, net)
+    )
     assert ours == theirs
     if storage == "fp8":
         assert net[0].weight.clone().draws == through_disk(net[0].weight).draws == "dither"
-        net.load_state_dict(dict(fm.exported_state_dict(net)[0]))  # codes of another library leave the layer's own
+        net.load_state_dict(
+            dict(fm.exported_state_dict(net)[0])
+        )  # codes of another library leave the layer's own
         assert owned(net) == ["dither"] * 2
 
 

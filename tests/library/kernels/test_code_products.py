@@ -1,4 +1,6 @@
-"""Products straight from codes: operands by another package, sums by their definition, and what a card asks of both."""
+"""Products straight from codes: operands by another package, sums by their definition,
+and what a card asks of both.
+"""
 
 import copy
 import json
@@ -63,7 +65,9 @@ def emulated(net, x, g):
     """The three products of the page, of operands by the oracle."""
     w, units = net.weight, UNITS[net.weight.format.name]
     unit = w.format.ulp_min if units == "int8" else 1.0
-    codes = products.codes_to_int8(w.codes) if units == "int8" else w.codes.view(FLOAT8[w.format.name])
+    codes = (
+        products.codes_to_int8(w.codes) if units == "int8" else w.codes.view(FLOAT8[w.format.name])
+    )
 
     def read(made):
         return made if units == "int8" else made.view(E4M3)
@@ -98,11 +102,16 @@ def test_integer_sums_are_exact_in_any_order():
     """4,096 whole numbers of 7 bits, whose sum float32 rounds."""
     net, (x, g) = layer("E1M6", (4096, 32), torch.float32), batch((4096, 32), 16, spread=0.0)
     x = 1.0 + 0.1 * x.abs()
-    net.weight.codes.copy_(torch.randint(64, 128, (32, 4096), generator=torch.Generator().manual_seed(2)))
+    net.weight.codes.copy_(
+        torch.randint(64, 128, (32, 4096), generator=torch.Generator().manual_seed(2))
+    )
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(1))
     turned = copy.deepcopy(net)
     turned.weight.codes.copy_(net.weight.codes[:, order])
-    y, other = passes(net, x.float(), g.float())[0], passes(turned, x[:, order].float(), g.float())[0]
+    y, other = (
+        passes(net, x.float(), g.float())[0],
+        passes(turned, x[:, order].float(), g.float())[0],
+    )
     a, p = products.int8_rows(x)
     sums = a.to(torch.int32) @ products.codes_to_int8(net.weight.codes).to(torch.int32).t()
     assert sums.amin() > 2**24
@@ -111,7 +120,9 @@ def test_integer_sums_are_exact_in_any_order():
 
 
 def test_each_error_is_within_its_budget():
-    """Rows of other sizes and one channel of outliers, or neither; what is decoded has 0.17% in bfloat16."""
+    """Rows of other sizes and one channel of outliers, or neither; what is decoded has
+    0.17% in bfloat16.
+    """
     bounds = {
         ("E4M3", "bfloat16", 1.0): (0.030, 0.028, 0.002),
         ("E4M3", "fp8", 1.0): (0.030, 0.028, 0.039),
@@ -123,7 +134,10 @@ def test_each_error_is_within_its_budget():
         net, (x, g) = layer(fmt, gradient_products=gradient, spread=spread), batch(spread=spread)
         w = net.weight.dequantize().double()
         exact = (x.double() @ w.t(), g.double() @ w, g.double().t() @ x.double())
-        errors = [((a - b).norm() / b.norm()).item() for a, b in zip(passes(net, x, g), exact, strict=True)]
+        errors = [
+            ((a - b).norm() / b.norm()).item()
+            for a, b in zip(passes(net, x, g), exact, strict=True)
+        ]
         within = [0.5 * most < error <= most for error, most in zip(errors, bound, strict=True)]
         assert all(within), (fmt, gradient, errors)
 
@@ -138,9 +152,13 @@ class Context:
 @pytest.mark.parametrize("in_graph", [False, True])
 @cases
 def test_torchs_own_products_give_the_same_bits(fmt, gradient, in_graph, monkeypatch):
-    """By rows with their scales, or at scales of 1 with powers of two afterwards, of sums that float32 holds."""
+    """By rows with their scales, or at scales of 1 with powers of two afterwards, of
+    sums that float32 holds.
+    """
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
-    net.weight.codes.copy_(torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8))  # two bits each
+    net.weight.codes.copy_(
+        torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8)
+    )  # two bits each
     x, g = x.sign() * 2.0, g.sign() * 0.25
     expected = passes(net, x, g)
     monkeypatch.setattr(_products, "is_on_card", lambda x: True)
@@ -172,7 +190,9 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(fmt, gradient, in_graph, d
                 empty(*size[::-1], dtype=torch.uint8),
                 empty(size[1], 1),
             )
-            weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=dtype, seed=1))
+            weight = fm.FP8Parameter(
+                fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=dtype, seed=1)
+            )
             ctx = Context()
             with torch.no_grad():
                 y = _products._FromCodes.forward(ctx, x, weight, None, UNITS[fmt], rounds)
@@ -182,8 +202,14 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(fmt, gradient, in_graph, d
         assert len(called) == 2 + rounds
         for a, b, more in called:
             if "scale_a" in more and dtype is torch.bfloat16 and not in_graph:
-                assert (more["scale_a"].shape, more["scale_a"].stride()) == ((a.shape[0], 1), (1, 1))
-                assert (more["scale_b"].shape, more["scale_b"].stride()) == ((1, b.shape[1]), (b.shape[1], 1))
+                assert (more["scale_a"].shape, more["scale_a"].stride()) == (
+                    (a.shape[0], 1),
+                    (1, 1),
+                )
+                assert (more["scale_b"].shape, more["scale_b"].stride()) == (
+                    (1, b.shape[1]),
+                    (b.shape[1], 1),
+                )
             elif "scale_a" in more:
                 assert more["scale_a"].shape == more["scale_b"].shape == ()
             else:
@@ -192,23 +218,32 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(fmt, gradient, in_graph, d
 
 @cases
 def test_a_compiler_sees_one_graph_on_a_card(fmt, gradient):
-    """Fake tensors there: no compiler traces which kernels there are; another size makes a dimension a symbol."""
+    """Fake tensors there: no compiler traces which kernels there are; another size
+    makes a dimension a symbol.
+    """
     torch._dynamo.reset()
     spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
     for rows, length, width in ((32, 64, 32), (48, 96, 64), (64, 128, 96)):
         with FakeTensorMode(allow_non_fake_inputs=True):
             codes = torch.empty(width, length, dtype=torch.uint8, device="cuda")
             scale = torch.empty(width, 1, device="cuda")
-            weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
+            weight = fm.FP8Parameter(
+                fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1)
+            )
             x = torch.empty(rows, length, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            product = partial(_products.linear_from_codes, weight=weight, bias=None, units=UNITS[fmt], spec=spec)
+            product = partial(
+                _products.linear_from_codes, weight=weight, bias=None, units=UNITS[fmt], spec=spec
+            )
             assert torch.compile(product, backend="eager", fullgraph=True)(x).shape == (rows, width)
     with pytest.raises(RuntimeError, match="the input has 64 features, and the layer takes 128"):
         product(torch.zeros(16, 64, dtype=torch.bfloat16))
 
 
 def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch):
-    a, b = torch.zeros(16, 32, dtype=torch.uint8).view(E4M3), torch.zeros(48, 32, dtype=torch.uint8).view(E4M3)
+    a, b = (
+        torch.zeros(16, 32, dtype=torch.uint8).view(E4M3),
+        torch.zeros(48, 32, dtype=torch.uint8).view(E4M3),
+    )
     check_operands(a, b)
     check_operands(a, b.view(torch.float8_e5m2))
     for pair in (
@@ -286,7 +321,9 @@ def test_what_no_gradient_needs_is_not_held():
         net = layer("E4M3", (64, 32), gradient_products=gradient)
         net.weight.requires_grad_(trained)
         held.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda each: held.append(each) or each, lambda each: each):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda each: held.append(each) or each, lambda each: each
+        ):
             net(x.clone().requires_grad_())
         assert [each.dtype for each in held if each.shape == x.shape] == expected
         assert any(each is net.weight or isinstance(each, fm.FP8Tensor) for each in held)
@@ -309,7 +346,10 @@ def test_one_graph_and_repeated_passes_have_the_same_bits(fmt, gradient):
     assert (found.graph_count, found.graph_break_count) == (1, 0)
     eager = passes(net, x, g)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    for call in (compiled, *(partial(checkpoint, net, use_reentrant=reentrant) for reentrant in (False, True))):
+    for call in (
+        compiled,
+        *(partial(checkpoint, net, use_reentrant=reentrant) for reentrant in (False, True)),
+    ):
         assert all(map(torch.equal, passes(net, x, g, call), eager))
 
 
@@ -337,7 +377,11 @@ def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there():
 
     net, (x, g) = layer("E4M3", (64, 32)), batch((64, 32), 16)
     compilers = {f"{name}_compiler": partial(compiler, name=name) for name in ("fw", "bw")}
-    passes(torch.compile(net, backend=aot_autograd(**compilers, partition_fn=min_cut), fullgraph=True), x, g)
+    passes(
+        torch.compile(net, backend=aot_autograd(**compilers, partition_fn=min_cut), fullgraph=True),
+        x,
+        g,
+    )
     assert copies == {"fw": 0, "bw": 1}
 
 
@@ -351,28 +395,54 @@ def test_it_is_shown_and_made_again_from_what_was_saved():
     x, _ = batch((64, 32), 16)
     assert torch.equal(fresh[0](x), net[0](x))
     assert torch.equal(copy.deepcopy(net)[0](x), net[0](x))
-    assert "products" not in recipe_of(fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8"))[0]["spec"]
+    assert (
+        "products"
+        not in recipe_of(fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8"))[0]["spec"]
+    )
 
 
 def test_every_way_to_a_model_takes_it():
     made = fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
     assert made.spec == fm.LayerSpec("E4M3", products="fp8")
-    net, by_dict = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 3)), {"*": {"weight": "E4M3", "products": "fp8"}}
+    net, by_dict = (
+        nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 3)),
+        {"*": {"weight": "E4M3", "products": "fp8"}},
+    )
     assert fm.quantize_model(net, by_dict | {"1": "none"}, storage="fp8")[0].spec == made.spec
     empty = nn.Linear(32, 16, device="meta")
-    assert fm.load_quantized(empty, nn.Linear(32, 16).state_dict(), "E4M3", products="fp8").spec == made.spec
+    assert (
+        fm.load_quantized(empty, nn.Linear(32, 16).state_dict(), "E4M3", products="fp8").spec
+        == made.spec
+    )
     assert fm.check_formats("E4M3", {"a": (32, 16)}, "fp8", products="auto")["a"].products == "auto"
 
 
 def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch):
     automatic = {"3": {"granularity": "block"}, "4": {"gradient": "E5M2"}}
-    automatic |= {"0": {}, "1": {"weight": "E1M6"}, "2": {"weight": "E3M4"}, "5": {"activation": "E4M3"}, "6": {}}
-    specs = {name: fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **given}) for name, given in automatic.items()}
+    automatic |= {
+        "0": {},
+        "1": {"weight": "E1M6"},
+        "2": {"weight": "E3M4"},
+        "5": {"activation": "E4M3"},
+        "6": {},
+    }
+    specs = {
+        name: fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **given})
+        for name, given in automatic.items()
+    }
     specs["7"] = fm.LayerSpec("E4M3")
     net = nn.Sequential(*(nn.Linear(32, 32 if i != 6 else 33) for i in range(8)))
     fm.quantize_model(net, specs, storage="fp8")
-    words = ["cpu has no fast FP8 units", "cpu has no fast INT8 units", "no units multiply codes of weight=E3M4"]
-    words += ["granularity='block'", "activation_gradient=E5M2 is given", "activation=E4M3 is given"]
+    words = [
+        "cpu has no fast FP8 units",
+        "cpu has no fast INT8 units",
+        "no units multiply codes of weight=E3M4",
+    ]
+    words += [
+        "granularity='block'",
+        "activation_gradient=E5M2 is given",
+        "activation=E4M3 is given",
+    ]
     words += ["16 does not divide 33"]
     reported = [each.detail for each in fm.quantization_report(net).layers]
     assert all("products=auto: decoded, as " in said for said in reported[:7])
@@ -382,7 +452,11 @@ def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch):
     assert torch.equal(net[0](x), nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias))
     units_on = partial(_products.units_on, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
-    for capability, found in (((9, 0), ["fp8", "int8"]), ((8, 0), [None, "int8"]), ((7, 5), [None, None])):
+    for capability, found in (
+        ((9, 0), ["fp8", "int8"]),
+        ((8, 0), [None, "int8"]),
+        ((7, 5), [None, None]),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
         assert [units_on(net[i]._units, net[i].spec) for i in (0, 1)] == found
         assert [units_on(each._units, each.spec) for each in net[2:]] == [None] * 6
@@ -390,10 +464,14 @@ def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch):
 
 def test_devices_without_units_are_refused_at_once(monkeypatch):
     on = partial(_products.units_on, "fp8", layer("E4M3", (64, 32)).spec)
-    with pytest.raises(RuntimeError, match=r"='fp8': mps has no FP8 units; take products='decoded' or 'auto'$"):
+    with pytest.raises(
+        RuntimeError, match=r"='fp8': mps has no FP8 units; take products='decoded' or 'auto'$"
+    ):
         on(torch.device("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(RuntimeError, match=r"FP8 units begin at compute capability 8\.9, and cuda:0 has 8\.6; take"):
+    with pytest.raises(
+        RuntimeError, match=r"FP8 units begin at compute capability 8\.9, and cuda:0 has 8\.6; take"
+    ):
         on(torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(RuntimeError, match=r"ROCm has no FP8 units"):
@@ -418,26 +496,45 @@ SUBJECTS = {
 }
 REFUSED = {
     "LayerSpec('E4M3', products='fp4')": "ValueError: products='fp4' & decoded, fp8, int8, auto",
-    "LayerSpec('E4M3', products='fp8', gradient_products='int8')": "ValueError: 'int8' & bfloat16, fp8",
-    "LayerSpec('E4M3', gradient_products='fp8')": "ValueError: belongs to products='fp8', not to products='decoded'",
-    "LayerSpec('E1M6', products='auto', gradient_products='fp8')": "ValueError: not to products='auto' of weight=E1M6",
-    "LayerSpec('E1M6', products='fp8')": "ValueError: products='fp8': codes of E1M6 take products='int8'",
-    "LayerSpec('E4M3', products='int8')": "ValueError: products='int8': codes of E4M3 take products='fp8'",
-    "LayerSpec('E4M3FNUZ', products='fp8')": "ValueError: no units multiply codes of weight=E4M3FNUZ",
-    "LayerSpec(activation='E4M3', products='fp8')": "ValueError: no units multiply codes of weight=none",
-    "LayerSpec('E4M3', granularity='block', products='fp8')": "ValueError: 'block', not 'tensor' or 'channel'",
-    "LayerSpec('E4M3', activation='E4M3', products='fp8')": "ValueError: activation=E4M3 is given & 'decoded'",
-    "LayerSpec('E4M3', gradient='E5M2', products='fp8')": "ValueError: activation_gradient=E5M2 is given",
-    "quantize_model(linear, 'E4M3', 'master', products='fp8')": "ValueError: needs storage='fp8', not storage='master'",
-    "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: give products to each LayerSpec",
+    "LayerSpec('E4M3', products='fp8', gradient_products='int8')": "ValueError: 'int8' & bfloat16, "
+    "fp8",
+    "LayerSpec('E4M3', gradient_products='fp8')": "ValueError: belongs to products='fp8', not to "
+    "products='decoded'",
+    "LayerSpec('E1M6', products='auto', gradient_products='fp8')": "ValueError: not to "
+    "products='auto' of weight=E1M6",
+    "LayerSpec('E1M6', products='fp8')": "ValueError: products='fp8': codes of E1M6 take "
+    "products='int8'",
+    "LayerSpec('E4M3', products='int8')": "ValueError: products='int8': codes of E4M3 take "
+    "products='fp8'",
+    "LayerSpec('E4M3FNUZ', products='fp8')": "ValueError: no units multiply codes of "
+    "weight=E4M3FNUZ",
+    "LayerSpec(activation='E4M3', products='fp8')": "ValueError: no units multiply codes of "
+    "weight=none",
+    "LayerSpec('E4M3', granularity='block', products='fp8')": "ValueError: 'block', not 'tensor' "
+    "or 'channel'",
+    "LayerSpec('E4M3', activation='E4M3', products='fp8')": "ValueError: activation=E4M3 is given "
+    "& 'decoded'",
+    "LayerSpec('E4M3', gradient='E5M2', products='fp8')": "ValueError: activation_gradient=E5M2 is "
+    "given",
+    "quantize_model(linear, 'E4M3', 'master', products='fp8')": "ValueError: needs storage='fp8', "
+    "not storage='master'",
+    "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: give products "
+    "to each LayerSpec",
     "quantize_model(linear, 'E4M3', 'fp8', products='FP8')": "ValueError: products='FP8' & 'fp8'",
-    "quantize_model(both, 'E4M3', 'fp8', products='fp8', embeddings='E4M3')": "ValueError: '1' is shared",
-    "quantize_model(odd, 'E4M3', 'fp8', products='fp8')": "ValueError: products='fp8': 16 does not divide 50257; take",
-    "quantize_model(wide, 'E1M6', 'fp8', products='int8')": "ValueError: a sum of 151936 & beyond 32 bits",
-    "check_formats('E4M3', {'a': (768, 50257)}, 'fp8', products='fp8')": "ValueError: 16 does not divide 50257",
-    "check_formats('E4M3', {'a': (16, 0)}, 'fp8', products='fp8')": "ValueError: there is nothing to multiply",
-    "net(zeros(8191, 32, dtype=bfloat16))": "ValueError: 8191 & 16 does not divide & gradient_products='bfloat16'",
-    "net(zeros(16, 32))": "RuntimeError: the input has dtype torch.float32, and the weight torch.bfloat16",
+    "quantize_model(both, 'E4M3', 'fp8', products='fp8', embeddings='E4M3')": "ValueError: '1' is "
+    "shared",
+    "quantize_model(odd, 'E4M3', 'fp8', products='fp8')": "ValueError: products='fp8': 16 does not "
+    "divide 50257; take",
+    "quantize_model(wide, 'E1M6', 'fp8', products='int8')": "ValueError: a sum of 151936 & beyond "
+    "32 bits",
+    "check_formats('E4M3', {'a': (768, 50257)}, 'fp8', products='fp8')": "ValueError: 16 does not "
+    "divide 50257",
+    "check_formats('E4M3', {'a': (16, 0)}, 'fp8', products='fp8')": "ValueError: there is nothing "
+    "to multiply",
+    "net(zeros(8191, 32, dtype=bfloat16))": "ValueError: 8191 & 16 does not divide & "
+    "gradient_products='bfloat16'",
+    "net(zeros(16, 32))": "RuntimeError: the input has dtype torch.float32, and the weight "
+    "torch.bfloat16",
 }
 
 
@@ -464,7 +561,9 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def least_scale(amax, largest):
-    """The least power of two that takes a magnitude to ``largest`` at most, by exact fractions."""
+    """The least power of two that takes a magnitude to ``largest`` at most, by exact
+    fractions.
+    """
     if not np.isfinite(amax):
         return float("nan")
     exponent = -126
@@ -482,19 +581,42 @@ def quantised(x, fold, units):
         scales[i] = least_scale(np.abs(row).max(), 127 if units == "int8" else 448)
         if np.isfinite(scales[i, 0]):
             steps = row / np.float64(scales[i, 0])
-            codes[i] = np.rint(steps) if units == "int8" else steps.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            codes[i] = (
+                np.rint(steps)
+                if units == "int8"
+                else steps.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            )
     return torch.from_numpy(codes), torch.from_numpy(scales)
 
 
 def edges(width=64):
-    """Rows of all magnitudes, zeros of both signs, subnormals, the ends of the formats, and what is not finite."""
+    """Rows of all magnitudes, zeros of both signs, subnormals, the ends of the formats,
+    and what is not finite.
+    """
     x = normal(40, width, seed=1) * torch.exp2(normal(40, 1, seed=2).mul(20).round())
-    ends = (0.0, -0.0, 448.0, 449.0, 480.0, 464.0, 127.0, 127.5, 1e-38, 1e-41, 3e38, torch.inf, -torch.inf, torch.nan)
+    ends = (
+        0.0,
+        -0.0,
+        448.0,
+        449.0,
+        480.0,
+        464.0,
+        127.0,
+        127.5,
+        1e-38,
+        1e-41,
+        3e38,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    )
     for row, end in enumerate(ends):
         x[row, width // 2 :] = end
     x[0] = 0.0
     x[1] = -0.0
-    x[20] = torch.tensor([448.0, *(2.0**-k for k in range(5, 15))]).repeat(width)[:width]  # subnormals and ties of E4M3
+    x[20] = torch.tensor([448.0, *(2.0**-k for k in range(5, 15))]).repeat(width)[
+        :width
+    ]  # subnormals and ties of E4M3
     x[21] = torch.arange(width) + 0.5
     return x
 
@@ -502,7 +624,9 @@ def edges(width=64):
 def same(ours, expected):
     assert ours[0].dtype == expected[0].dtype
     assert torch.equal(ours[0], expected[0])
-    assert torch.equal(ours[1].view(torch.int32) & 0x7FC00000, expected[1].view(torch.int32) & 0x7FC00000)
+    assert torch.equal(
+        ours[1].view(torch.int32) & 0x7FC00000, expected[1].view(torch.int32) & 0x7FC00000
+    )
     assert torch.equal(ours[1].nan_to_num(-1.0), expected[1].nan_to_num(-1.0))
 
 
@@ -546,6 +670,8 @@ def test_all_codes_are_numbers_of_the_dtype(fmt):
 def test_all_codes_of_e1m6_are_whole_numbers():
     unit, codes = as_format("E1M6").ulp_min, ALL_CODES.view(16, 16)
     assert torch.equal(products.codes_to_int8(codes) * unit, fm.decode(codes, "E1M6"))
-    assert torch.equal(products.codes_to_int8(codes, transposed=True), products.codes_to_int8(codes).t())
+    assert torch.equal(
+        products.codes_to_int8(codes, transposed=True), products.codes_to_int8(codes).t()
+    )
     assert torch.equal(products.transpose_bytes(codes), codes.t())
     assert products.transpose_bytes(codes).is_contiguous()

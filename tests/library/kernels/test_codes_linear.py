@@ -1,4 +1,6 @@
-"""The product of a layer with a weight in codes: that of torch's dispatcher, values and gradients, bit for bit."""
+"""The product of a layer with a weight in codes: that of torch's dispatcher, values and
+gradients, bit for bit.
+"""
 
 import copy
 import itertools
@@ -18,7 +20,9 @@ from fp8manifold.nn import _products
 def layer(features, dtype, *, bias, granularity="channel"):
     linear = nn.Linear(features, 48, bias=bias)
     linear.weight.data = normal(48, features, seed=1, std=0.1)
-    return fm.quantize_model(nn.Sequential(linear.to(dtype)), "E4M3", storage="fp8", granularity=granularity, seed=1)
+    return fm.quantize_model(
+        nn.Sequential(linear.to(dtype)), "E4M3", storage="fp8", granularity=granularity, seed=1
+    )
 
 
 def passes(model, x, *, autocast):
@@ -102,7 +106,9 @@ def every_code(name, scale):
 
 @pytest.mark.parametrize("name", [fmt.name for fmt in FLOAT8])
 def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch):
-    """Scales of the whole range, powers of two and between them, one a row or one in all; but for NaN's own bits."""
+    """Scales of the whole range, powers of two and between them, one a row or one in
+    all; but for NaN's own bits.
+    """
     every = torch.exp2(torch.arange(-126.0, 128.0, dtype=torch.float64)).float()
     every = torch.cat((every, every[:-1] * 1.3))
     weights = [every_code(name, every[:, None]), *(every_code(name, scale) for scale in every[::4])]
@@ -112,16 +118,22 @@ def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch
     for w, native in zip(weights, expected, strict=True):
         values = _products._values(w, torch.bfloat16)
         assert torch.equal(values.isnan(), native.isnan())
-        assert torch.equal(*(x.masked_fill(x.isnan(), 0.0).view(torch.int16) for x in (values, native)))
+        assert torch.equal(
+            *(x.masked_fill(x.isnan(), 0.0).view(torch.int16) for x in (values, native))
+        )
 
 
 @each("card", [False, True])
 @each("granularity", ["tensor", "channel", "block", "square"])
 @each("name", fm.NAMED_FORMATS)
-def test_every_format_and_scale_has_the_bits_of_the_dispatcher(name, granularity, card, dispatched, monkeypatch):
+def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
+    name, granularity, card, dispatched, monkeypatch
+):
     for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         linear = nn.Linear(160, 144, dtype=dtype)
-        model = fm.quantize_model(nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1)
+        model = fm.quantize_model(
+            nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1
+        )
         x = normal(3, 160, seed=2).to(dtype)
         expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
         with monkeypatch.context() as patch:
@@ -143,10 +155,16 @@ def test_a_bias_of_another_dtype_is_refused_but_under_autocast():
 @each("operand", ["activation", "weight"])
 def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand):
     found = {}
-    for storage, gradient in (("fp8", None), ("fp8", {operand: "E5M2"}), ("grid", {operand: "E5M2"})):
+    for storage, gradient in (
+        ("fp8", None),
+        ("fp8", {operand: "E5M2"}),
+        ("grid", {operand: "E5M2"}),
+    ):
         torch.manual_seed(0)
         spec = fm.LayerSpec("E4M3", gradient=gradient)
-        model = fm.quantize_model(nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1)
+        model = fm.quantize_model(
+            nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1
+        )
         found[storage, gradient is None] = passes(model, normal(4, 32, seed=2), autocast=False)[1:3]
     same(found["fp8", False], found["grid", False])
     changed = ["activation", "weight"].index(operand)
@@ -159,7 +177,12 @@ def test_compiled_code_serves_other_seeds_and_no_other_traits():
 
     serves = fm.FP8Tensor.__metadata_guard__
     assert serves(facts(), facts(seed=2, draws="dither"))
-    others = [facts("E5M2"), facts(rounding="nearest"), facts(dtype=torch.bfloat16), facts(granularity="block")]
+    others = [
+        facts("E5M2"),
+        facts(rounding="nearest"),
+        facts(dtype=torch.bfloat16),
+        facts(granularity="block"),
+    ]
     assert not any(serves(facts(), other) for other in others)
 
 

@@ -1,4 +1,6 @@
-"""fp8_mm: its values and gradients by their definition, the operator's own checks, and torchao's float8 linear."""
+"""fp8_mm: its values and gradients by their definition, the operator's own checks, and
+torchao's float8 linear.
+"""
 
 import pytest
 import torch
@@ -22,9 +24,13 @@ def both_gradients(a, b, gradient, **options):
 
 @granularities
 @each("gradient_format", ["E5M2", "E3M4", None])
-@each(("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")])
+@each(
+    ("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")]
+)
 def test_products_of_quantised_operands(a_format, b_format, gradient_format, granularity):
-    """Scales are of the rows and columns that a product keeps, so that the backward pass has others."""
+    """Scales are of the rows and columns that a product keeps, so that the backward
+    pass has others.
+    """
     a, b, g = normal(9, 16, seed=1, std=3.0), normal(16, 7, seed=2, std=0.1), normal(9, 7, seed=3)
     options = {"a_format": a_format, "b_format": b_format, "gradient_format": gradient_format}
     product, for_a, for_b = both_gradients(a, b, g, granularity=granularity, **options)
@@ -39,7 +45,9 @@ def test_products_of_quantised_operands(a_format, b_format, gradient_format, gra
 
 def test_scales_that_are_given():
     a, b, g = normal(4, 8, std=300.0), normal(8, 3), normal(4, 3)
-    product, for_a, for_b = both_gradients(a, b, g, a_scale=0.5, b_scale=torch.tensor(2.0**-5), gradient_format=None)
+    product, for_a, for_b = both_gradients(
+        a, b, g, a_scale=0.5, b_scale=torch.tensor(2.0**-5), gradient_format=None
+    )
     left, right = fake_quantize(a, "E4M3", 0.5), fake_quantize(b, "E4M3", 2.0**-5)
     assert left.abs().max() == 224
     assert close(product, left @ right)
@@ -70,7 +78,10 @@ def test_doubles_are_added_up_in_doubles():
 def test_strides_and_large_operands_change_nothing():
     a, b = normal(300, 600, seed=1), normal(500, 600, seed=2)
     assert torch.equal(fp8_mm(a, b.t()), fp8_mm(a.t().contiguous().t(), b.t().contiguous()))
-    expected = fake_quantize(a, "E4M3", granularity="channel") @ fake_quantize(b, "E4M3", granularity="channel").t()
+    expected = (
+        fake_quantize(a, "E4M3", granularity="channel")
+        @ fake_quantize(b, "E4M3", granularity="channel").t()
+    )
     assert close(fp8_mm(a, b.t(), granularity="channel"), expected)
 
 
@@ -92,7 +103,9 @@ def test_special_values():
 
 @granularities
 @pytest.mark.parametrize("gradient_format", ["E5M2", "none"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's check looks at it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's check looks at it
 def test_the_operator_passes_torchs_own_checks(granularity, gradient_format):
     a, b = normal(5, 7, seed=1).requires_grad_(), normal(7, 3, seed=2).requires_grad_()
     scales = amax_scale(a, "E4M3", granularity, axis=0), amax_scale(b, "E4M3", granularity, axis=1)
@@ -114,7 +127,9 @@ def test_compiled_it_is_the_same():
 
 @pytest.fixture
 def products(monkeypatch):
-    """The device is taken for one with units of its own; what they are called with, beside the matrices' layouts."""
+    """The device is taken for one with units of its own; what they are called with,
+    beside the matrices' layouts.
+    """
     calls = []
 
     def scaled_mm(left, right, **options):
@@ -131,7 +146,9 @@ def products(monkeypatch):
 
 
 def codes_by_runs(x, fmt, scale):
-    """Stands for the kernel, which knows a scale for each of equal runs of memory and nothing of shapes."""
+    """Stands for the kernel, which knows a scale for each of equal runs of memory and
+    nothing of shapes.
+    """
     runs = x.contiguous().float().reshape(scale.numel(), -1)
     return fm.encode((runs / scale.reshape(-1, 1)).view(x.shape), fmt)
 
@@ -139,25 +156,41 @@ def codes_by_runs(x, fmt, scale):
 @granularities
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_hardware_is_given_scales_and_dtype(granularity, dtype, by_kernel, products, monkeypatch):
-    """Nothing is left to multiply, but by the scales of rows of a result that is not bfloat16."""
+def test_the_hardware_is_given_scales_and_dtype(
+    granularity, dtype, by_kernel, products, monkeypatch
+):
+    """Nothing is left to multiply, but by the scales of rows of a result that is not
+    bfloat16.
+    """
     read = []
     if by_kernel:
-        monkeypatch.setattr(ops, "encoded_units", lambda x, *more: read.append(x.dtype) or codes_by_runs(x, *more))
-    a, b, g = normal(32, 64, seed=1).to(dtype), normal(48, 64, seed=2).to(dtype), normal(32, 48, seed=3).to(dtype)
+        monkeypatch.setattr(
+            ops, "encoded_units", lambda x, *more: read.append(x.dtype) or codes_by_runs(x, *more)
+        )
+    a, b, g = (
+        normal(32, 64, seed=1).to(dtype),
+        normal(48, 64, seed=2).to(dtype),
+        normal(32, 48, seed=3).to(dtype),
+    )
     got = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
     assert len(products) == 3
     assert set(read) <= {dtype}
     taken = granularity == "tensor" or dtype is torch.bfloat16
     for call in products:
         assert call["out_dtype"] is (dtype if taken else torch.float32)
-        assert (call["scale_a"].dim() == 2) == (call["scale_b"].dim() == 2) == (taken and granularity == "channel")
+        assert (
+            (call["scale_a"].dim() == 2)
+            == (call["scale_b"].dim() == 2)
+            == (taken and granularity == "channel")
+        )
         assert taken == bool((call["scale_a"] != 1).any())
     with pytest.MonkeyPatch.context() as without:
         without.setattr(ops, "_has_units_for", lambda *_: False)
         expected = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
     assert all(map(torch.equal, got, expected))
-    other_order = both_gradients(a.t().contiguous().t(), b.t().contiguous(), g, granularity=granularity, pow2=True)
+    other_order = both_gradients(
+        a.t().contiguous().t(), b.t().contiguous(), g, granularity=granularity, pow2=True
+    )
     assert all(map(torch.equal, other_order, expected))
 
 
@@ -181,8 +214,16 @@ def float8_linear(weight, granularity, pow2):
     from torchao import float8
     from torchao.float8 import config
 
-    rows = config.ScalingGranularity.AXISWISE if granularity == "channel" else config.ScalingGranularity.TENSORWISE
-    dtypes = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
+    rows = (
+        config.ScalingGranularity.AXISWISE
+        if granularity == "channel"
+        else config.ScalingGranularity.TENSORWISE
+    )
+    dtypes = {
+        "input": torch.float8_e4m3fn,
+        "weight": torch.float8_e4m3fn,
+        "grad_output": torch.float8_e5m2,
+    }
     casts = {
         f"cast_config_{name}": config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
         for name, dtype in dtypes.items()
@@ -195,7 +236,9 @@ def float8_linear(weight, granularity, pow2):
 
 def test_a_large_gradient_is_no_nan():
     a = torch.ones(1000, 1, requires_grad=True)
-    fp8_mm(a, torch.ones(1, 1)).backward(torch.full((1000, 1), 2.0**118))  # their sum is beyond float32
+    fp8_mm(a, torch.ones(1, 1)).backward(
+        torch.full((1000, 1), 2.0**118)
+    )  # their sum is beyond float32
     assert torch.allclose(a.grad, torch.full((1000, 1), 2.0**118))
 
 
@@ -203,13 +246,25 @@ def test_a_large_gradient_is_no_nan():
 @granularities
 @pytest.mark.parametrize("pow2", [True, False])
 def test_it_is_torchaos_float8_linear(granularity, pow2):
-    """Within 1e-6: at scales that are powers of two all quantised values are equal, and only sums differ.
+    """Within 1e-6: at scales that are powers of two all quantised values are equal, and
+    only sums differ.
 
-    At others torchao multiplies by the reciprocal of our scale: a value at the edge of two codes may go either way.
+    At others torchao multiplies by the reciprocal of our scale: a value at the edge of
+    two codes may go either way.
     """
-    x, weight, g = normal(64, 48, seed=1), normal(32, 48, seed=2, std=0.05), normal(64, 32, seed=3, std=1e-3)
+    x, weight, g = (
+        normal(64, 48, seed=1),
+        normal(32, 48, seed=2, std=0.05),
+        normal(64, 32, seed=3, std=1e-3),
+    )
     layer, leaf = float8_linear(weight, granularity, pow2), x.clone().requires_grad_()
     theirs = layer(leaf)
     theirs.backward(g)
-    product, for_x, for_weight = both_gradients(x, weight.t(), g, granularity=granularity, pow2=pow2)
-    assert all(map(close, (product, for_x, for_weight.t()), (theirs.detach(), leaf.grad, layer.weight.grad)))
+    product, for_x, for_weight = both_gradients(
+        x, weight.t(), g, granularity=granularity, pow2=pow2
+    )
+    assert all(
+        map(
+            close, (product, for_x, for_weight.t()), (theirs.detach(), leaf.grad, layer.weight.grad)
+        )
+    )

@@ -1,4 +1,6 @@
-"""Native code has the bits of plain PyTorch, checks what it is given, and is missed by nobody where it is not built."""
+"""Native code has the bits of plain PyTorch, checks what it is given, and is missed by
+nobody where it is not built.
+"""
 
 import contextlib
 import copy
@@ -31,11 +33,26 @@ from fp8manifold.random_bits import stream_of
 FOLDER = Path(_arrays.__file__).parent
 ROOT = FOLDER.parent.parent
 FORMATS = (
-    *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),
+    *(
+        "E4M3",
+        "E5M2",
+        "E3M4",
+        "E1M6",
+        "E7M0",
+        "E2M5",
+        "E2M1",
+        "E2M3",
+        "E6M1",
+        "E4M3FNUZ",
+        "E5M2FNUZ",
+        "E4M3IEEE",
+    ),
     *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
 )
 formats = each("name", FORMATS)
-needs_native = pytest.mark.skipif(not is_available(), reason="the native code was not built: there is no C compiler")
+needs_native = pytest.mark.skipif(
+    not is_available(), reason="the native code was not built: there is no C compiler"
+)
 
 
 @pytest.fixture
@@ -52,9 +69,13 @@ def plain(monkeypatch):
 
 
 def any_floats(n, seed):
-    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among them."""
+    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among
+    them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
+    patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(
+        torch.int32
+    )
     patterns[:6] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, 1])
     near = normal(n, seed=seed) * torch.exp2(normal(n, seed=seed + 1).mul(4).round())
     return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
@@ -65,7 +86,9 @@ def same(ours, expected):
     assert ours.shape == expected.shape
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
     equal = ours.view(integer) == expected.view(integer)
-    return bool((equal | (ours.isnan() & expected.isnan()) if ours.is_floating_point() else equal).all())
+    return bool(
+        (equal | (ours.isnan() & expected.isnan()) if ours.is_floating_point() else equal).all()
+    )
 
 
 @needs_native
@@ -74,10 +97,20 @@ def same(ours, expected):
 @each("n", [1, 17, 100_003])
 def test_rounding_and_codes(name, rounding, n, plain):
     x = any_floats(max(n, 6), 3)[:n]
-    options = {} if rounding == "nearest" else {"seed": 2**63, "step": 7, "stream": 2**40, "offset": 2**32 - 5 * n}
-    assert same(fm.round_to_grid(x, name, rounding, **options), plain(fm.round_to_grid, x, name, rounding, **options))
+    options = (
+        {}
+        if rounding == "nearest"
+        else {"seed": 2**63, "step": 7, "stream": 2**40, "offset": 2**32 - 5 * n}
+    )
+    assert same(
+        fm.round_to_grid(x, name, rounding, **options),
+        plain(fm.round_to_grid, x, name, rounding, **options),
+    )
     numbers = x[~x.isnan()] if fm.FloatFormat.from_string(name).nan_code is None else x
-    assert same(fm.encode(numbers, name, rounding, **options), plain(fm.encode, numbers, name, rounding, **options))
+    assert same(
+        fm.encode(numbers, name, rounding, **options),
+        plain(fm.encode, numbers, name, rounding, **options),
+    )
 
 
 @needs_native
@@ -113,7 +146,9 @@ def test_the_word_of_a_content(plain):
 def test_threads_change_nothing(storage, moments):
     results = []
     for threads in (1, 2, 5):
-        model = torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 701), torch.nn.Linear(5, 3))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(700, 300), torch.nn.Linear(300, 701), torch.nn.Linear(5, 3)
+        )
         for i, p in enumerate(model.parameters()):
             p.data = normal(*p.shape, seed=i, std=0.1)
         fm.quantize_model(model, "E4M3", storage=storage, seed=1)
@@ -148,19 +183,32 @@ def test_memory_of_another_kind_is_refused(wrong):
     optimizer._take = slots.extend
     optimizer.step()
     slots[0].tensors["exp_avg"] = wrong(slots[0].tensors["exp_avg"])
-    with pytest.raises(RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"):
+    with pytest.raises(
+        RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"
+    ):
         _native_step.run_native(slots)
     assert torch.equal(p, before)
 
 
 def test_records_have_the_fields_of_the_structures():
     """Names and order of what C reads; sizes follow from them."""
-    for header, structure, record in (("format.h", "Format", _layouts.FORMAT), ("step.h", "Spec", _layouts.SPEC)):
+    for header, structure, record in (
+        ("format.h", "Format", _layouts.FORMAT),
+        ("step.h", "Spec", _layouts.SPEC),
+    ):
         text = re.sub(r"/\*.*?\*/", "", (FOLDER / header).read_text(), flags=re.DOTALL)
         body = text[: text.index(f"}} {structure};")].rpartition("typedef struct {")[2]
-        declared = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+        declared = [
+            name
+            for line in body.split(";")
+            for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())
+        ]
         assert tuple(declared) == record.names
-    sizes = {"Spec": _layouts.SPEC.itemsize, "Job": _layouts.JOB.itemsize, "Array": _layouts.ARRAY.size}
+    sizes = {
+        "Spec": _layouts.SPEC.itemsize,
+        "Job": _layouts.JOB.itemsize,
+        "Array": _layouts.ARRAY.size,
+    }
     text = (FOLDER / "step.h").read_text() + (FOLDER / "grid.c").read_text()
     asserted = dict(re.findall(r"_Static_assert\(sizeof\((\w+)\) == (\d+)", text))
     assert asserted == {name: str(size) for name, size in sizes.items()}
@@ -179,13 +227,18 @@ def sources(tmp_path):
     return tmp_path
 
 
-needs_sources = pytest.mark.skipif(not (ROOT / "hatch_build.py").exists(), reason="an installed package has no build")
+needs_sources = pytest.mark.skipif(
+    not (ROOT / "hatch_build.py").exists(), reason="an installed package has no build"
+)
 
 
 @needs_sources
 @pytest.mark.parametrize(
     ("compiler", "word"),
-    [("/nowhere/cc", "no C compiler was found"), ("false", "could not be built (false: exit code 1)")],
+    [
+        ("/nowhere/cc", "no C compiler was found"),
+        ("false", "could not be built (false: exit code 1)"),
+    ],
 )
 def test_a_build_that_fails_says_so_and_goes_on(compiler, word, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", compiler)
@@ -222,7 +275,9 @@ print(sum(int(p.codes.long().sum()) for p in w))
 
 @pytest.fixture
 def look_in(monkeypatch):
-    """Return a function that has the library looked for in another folder, until the test ends."""
+    """Return a function that has the library looked for in another folder, until the
+    test ends.
+    """
 
     def look(folder):
         monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
@@ -242,7 +297,9 @@ def run_steps(look_in, folder):
 
 def steps_of_a_process(folder, **environment):
     command = [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()
 
@@ -290,7 +347,9 @@ def test_where_warnings_are_errors_it_is_said_once_too(look_in, tmp_path):
 @needs_sources
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, monkeypatch):
-    """While it is compiled the old one is there; the new one takes its place at once, as another file."""
+    """While it is compiled the old one is there; the new one takes its place at once,
+    as another file.
+    """
     hook, folder = build_hook(), sources(tmp_path)
     names = {path.name for path in folder.iterdir()}
     (folder / "_kernels.so").write_bytes(b"the old one")
@@ -310,7 +369,9 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, mo
         assert (hook.build(folder, lambda _: None) is not None) is succeeds
         assert seen == [b"the old one"] * 2
         assert running.read() == b"the old one"
-    assert {path.name for path in folder.iterdir()} == names | ({"_kernels.so"} if succeeds else set())
+    assert {path.name for path in folder.iterdir()} == names | (
+        {"_kernels.so"} if succeeds else set()
+    )
     assert not succeeds or (folder / "_kernels.so").read_bytes() == b"half"
 
 
@@ -318,26 +379,52 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, mo
 @needs_sources
 @needs_native
 def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path):
-    """Built with the sanitizers of addresses and of undefined behaviour, the first error of which ends the process."""
+    """Built with the sanitizers of addresses and of undefined behaviour, the first
+    error of which ends the process.
+    """
     if shutil.which("gcc") is None:
         pytest.skip("the sanitizers of gcc are what is asked")
-    names, said = ("libasan.so", "libstdc++.so"), {"capture_output": True, "text": True, "check": True}
-    found = [subprocess.run(["gcc", f"-print-file-name={name}"], **said).stdout.strip() for name in names]
+    names, said = (
+        ("libasan.so", "libstdc++.so"),
+        {"capture_output": True, "text": True, "check": True},
+    )
+    found = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], **said).stdout.strip() for name in names
+    ]
     if not all(map(os.path.isabs, found)):
         pytest.skip("there is no sanitizer here")
-    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DONE_CLONE", "-g", "-O1")
+    flags = (
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-DONE_CLONE",
+        "-g",
+        "-O1",
+    )
     assert build_hook().build(sources(tmp_path), print, flags) is not None
-    result = steps_of_a_process(tmp_path, LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0", CC="gcc")
+    result = steps_of_a_process(
+        tmp_path, LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0", CC="gcc"
+    )
     assert result == ["True 0", steps_of_a_process(FOLDER)[1]]
 
 
 @pytest.mark.slow
 @needs_sources
 def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_path):
-    """The wheel is one of the platform and of any Python where there is a compiler, and one of any platform else."""
+    """The wheel is one of the platform and of any Python where there is a compiler, and
+    one of any platform else.
+    """
 
     def hatch(target, cwd, **environment):
-        command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(tmp_path / "dist")]
+        command = [
+            sys.executable,
+            "-m",
+            "hatchling",
+            "build",
+            "-t",
+            target,
+            "-d",
+            str(tmp_path / "dist"),
+        ]
         subprocess.run(command, cwd=cwd, env=os.environ | environment, check=True)
         return max((tmp_path / "dist").iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
@@ -357,14 +444,17 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
         assert "_kernels.so" in {Path(name).name for name in zipfile.ZipFile(wheel).namelist()}
 
 
-#: of each width that code is made for, but the widest: its name, and what a processor has that runs it
+#: of each width that code is made for, but the widest: its name, and what a processor
+#: has that runs it
 WIDTHS = {"x86-64": {"sse2"}, "x86-64-v3": {"avx2", "bmi2", "fma"}}
 
 
 def flags_of_this_processor():
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    return set(
+        next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split()
+    )
 
 
 def results():
@@ -395,7 +485,9 @@ def test_every_width_has_the_same_bits(width, look_in, tmp_path, monkeypatch):
         pytest.skip(f"this processor does not run {width}")
     own = results()
     monkeypatch.setenv("CC", "gcc")
-    assert build_hook().build(sources(tmp_path), print, ("-DONE_CLONE", f"-march={width}")) is not None
+    assert (
+        build_hook().build(sources(tmp_path), print, ("-DONE_CLONE", f"-march={width}")) is not None
+    )
     look_in(tmp_path)
     found = results()
     assert not [name for name in own if own[name] != found[name]]

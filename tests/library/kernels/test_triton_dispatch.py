@@ -28,12 +28,26 @@ from fp8manifold.optim import _finite, _graphed, _steady, _streams, _triton_step
 from fp8manifold.optim._state import restore_dtypes
 from fp8manifold.optim._step import blocks_of
 
-VIEWS = ("view", "detach", "alias", "slice", "select", "unsqueeze", "expand", "t", "transpose", "reshape", "as_strided")
+VIEWS = (
+    "view",
+    "detach",
+    "alias",
+    "slice",
+    "select",
+    "unsqueeze",
+    "expand",
+    "t",
+    "transpose",
+    "reshape",
+    "as_strided",
+)
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_to_copy", "item")
 
 
 class Kernel:
-    """Stands for one of Triton's: it counts its launches, and leaves the words that it is told to."""
+    """Stands for one of Triton's: it counts its launches, and leaves the words that it
+    is told to.
+    """
 
     #: places of words that the next verdict sets
     bad: ClassVar[list[tuple[int, int]]] = []
@@ -56,7 +70,9 @@ def tensors_of(given):
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators over memory that would be the card's: launches, and those that the host waits for."""
+    """Counts operators over memory that would be the card's: launches, and those that
+    the host waits for.
+    """
 
     def __init__(self, host, counts):
         super().__init__()
@@ -65,7 +81,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        inputs, made = (set(map(self._place, tensors_of(given))) for given in ((args, kwargs), result))
+        inputs, made = (
+            set(map(self._place, tensors_of(given))) for given in ((args, kwargs), result)
+        )
         if name == "lift_fresh":  # of NumPy's memory, or of numbers
             self.host |= made
         elif not inputs <= self.host and name not in VIEWS:
@@ -78,7 +96,9 @@ class Watch(TorchDispatchMode):
 
     @staticmethod
     def _place(x):
-        return x.untyped_storage().data_ptr() if type(x) in (torch.Tensor, torch.nn.Parameter) else 0
+        return (
+            x.untyped_storage().data_ptr() if type(x) in (torch.Tensor, torch.nn.Parameter) else 0
+        )
 
 
 @pytest.fixture
@@ -98,7 +118,10 @@ def was_read(said):
 
 
 def parameters(count, **how):
-    made = [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how) for i in range(count)]
+    made = [
+        fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how)
+        for i in range(count)
+    ]
     for p in made:
         p.grad = torch.ones(p.shape)
     return made
@@ -112,7 +135,8 @@ def one(kind=optim.StiffnessAdamW, granularity="channel", **options):
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize(
-    ("writeback", "granularity"), [("stochastic", "channel"), ("residual8", "channel"), ("residual8", "block")]
+    ("writeback", "granularity"),
+    [("stochastic", "channel"), ("residual8", "channel"), ("residual8", "block")],
 )
 def test_a_steady_step_is_a_few_launches_and_no_wait(moments, writeback, granularity, on_a_card):
     """290 parameters; the host reads the flags of the step before."""
@@ -207,18 +231,26 @@ def test_the_next_step_goes_on_from_the_count_that_there_is(refused, on_a_card):
 
 def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card):
     weights = parameters(3)
-    optimizer = optim.StiffnessAdamW([("a", weights[0]), ("b", weights[1]), ("c", weights[2])], 1e-3)
+    optimizer = optim.StiffnessAdamW(
+        [("a", weights[0]), ("b", weights[1]), ("c", weights[2])], 1e-3
+    )
     optimizer.warn_after = 1
     optimizer.step()
     Kernel.bad += [(0, 0), (2, 2)]  # a gradient of the second is not finite
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.warns(RuntimeWarning, match=r"parameter 1 of group 0 \('b', shape \(4, 512\)\) is not finite"):
+    with pytest.warns(
+        RuntimeWarning, match=r"parameter 1 of group 0 \('b', shape \(4, 512\)\) is not finite"
+    ):
         assert optimizer.skipped_steps == 1
 
 
 def test_what_would_be_known_too_late_is_waited_for(on_a_card):
-    for options, granularity in (({"on_nonfinite": "raise"}, "channel"), ({}, "tensor"), ({}, "channel")):
+    for options, granularity in (
+        ({"on_nonfinite": "raise"}, "channel"),
+        ({}, "tensor"),
+        ({}, "channel"),
+    ):
         _, optimizer = one(granularity=granularity, **options)
         optimizer.step()
         optimizer.step()
@@ -226,9 +258,15 @@ def test_what_would_be_known_too_late_is_waited_for(on_a_card):
 
 
 def test_parameters_of_every_storage_step_steadily(on_a_card):
-    """Codes, the grid, free of it, and ordinary ones: biases, norms and embeddings are in nearly every model."""
+    """Codes, the grid, free of it, and ordinary ones: biases, norms and embeddings are
+    in nearly every model.
+    """
     layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", storage="grid")
-    everyone = [*layer.parameters(), fm.FP8Parameter(normal(4, 32), "E4M3", seed=1), torch.nn.Parameter(normal(7))]
+    everyone = [
+        *layer.parameters(),
+        fm.FP8Parameter(normal(4, 32), "E4M3", seed=1),
+        torch.nn.Parameter(normal(7)),
+    ]
     optimizer = optim.StiffnessAdamW(everyone, 1e-3)
     for p in everyone:
         p.grad = torch.ones(p.shape)
@@ -252,7 +290,9 @@ def test_steps_that_plan_more_have_their_verdict_first(due, on_a_card):
 
 
 def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
-    """The library's, and those of others who plan or take steps in their own way, or say so: without a table."""
+    """The library's, and those of others who plan or take steps in their own way, or
+    say so: without a table.
+    """
 
     class Own:
         def _prepare(self, slot):
@@ -270,7 +310,12 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
 
     kinds = (optim.StiffnessMuon, optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
     assert not any(kind.defers_verdict for kind in kinds)
-    assert [kind.keeps_table for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [False, False, True, True]
+    assert [kind.keeps_table for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     for kind in (Mixed, Named, Numbers, optim.StiffnessAdamW):
         _, optimizer = one(kind)
         optimizer.step()
@@ -278,7 +323,9 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
 
 
 def test_eager_blocks_are_those_of_the_device(monkeypatch):
-    """On a card a block is moved for longer than Python takes to a launch, and its temporaries are some megabytes."""
+    """On a card a block is moved for longer than Python takes to a launch, and its
+    temporaries are some megabytes.
+    """
     assert block_on(torch.device("cpu")) == BLOCK
     moved = 8 * block_on(torch.device("cuda"))  # bytes: a float32 read and another written
     assert moved / 3e12 > 5e-6
@@ -289,7 +336,9 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch):
     step_from(optimizer, p, torch.ones(p.shape))
     (slot,) = slots
     assert len(list(blocks_of(slot))) == 3
-    monkeypatch.setattr("fp8manifold.optim._step.block_on", lambda device: block_on(torch.device("cuda")))
+    monkeypatch.setattr(
+        "fp8manifold.optim._step.block_on", lambda device: block_on(torch.device("cuda"))
+    )
     assert len(list(blocks_of(slot))) == 1
 
 
@@ -325,14 +374,19 @@ def test_a_first_step_waits_once_for_the_word_of_its_values(monkeypatch):
 def test_every_nan_counts_alike_in_a_stream(monkeypatch):
     """A GPU's arithmetic gives other bits of it than a CPU's."""
     patterns = [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -0x400000]
-    x = [torch.tensor([1, bits, 0x7F800000], dtype=torch.int32).view(torch.float32) for bits in patterns]
+    x = [
+        torch.tensor([1, bits, 0x7F800000], dtype=torch.int32).view(torch.float32)
+        for bits in patterns
+    ]
     native = {_streams.content_word(values, (1, 2, 3)) for values in x}
     monkeypatch.setattr(_streams, "content", lambda *_: None)
     assert native == {_streams.content_word(values, (1, 2, 3)) for values in x}
     assert len(native) == 1
 
 
-@pytest.mark.parametrize(("version", "can"), [("3.5.1", False), ("3.6.0", True), ("3.10rc1+git", True)])
+@pytest.mark.parametrize(
+    ("version", "can"), [("3.5.1", False), ("3.6.0", True), ("3.10rc1+git", True)]
+)
 def test_a_triton_that_flushes_subnormals_has_no_kernels(version, can, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(_triton, "is_installed", lambda: True)
@@ -340,7 +394,11 @@ def test_a_triton_that_flushes_subnormals_has_no_kernels(version, can, monkeypat
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     _triton._keeps_subnormals.cache_clear()
     try:
-        with contextlib.nullcontext() if can else pytest.warns(UserWarning, match=f"Triton {version} flushes"):
+        with (
+            contextlib.nullcontext()
+            if can
+            else pytest.warns(UserWarning, match=f"Triton {version} flushes")
+        ):
             assert _triton.is_available() is can
         assert _triton.is_available() is can  # and not warned of again
     finally:
@@ -393,7 +451,11 @@ OF_TORCH = "optimizer is a SGD: graphed takes those of fp8manifold.optim"
     ("made", "error", "message"),
     [
         (lambda p: torch.optim.SGD([p], 1.0), TypeError, OF_TORCH),
-        (lambda p: optim.StiffnessAdamW([p], 1.0), ValueError, "StiffnessAdamW are on cpu: a CUDA graph takes"),
+        (
+            lambda p: optim.StiffnessAdamW([p], 1.0),
+            ValueError,
+            "StiffnessAdamW are on cpu: a CUDA graph takes",
+        ),
         (in_backward, ValueError, "this StiffnessSGD steps in the backward pass"),
     ],
 )
@@ -411,7 +473,9 @@ def test_a_kernel_that_can_not_be_compiled_is_told_apart_from_a_card_without_mem
         (torch.OutOfMemoryError("full"), torch.OutOfMemoryError),
     ):
         with pytest.raises(kind, match=str(error)):
-            launch._compile(table, [(mock.Mock(**{"warmup.side_effect": error}), chunks, ())], chunks)
+            launch._compile(
+                table, [(mock.Mock(**{"warmup.side_effect": error}), chunks, ())], chunks
+            )
 
 
 def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch):
@@ -437,13 +501,14 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch)
 
 def test_an_installed_triton_is_not_imported_on_a_cpu():
     program = (
-        "import sys, torch, fp8manifold as fm\n"
-        "p = fm.FP8Parameter(torch.ones(2, 3), 'E4M3', seed=1); p.grad = torch.ones(2, 3)\n"
-        "fm.optim.StiffnessAdamW([p], 1e-3).step(); p.dequantize()\n"
-        "print([m for m in sys.modules if m.startswith('fp8manifold._triton.') and m.split('.')[-1] in "
-        "('step', 'arrays', 'format', 'chart', 'stages')])"
+        "import sys, torch, fp8manifold as fm\np = fm.FP8Parameter(torch.ones(2, 3), 'E4M3', "
+        "seed=1); p.grad = torch.ones(2, 3)\nfm.optim.StiffnessAdamW([p], 1e-3).step(); "
+        "p.dequantize()\nprint([m for m in sys.modules if m.startswith('fp8manifold._triton.') and "
+        "m.split('.')[-1] in ('step', 'arrays', 'format', 'chart', 'stages')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -1,4 +1,6 @@
-"""Triton's kernels against native code and the scalar oracle, bit for bit, in its interpreter: no GPU is needed."""
+"""Triton's kernels against native code and the scalar oracle, bit for bit, in its
+interpreter: no GPU is needed.
+"""
 
 import importlib.util
 import os
@@ -16,13 +18,18 @@ HERE = Path(__file__).parents[1]
 PACKAGE = Path(fp8manifold.__file__).parent
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(not is_available(), reason="the native code was not built: there is no C compiler"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+    pytest.mark.skipif(
+        not is_available(), reason="the native code was not built: there is no C compiler"
+    ),
 ]
 
 
-#: a file, what of it native code steps, and how many steps or elements are compared at least: on a card about half of
-#: the interpreter's steps, since later ones go by the table of a steady step
+#: a file, what of it native code steps, and how many steps or elements are compared at
+#: least: on a card about half of the interpreter's steps, since later ones go by the
+#: table of a steady step
 MOST = "native and not (test_options or in_one_loop or residual_of or widened)"
 SESSIONS = {
     "optim/test_step_oracle.py": (MOST, "slots", 350),
@@ -36,18 +43,34 @@ def run(*arguments, package=PACKAGE, interpreted=True):
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
     path = [str(package.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    quiet = ("-q", "-x", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning")  # NumPy's, of NaN
+    quiet = (
+        "-q",
+        "-x",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore::RuntimeWarning",
+    )  # NumPy's, of NaN
     command = (sys.executable, "-P", "-m", "pytest", "-p", "triton_twins", *quiet, *arguments)
-    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False
+    )
     output = done.stdout + done.stderr
     counted = re.search(r"compared: (\{.*\})", output)
     assert counted, f"exit code {done.returncode}, {output[-3000:]!r}"
-    return done.returncode, output, {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", counted[1])}
+    return (
+        done.returncode,
+        output,
+        {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", counted[1])},
+    )
 
 
 @pytest.mark.parametrize("file", SESSIONS)
 def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file):
-    """Every optimizer, write-back and kind of average; a covering set of formats, shapes, dtypes and storages."""
+    """Every optimizer, write-back and kind of average; a covering set of formats,
+    shapes, dtypes and storages.
+    """
     which, counted, least = SESSIONS[file]
     code, output, counts = run(str(HERE / file), "-k", which)
     assert code == 0, output[-3000:]

@@ -1,7 +1,8 @@
-"""PTX that Triton compiles for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
+"""PTX that Triton compiles for GPUs that are not here: no contraction, no
+approximation, no spills, wide loads.
 
-Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what makes operands for its units.
-What a weight costs is recorded and held to 5%.
+Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what
+makes operands for its units. What a weight costs is recorded and held to 5%.
 """
 
 import functools
@@ -26,8 +27,12 @@ from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton brings ptxas for Linux only"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="Triton brings ptxas for Linux only"
+    ),
 ]
 
 ARCHITECTURES = (80, 90, 100)
@@ -45,19 +50,53 @@ STEPS = {
 }
 CODES = {"direction": "adam", "storage": "codes", "decays": True}
 OTHERS = {
-    "plain bfloat16": {"direction": "adam", "storage": "plain", "writeback": "stochastic", "weight": torch.bfloat16},
-    "lion": {"direction": "lion", "storage": "codes", "writeback": "residual8", "stiffness": "linear"},
-    "madam": {"direction": "madam", "storage": "codes", "geometry": "multiplicative", "moments": "8bit"},
-    "riemannian": {"direction": "adam", "storage": "codes", "geometry": "exponential", "writeback": "momentum"},
-    "tangent": {"direction": "sgd", "storage": "grid", "geometry": "tangent", "scale_is_power_of_two": False},
-    "power": {"direction": "adam", "storage": "codes", "stiffness": "power", "writeback": "stochastic"},
+    "plain bfloat16": {
+        "direction": "adam",
+        "storage": "plain",
+        "writeback": "stochastic",
+        "weight": torch.bfloat16,
+    },
+    "lion": {
+        "direction": "lion",
+        "storage": "codes",
+        "writeback": "residual8",
+        "stiffness": "linear",
+    },
+    "madam": {
+        "direction": "madam",
+        "storage": "codes",
+        "geometry": "multiplicative",
+        "moments": "8bit",
+    },
+    "riemannian": {
+        "direction": "adam",
+        "storage": "codes",
+        "geometry": "exponential",
+        "writeback": "momentum",
+    },
+    "tangent": {
+        "direction": "sgd",
+        "storage": "grid",
+        "geometry": "tangent",
+        "scale_is_power_of_two": False,
+    },
+    "power": {
+        "direction": "adam",
+        "storage": "codes",
+        "stiffness": "power",
+        "writeback": "stochastic",
+    },
     "free": {"direction": "sgd", "storage": "free", "has_moments": False, "weight": torch.float16},
     "muon": {"direction": "muon", "storage": "plain", "nesterov": True, "moments": "8bit"},
     # rows that no block divides, and scales of blocks
-    "long": CODES | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(1, 1024, 0, "row", False, True)},
-    "runs": CODES | {"writeback": "stochastic", "moments": "float32", "tile": Tile(1, 2048, 0, "run", False)},
-    "short rows": CODES | {"writeback": "residual8", "moments": "8bit", "tile": Tile(16, 128, 77, "row", False)},
-    "blocks": CODES | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(64, 32, 32, "row", True)},
+    "long": CODES
+    | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(1, 1024, 0, "row", False, True)},
+    "runs": CODES
+    | {"writeback": "stochastic", "moments": "float32", "tile": Tile(1, 2048, 0, "run", False)},
+    "short rows": CODES
+    | {"writeback": "residual8", "moments": "8bit", "tile": Tile(16, 128, 77, "row", False)},
+    "blocks": CODES
+    | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(64, 32, 32, "row", True)},
 }
 
 
@@ -93,12 +132,16 @@ def build(kernel, signature, constants, architecture, tmp, warps=4):
         attrs={(i,): [["tt.divisibility", 16]] for i in wide},
     )
     made = triton.compile(
-        source, target=GPUTarget("cuda", architecture, 32), options=_triton.options() | {"num_warps": warps}
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options=_triton.options() | {"num_warps": warps},
     )
     (tmp / "kernel.cubin").write_bytes(made.asm["cubin"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     told = [
-        subprocess.run([tools / tool, *flags, tmp / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [tools / tool, *flags, tmp / "kernel.cubin"], capture_output=True, text=True, check=True
+        ).stdout
         for tool, *flags in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
     ]
     return Built(made.asm["ptx"], *told)
@@ -113,7 +156,9 @@ def step(spec, tile, architecture, tmp):
 
 def spec(writeback, moments):
     how = {"direction": "adam", "storage": "codes", "fmt": as_format("E4M3"), "decays": True}
-    return kernel_spec(spec_of(writeback=writeback, moments=moments, **how), torch.uint8, torch.float32)
+    return kernel_spec(
+        spec_of(writeback=writeback, moments=moments, **how), torch.uint8, torch.float32
+    )
 
 
 def faults(built):
@@ -138,16 +183,22 @@ def wide(way, built):
 
 
 def narrow(built):
-    """Narrow loads and stores of arrays: words of a record, a row's scale, its bounds and a flag have 32 or 64 bits."""
+    """Narrow loads and stores of arrays: words of a record, a row's scale, its bounds
+    and a flag have 32 or 64 bits.
+    """
     moved = re.findall(r"\b(?:ld|st)\.global(?:\.\w+)*?\.(v\d\.)?(b\d+)", built.ptx)
     return [f"{vector}{width}" for vector, width in moved if int(width[1:]) < 32 or vector == "v2."]
 
 
 def costs_as_recorded(built, *names):
-    """Hold instructions and registers to 5% of the record, if this is the Triton that it was made by."""
+    """Hold instructions and registers to 5% of the record, if this is the Triton that
+    it was made by.
+    """
     if not importlib.metadata.version("triton").startswith(RECORDED_BY):
         return False
-    recorded = functools.reduce(operator.getitem, names, json.loads(RECORD.read_text(encoding="utf-8")))
+    recorded = functools.reduce(
+        operator.getitem, names, json.loads(RECORD.read_text(encoding="utf-8"))
+    )
     assert built.instructions == pytest.approx(recorded["instructions"], rel=0.05)
     assert built.registers == pytest.approx(recorded["registers"], rel=0.05)
     return True
@@ -165,7 +216,8 @@ def test_a_step_of_codes(name, architecture, tmp_path):
     # 16 elements a thread: 16 bytes of each byte
     assert (wide("ld", built), wide("st", built)) == (loads, loads - 4)
     if costs_as_recorded(built, f"sm_{architecture}", name):
-        # keeping -0 beside a residual holds the old codes until they are written: a block fewer at a time
+        # keeping -0 beside a residual holds the old codes until they are written: a
+        # block fewer at a time
         assert built.registers <= (184 if name == "residual8, 8-bit moments" else 168)
 
 
@@ -177,8 +229,12 @@ def test_other_steps(name, architecture, tmp_path):
     weight = fields.pop("weight", torch.uint8 if fields["storage"] == "codes" else torch.float32)
     fmt = None if fields["storage"] == "plain" else as_format("E4M3")
     tile = fields.pop("tile", None)
-    known = replace(kernel_spec(spec_of(fmt=fmt, **fields), weight, torch.bfloat16), exponents=name == "blocks")
-    tile = tile or (Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True))
+    known = replace(
+        kernel_spec(spec_of(fmt=fmt, **fields), weight, torch.bfloat16), exponents=name == "blocks"
+    )
+    tile = tile or (
+        Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True)
+    )
     assert list(faults(step(known, tile, architecture, tmp_path))) == []
 
 
@@ -189,16 +245,33 @@ def test_whole_arrays(kernel, architecture, tmp_path):
     from fp8manifold._triton import arrays
 
     fmt = format_of(as_format("E4M3"))
-    sizes = {"rows": "i32", "length": "i32", "in_row": "i32", "numel": "i32", "keys": "*u32", "x": "*fp32"}
-    signature = sizes | {"codes": "*u8", "scale": "*fp32", "table": "*i32", "chunks": "*i32", "refused": "*i32"}
-    signature["out"] = {"decode": "*u16", "round": "*fp32", "encode": "*u8", "finite": "*i32"}[kernel]
+    sizes = {
+        "rows": "i32",
+        "length": "i32",
+        "in_row": "i32",
+        "numel": "i32",
+        "keys": "*u32",
+        "x": "*fp32",
+    }
+    signature = sizes | {
+        "codes": "*u8",
+        "scale": "*fp32",
+        "table": "*i32",
+        "chunks": "*i32",
+        "refused": "*i32",
+    }
+    signature["out"] = {"decode": "*u16", "round": "*fp32", "encode": "*u8", "finite": "*i32"}[
+        kernel
+    ]
     constants = {
         "decode": {"F": fmt, "SPACING": False, "R": 1, "W": 2048},
         "round": {"F": fmt, "STOCHASTIC": True, "SCALED": True, "RESCALE": True, "R": 1, "W": 2048},
         "encode": {"F": fmt, "STOCHASTIC": True, "FIXED": True, "SCALED": True, "R": 1, "W": 2048},
         "finite": {"KIND": "bfloat16", "W": 2048},
     }
-    built = build(getattr(arrays, f"{kernel}_kernel"), signature, constants[kernel], architecture, tmp_path)
+    built = build(
+        getattr(arrays, f"{kernel}_kernel"), signature, constants[kernel], architecture, tmp_path
+    )
     assert list(faults(built)) == []
     if kernel == "decode":
         assert (wide("ld", built), wide("st", built)) == (1, 2)
@@ -206,17 +279,22 @@ def test_whole_arrays(kernel, architecture, tmp_path):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)])
+@pytest.mark.parametrize(
+    ("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)]
+)
 def test_scales_that_double(name, bits, exponents, architecture, tmp_path):
     from fp8manifold._triton.step import widen_kernel
 
-    widening = widening_of(as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32")
+    widening = widening_of(
+        as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32"
+    )
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     constants = {"S": widening, "T": launch._rows_of(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
 
 
-#: compute capabilities with products in 8 bits; a kernel, its input, what it is compiled for, and bytes a value
+#: compute capabilities with products in 8 bits; a kernel, its input, what it is
+#: compiled for, and bytes a value
 WITH_UNITS = (89, 90, 100)
 E4M3 = {"LARGEST": 0x43E00000, "F": None}
 OPERANDS = {
@@ -244,11 +322,24 @@ def operand(name, architecture, tmp, width=4096, **changed):
     from fp8manifold._triton import arrays
 
     kernel, kind, constants, _ = OPERANDS[name]
-    signature = {"height": "i32", "width": "i32", "stride": "i32", "x": kind, "fold": "*fp32", "amax": "*i32"}
+    signature = {
+        "height": "i32",
+        "width": "i32",
+        "stride": "i32",
+        "x": kind,
+        "fold": "*fp32",
+        "amax": "*i32",
+    }
     signature |= {"scales": "*fp32", "codes": "*u8", "out": "*u8"}
     rows, columns, warps = whole._program(width) if kernel == "rows_kernel" else (*whole._TILE, 4)
-    shape = {"R": rows, "W": columns, "LONG": width > 16384} if kernel == "rows_kernel" else {"R": rows, "C": columns}
-    built = build(getattr(arrays, kernel), signature, constants | shape | changed, architecture, tmp, warps)
+    shape = (
+        {"R": rows, "W": columns, "LONG": width > 16384}
+        if kernel == "rows_kernel"
+        else {"R": rows, "C": columns}
+    )
+    built = build(
+        getattr(arrays, kernel), signature, constants | shape | changed, architecture, tmp, warps
+    )
     return Made(**vars(built), values=rows * columns // (32 * warps))
 
 
@@ -259,7 +350,9 @@ def test_operands(name, architecture, tmp_path):
     made = operand(name, architecture, tmp_path)
     assert list(faults(made)) == []
     assert narrow(made) == []
-    assert wide("st", made) == (0 if kernel == "amax_kernel" else made.values // 16)  # 16 bytes at once
+    assert wide("st", made) == (
+        0 if kernel == "amax_kernel" else made.values // 16
+    )  # 16 bytes at once
     assert wide("ld", made) >= {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * made.values // 16
     converted = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", made.ptx))
     assert converted == (made.values // 2 if constants.get("LARGEST") == E4M3["LARGEST"] else 0)
@@ -267,7 +360,9 @@ def test_operands(name, architecture, tmp_path):
 
 
 @pytest.mark.parametrize("width", [16, 768, 11008, 32768])
-@pytest.mark.parametrize("name", [name for name, (kernel, *_) in OPERANDS.items() if kernel == "rows_kernel"])
+@pytest.mark.parametrize(
+    "name", [name for name, (kernel, *_) in OPERANDS.items() if kernel == "rows_kernel"]
+)
 def test_operands_of_short_and_long_rows(name, width, tmp_path):
     made = operand(name, 90, tmp_path, width)
     assert list(faults(made)) == []
@@ -282,7 +377,9 @@ def test_operands_where_no_instruction_converts(name, tmp_path):
 
 
 def test_the_page_has_the_recorded_costs_as_arithmetic():
-    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M weights, 8,192 x 4,096."""
+    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M
+    weights, 8,192 x 4,096.
+    """
     page = (Path(__file__).parents[3] / "study" / "study-speed.md").read_text(encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]
     assert recorded.keys() == STEPS.keys()
@@ -302,13 +399,20 @@ def test_the_page_has_the_recorded_costs_as_arithmetic():
 
 def costs(tmp):
     def recorded(made):
-        return {n: {"instructions": round(b.instructions, 1), "registers": b.registers} for n, b in made.items()}
+        return {
+            n: {"instructions": round(b.instructions, 1), "registers": b.registers}
+            for n, b in made.items()
+        }
 
     found = {
-        f"sm_{a}": recorded({n: step(spec(*how), tile, a, tmp) for n, (*how, tile) in STEPS.items()})
+        f"sm_{a}": recorded(
+            {n: step(spec(*how), tile, a, tmp) for n, (*how, tile) in STEPS.items()}
+        )
         for a in ARCHITECTURES
     }
-    found["operands"] = {f"sm_{a}": recorded({n: operand(n, a, tmp) for n in OPERANDS}) for a in WITH_UNITS}
+    found["operands"] = {
+        f"sm_{a}": recorded({n: operand(n, a, tmp) for n in OPERANDS}) for a in WITH_UNITS
+    }
     return found
 
 

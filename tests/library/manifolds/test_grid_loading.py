@@ -1,4 +1,6 @@
-"""Weights with storage ``grid`` stay points of the grid and on its manifold, whatever is loaded or moved."""
+"""Weights with storage ``grid`` stay points of the grid and on its manifold, whatever
+is loaded or moved.
+"""
 
 import copy
 
@@ -44,7 +46,10 @@ def test_a_state_is_taken_to_the_bit(assign) -> None:
     layer.manifold.counter += 5
     other.load_state_dict(through_disk(layer.state_dict()), assign=assign)
     assert is_on_grid(other)
-    assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), other.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(layer.state_dict().values(), other.state_dict().values(), strict=True)
+    )
     optimizer = fm.optim.StiffnessAdamW(other.parameters(), lr=0.1)
     other(normal(3, 8)).sum().backward()
     optimizer.step()
@@ -91,7 +96,9 @@ def test_a_scale_without_weights_is_refused() -> None:
     layer, state = grid(1), grid(2, std=3.0).state_dict()
     del state["weight"]
     kept = layer.manifold.scale.clone()
-    with pytest.raises(RuntimeError, match=r"manifold\.scale comes without weight.*load both or none"):
+    with pytest.raises(
+        RuntimeError, match=r"manifold\.scale comes without weight.*load both or none"
+    ):
         layer.load_state_dict(state, strict=False)
     assert torch.equal(layer.manifold.scale, kept)
     assert is_on_grid(layer)
@@ -136,7 +143,9 @@ def test_a_model_made_on_meta_is_filled() -> None:
 def test_a_dtype_without_the_points_is_refused() -> None:
     """float16 has 40 binades, which the format's and the scale's may exceed."""
     layer = grid(1, "E5M2")
-    with pytest.raises(TypeError, match=r"storage='grid' can't be torch\.float16.*take torch\.float32"):
+    with pytest.raises(
+        TypeError, match=r"storage='grid' can't be torch\.float16.*take torch\.float32"
+    ):
         layer.half()
     assert layer.weight.dtype == layer.bias.dtype == torch.float32
     layer = grid(1, "E3M4")
@@ -146,7 +155,9 @@ def test_a_dtype_without_the_points_is_refused() -> None:
 
 def test_a_half_precision_layer_without_the_points_is_refused() -> None:
     """By surgery and by what is loaded into one; nothing has changed then."""
-    lacks = r"torch\.float16, which lacks points of its grid \(E\dM\d at scales of.*take torch\.float32"
+    lacks = (
+        r"torch\.float16, which lacks points of its grid \(E\dM\d at scales of.*take torch\.float32"
+    )
     model = nn.Sequential(nn.Linear(8, 4)).half()
     with pytest.raises(TypeError, match=rf"storage='grid' can't be {lacks}"):
         fm.quantize_model(model, "E5M2", "grid")
@@ -170,7 +181,10 @@ def test_what_a_hook_makes_of_a_state_is_loaded(storage, assign) -> None:
     def hook(module, state, prefix, *_) -> None:
         assert module is layer
         state[prefix + "weight"] = floats
-        for name in ("manifold.scale", *(f"weight_{part}" for part in ("scale", "counter", "traits"))):
+        for name in (
+            "manifold.scale",
+            *(f"weight_{part}" for part in ("scale", "counter", "traits")),
+        ):
             state.pop(prefix + name, None)
 
     layer.register_load_state_dict_pre_hook(hook)

@@ -1,4 +1,6 @@
-"""The laws that geoopt asks of its manifolds, for ours, scaled and not; its optimizers on them, unchanged."""
+"""The laws that geoopt asks of its manifolds, for ours, scaled and not; its optimizers
+on them, unchanged.
+"""
 
 import copy
 from functools import partial
@@ -34,10 +36,14 @@ EVERYWHERE = CONTINUOUS | GRIDS
 
 
 def made(name: str, factor: float) -> SimpleNamespace:
-    """Points x, y uniform in the chart over half of the range, and steps v, w of up to a quarter of it at x."""
+    """Points x, y uniform in the chart over half of the range, and steps v, w of up to
+    a quarter of it at x.
+    """
     base = EVERYWHERE[name]()
     torch.manual_seed(0)
-    end = base.to_chart(torch.full(SHAPE, base.format.max, dtype=torch.float64) * base.scale.double())
+    end = base.to_chart(
+        torch.full(SHAPE, base.format.max, dtype=torch.float64) * base.scale.double()
+    )
 
     def uniform(share: float) -> Tensor:
         return (torch.rand(SHAPE, dtype=torch.float64) * 2 - 1) * share * end
@@ -46,11 +52,17 @@ def made(name: str, factor: float) -> SimpleNamespace:
     v, w = (base.stiffness(x) * uniform(0.25) for _ in range(2))
     outside = base.from_chart(uniform(1.0)) * 1.5
     outside[:, 0] = 2 * base.from_chart(end)[:, 0]
-    manifold = base if factor == 1 else geoopt.Scaled(base, factor)  # which keeps it and its reciprocal in float32
-    return SimpleNamespace(base=base, manifold=manifold, factor=factor, outside=outside, x=x, y=y, v=v, w=w)
+    manifold = (
+        base if factor == 1 else geoopt.Scaled(base, factor)
+    )  # which keeps it and its reciprocal in float32
+    return SimpleNamespace(
+        base=base, manifold=manifold, factor=factor, outside=outside, x=x, y=y, v=v, w=w
+    )
 
 
-every_case = each("case", [partial(made, name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)])
+every_case = each(
+    "case", [partial(made, name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)]
+)
 
 
 @every_case
@@ -66,7 +78,10 @@ def test_points_and_vectors(case) -> None:
     ok, reason = case.manifold.check_vector_on_tangent(case.x, case.v * torch.nan, explain=True)
     assert not ok
     assert "NaN" in reason
-    for point in (case.manifold.random(*SHAPE, dtype=torch.float64), case.base.origin(*SHAPE, dtype=torch.float64)):
+    for point in (
+        case.manifold.random(*SHAPE, dtype=torch.float64),
+        case.base.origin(*SHAPE, dtype=torch.float64),
+    ):
         assert (point.shape, point.dtype) == (SHAPE, torch.float64)
         assert case.manifold.check_point_on_manifold(point)
     assert same_bits(point.detach().as_subclass(Tensor), torch.zeros(SHAPE, dtype=torch.float64))
@@ -119,7 +134,9 @@ def test_inner_is_an_inner_product(case) -> None:
     assert (manifold.ndim, inner.shape) == (0, SHAPE)
     assert same_bits(inner, manifold.inner(x, w, v))
     assert same_bits(inner, manifold.component_inner(x, v, w))
-    assert torch.allclose(manifold.inner(x, 3 * v - w, w), 3 * inner - manifold.inner(x, w), rtol=1e-10, atol=1e-9)
+    assert torch.allclose(
+        manifold.inner(x, 3 * v - w, w), 3 * inner - manifold.inner(x, w), rtol=1e-10, atol=1e-9
+    )
     assert (manifold.inner(x, v) > 0).all()
     assert same_bits(manifold.inner(x, v), manifold.inner(x, v, v))
     assert same_bits(manifold.inner(x, v), manifold.inner(x, v, keepdim=True))
@@ -159,7 +176,9 @@ def test_riemannian_gradient_gives_the_directional_derivative(case) -> None:
     u = v / base.norm(x, v)
     t = torch.tensor(1e-3, dtype=torch.float64)
     slope = (f(base.expmap(x, t * u)) - f(base.expmap(x, -t * u))) / (2 * t)
-    assert torch.allclose(slope, manifold.inner(x, rgrad, u), rtol=1e-4, atol=1e-6 * float(egrad.abs().max()))
+    assert torch.allclose(
+        slope, manifold.inner(x, rgrad, u), rtol=1e-4, atol=1e-6 * float(egrad.abs().max())
+    )
 
 
 ON_GRID = {
@@ -182,6 +201,7 @@ def test_geoopts_optimizers_stay_on_the_grid(optimizer, rounding, name) -> None:
         step_from(run, weight, value_of(weight) - minimum)
         assert lands_on_grid(value_of(weight), weight.manifold.format, scale.double())
     last = float((value_of(weight) - minimum).square().mean())
-    # geoopt starts the momentum from the Euclidean gradient, 1 / S^2 too long: nothing to ask of its loss
+    # geoopt starts the momentum from the Euclidean gradient, 1 / S^2 too long: nothing
+    # to ask of its loss
     if rounding == "stochastic" and optimizer is not ON_GRID["sgd-momentum"]:
         assert last < 0.5 * first

@@ -1,4 +1,6 @@
-"""The laws of the geometry: metric, geodesics, transport, projection and gradients, on the grid and off it."""
+"""The laws of the geometry: metric, geodesics, transport, projection and gradients, on
+the grid and off it.
+"""
 
 import math
 
@@ -62,7 +64,9 @@ def test_signed_zeros_are_one_point(fmt) -> None:
 @every_scale
 @both_dtypes
 def test_stiffness_is_the_gap_to_the_next_neighbour_outward(fmt, scale, dtype) -> None:
-    """At every code, both signs, zeros and powers of two included: the step to where the next code is or would be."""
+    """At every code, both signs, zeros and powers of two included: the step to where
+    the next code is or would be.
+    """
     x = grid(fmt, dtype)
     gaps = torch.from_numpy(ruler(fmt).stiffness(x.double().numpy())).to(dtype)
     manifold = fm.StiffnessManifold(fmt, scale)
@@ -146,10 +150,13 @@ def test_projection_takes_the_nearest_point(fmt, scale, dtype) -> None:
 def test_projection_of_the_continuous_manifold_keeps_what_is_inside() -> None:
     manifold = fm.StiffnessManifold("E4M3", torch.tensor([[0.25], [2.0]]))
     x = torch.tensor([[100.0, 200.0, -0.0], [800.0, -1e9, 897.0]])
-    assert same_bits(manifold.projx(x), torch.tensor([[100.0, 112.0, -0.0], [800.0, -896.0, 896.0]]))
+    assert same_bits(
+        manifold.projx(x), torch.tensor([[100.0, 112.0, -0.0], [800.0, -896.0, 896.0]])
+    )
 
 
-# ------------------------------------------------------------------------------------------ metrics
+# ------------------------------------------------------------------------------------------
+# metrics
 def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(y.sum(), x)[0]
 
@@ -187,7 +194,10 @@ def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None
 @every_format
 @every_scale
 def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
-    ours, named = fm.StiffnessManifold(fmt, scale, ulp_as_function), fm.StiffnessManifold(fmt, scale)
+    ours, named = (
+        fm.StiffnessManifold(fmt, scale, ulp_as_function),
+        fm.StiffnessManifold(fmt, scale),
+    )
     x, y = interior_and_grid(fmt, scale)
     assert same_bits(ours.stiffness(x), named.stiffness(x))
     assert same_bits(ours.to_chart(x), named.to_chart(x))
@@ -227,7 +237,8 @@ def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
         assert manifold.check_point_on_manifold(x)
 
 
-# ----------------------------------------------- the grid: where retractions land and what is drawn
+# ----------------------------------------------- the grid: where retractions land and
+# what is drawn
 both_roundings = each("rounding", ["nearest", "stochastic"])
 
 
@@ -240,7 +251,9 @@ both_roundings = each("rounding", ["nearest", "stochastic"])
     xs=st.lists(st.floats(width=32), min_size=1),
     zero=st.sampled_from([0.0, -0.0]),
 )
-def test_retraction_of_zero_is_the_point_itself(name, scale, rounding, retraction, xs, zero) -> None:
+def test_retraction_of_zero_is_the_point_itself(
+    name, scale, rounding, retraction, xs, zero
+) -> None:
     """Bit for bit, for every float32: -0, Inf, NaN, and points off the grid."""
     manifold = fm.FP8Manifold(FORMATS[name], scale, rounding, retraction=retraction)
     x = torch.tensor(xs, dtype=torch.float32)
@@ -253,18 +266,25 @@ def test_retraction_of_zero_is_the_point_itself(name, scale, rounding, retractio
 @exact_scale
 @both_roundings
 def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding) -> None:
-    """To the bit, at every code but for steps of zero: half and other parts of an ULP, far, and beyond the ends."""
+    """To the bit, at every code but for steps of zero: half and other parts of an ULP,
+    far, and beyond the ends.
+    """
     ambient = fm.StiffnessManifold(fmt, scale, metric)
     x = spread(grid(fmt), scale)
     steps = torch.tensor(
-        [0.5, -0.5, 0.3125, -1.625, 2.0**-10, -5.28125, 7.7, 1e3, -1e12, math.inf], dtype=torch.float64
+        [0.5, -0.5, 0.3125, -1.625, 2.0**-10, -5.28125, 7.7, 1e3, -1e12, math.inf],
+        dtype=torch.float64,
     )
     u = steps[:, None] * ambient.stiffness(x)
     key = {"seed": 11, "step": 1} if rounding == "stochastic" else {}
     for retraction, moved in (("exponential", ambient.expmap(x, u)), ("euclidean", x + u)):
-        manifold = fm.FP8Manifold(fmt, scale, rounding, seed=11, metric=metric, retraction=retraction)
+        manifold = fm.FP8Manifold(
+            fmt, scale, rounding, seed=11, metric=metric, retraction=retraction
+        )
         manifold.counter += 1
-        assert same_bits(manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale)
+        assert same_bits(
+            manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale
+        )
 
 
 def test_every_stochastic_retraction_advances_the_counter_and_nothing_else_does() -> None:
@@ -278,7 +298,12 @@ def test_every_stochastic_retraction_advances_the_counter_and_nothing_else_does(
     assert not torch.equal(first.retr(x, x * 0.05), first.retr(x, x * 0.05))
     nearest, manifold = fm.FP8Manifold("E4M3"), fm.FP8Manifold("E4M3", 1.0, "stochastic")
     nearest.retr(x, x)
-    for use in (manifold.projx, lambda x: manifold.expmap(x, x), manifold.stiffness, lambda x: manifold.dist(x, x)):
+    for use in (
+        manifold.projx,
+        lambda x: manifold.expmap(x, x),
+        manifold.stiffness,
+        lambda x: manifold.dist(x, x),
+    ):
         use(x)
     manifold.random(5)
     manifold.check_point_on_manifold(x)
@@ -288,7 +313,9 @@ def test_every_stochastic_retraction_advances_the_counter_and_nothing_else_does(
 @few_formats
 @both_roundings
 def test_random_points_lie_on_the_grid_and_spread_over_the_codes(fmt, rounding) -> None:
-    """Chi-square of 10^5 points over the codes: every code alike, the two ends half as often."""
+    """Chi-square of 10^5 points over the codes: every code alike, the two ends half as
+    often.
+    """
     torch.manual_seed(0)
     manifold, n = fm.FP8Manifold(fmt, 0.5, rounding), 100_000
     points = manifold.random(n, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Manifolds as modules: state, copies, dtypes, parameters of every shape, and what is refused."""
+"""Manifolds as modules: state, copies, dtypes, parameters of every shape, and what is
+refused.
+"""
 
 import copy
 
@@ -34,7 +36,9 @@ class Layer(torch.nn.Module):
     def __init__(self, manifold: geoopt.Manifold) -> None:
         super().__init__()
         self.manifold = manifold
-        self.weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 50)), manifold=manifold)
+        self.weight = geoopt.ManifoldParameter(
+            manifold.projx(torch.randn(2, 50)), manifold=manifold
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +142,10 @@ def test_parameters_of_every_shape(shape, rounding) -> None:
     weight = geoopt.ManifoldParameter(start.clone(), manifold=manifold)
     assert weight.shape == shape
     assert same_bits(weight.detach().as_subclass(torch.Tensor), start)
-    for optimizer in (geoopt.optim.RiemannianAdam([weight], lr=3.0), geoopt.optim.RiemannianSGD([weight], lr=100.0)):
+    for optimizer in (
+        geoopt.optim.RiemannianAdam([weight], lr=3.0),
+        geoopt.optim.RiemannianSGD([weight], lr=100.0),
+    ):
         step_from(optimizer, weight, torch.ones(shape))
     assert (weight < start).all()
     assert manifold.check_point_on_manifold(weight)
@@ -149,13 +156,20 @@ def test_parameters_of_every_shape(shape, rounding) -> None:
 def test_scales_that_broadcast_are_accepted(scale_shape) -> None:
     manifold = fm.FP8Manifold("E4M3", torch.full(scale_shape, 0.5))
     weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 3)), manifold=manifold)
-    assert same_bits(weight.detach().as_subclass(torch.Tensor), fm.FP8Manifold("E4M3", 0.5).projx(weight.detach()))
+    assert same_bits(
+        weight.detach().as_subclass(torch.Tensor),
+        fm.FP8Manifold("E4M3", 0.5).projx(weight.detach()),
+    )
 
 
 def test_repr_names_format_scale_metric_and_rounding() -> None:
-    assert repr(fm.StiffnessManifold("E4M3", 0.5)) == "Stiffness(E4M3, scale=0.5, metric=ulp) manifold"
+    assert (
+        repr(fm.StiffnessManifold("E4M3", 0.5)) == "Stiffness(E4M3, scale=0.5, metric=ulp) manifold"
+    )
     shown = repr(fm.FP8Manifold("e7m0", ROWS, "stochastic", metric="log"))
-    assert shown == "FP8(E7M0, scale=tensor of shape (2, 1), metric=log, rounding=stochastic) manifold"
+    assert (
+        shown == "FP8(E7M0, scale=tensor of shape (2, 1), metric=log, rounding=stochastic) manifold"
+    )
     assert "ulp_as_function" in repr(fm.StiffnessManifold("E4M3", metric=ulp_as_function))
     weight = geoopt.ManifoldParameter(torch.ones(2), manifold=fm.FP8Manifold("E4M3"))
     assert "FP8(E4M3" in repr(weight)

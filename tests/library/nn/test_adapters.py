@@ -1,4 +1,6 @@
-"""PEFT: adapters that stay floats, merges that are rounded once and said, and a grid that is never left silently."""
+"""PEFT: adapters that stay floats, merges that are rounded once and said, and a grid
+that is never left silently.
+"""
 
 import copy
 import importlib
@@ -14,7 +16,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import fp8manifold as fm
 from fp8manifold import dequantize_model, quantize_model
 
-MERGED = r"values assigned to the data of a weight in E4M3 were rounded: merging an adapter this way"
+MERGED = (
+    r"values assigned to the data of a weight in E4M3 were rounded: merging an adapter this way"
+)
 OFF = r"\d+ of \d+ weights are off the grid of storage='grid', because something wrote in place"
 
 
@@ -64,7 +68,9 @@ def adapted(peft, kind, model, target="fc"):
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(1)
-        wrapped = peft.get_peft_model(model, getattr(peft, name)(target_modules=[target], **copy.deepcopy(options)))
+        wrapped = peft.get_peft_model(
+            model, getattr(peft, name)(target_modules=[target], **copy.deepcopy(options))
+        )
         with torch.no_grad():
             for parameter in wrapped.parameters():
                 if parameter.requires_grad and not isinstance(parameter, geoopt.ManifoldParameter):
@@ -102,7 +108,9 @@ def test_a_merge_takes_a_scale_that_holds_the_sum(peft) -> None:
     layer, wrapped = model.fc, adapted(peft, "LoRA", model)
     with torch.no_grad():
         wrapped.base_model.model.fc.lora_B["default"].weight.mul_(1000)
-    wanted = layer.weight.detach() + wrapped.base_model.model.fc.get_delta_weight("default").detach()
+    wanted = (
+        layer.weight.detach() + wrapped.base_model.model.fc.get_delta_weight("default").detach()
+    )
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.merge_adapter()
     assert is_on_grid(layer)
@@ -144,7 +152,9 @@ def injected(peft):
 
 
 def quantized(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
+    return {
+        name for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)
+    }
 
 
 @pytest.mark.extra("peft")
@@ -187,7 +197,11 @@ def test_what_is_assigned_is_rounded(tmp_path) -> None:
     torch.save(made("grid"), tmp_path / "model.pt")
     assigned = made("grid")
     assigned.load_state_dict(made("grid").state_dict(), assign=True)
-    others = (copy.deepcopy(made("grid")), torch.load(tmp_path / "model.pt", weights_only=False), assigned)
+    others = (
+        copy.deepcopy(made("grid")),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        assigned,
+    )
     for layer in (made("grid").fc, *(model.fc for model in others)):
         with pytest.warns(UserWarning, match=MERGED):
             layer.weight.data = layer.weight.data * 1.01

@@ -1,4 +1,6 @@
-"""Hooks and attributes of a layer go over to the one that takes its place, and come back, or are refused."""
+"""Hooks and attributes of a layer go over to the one that takes its place, and come
+back, or are refused.
+"""
 
 import copy
 
@@ -7,9 +9,21 @@ import torch
 from laws import each
 from optimizer_cases import normal
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils import (
+    parametrizations,
+    parametrize,
+    prune,
+    remove_spectral_norm,
+    remove_weight_norm,
+)
 
-from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantization_report, quantize_model
+from fp8manifold import (
+    LayerSpec,
+    QuantizedLinear,
+    dequantize_model,
+    quantization_report,
+    quantize_model,
+)
 
 storages = each("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
@@ -21,19 +35,35 @@ def model() -> nn.Sequential:
 
 #: how each kind of hook is registered, with one that notes its name
 HOOKS = {
-    "forward": lambda layer, note: layer.register_forward_hook(lambda m, args, out: note("forward")),
+    "forward": lambda layer, note: layer.register_forward_hook(
+        lambda m, args, out: note("forward")
+    ),
     "keywords": lambda layer, note: layer.register_forward_hook(
         lambda m, args, kwargs, out: note("keywords"), with_kwargs=True, always_call=True
     ),
     "pre": lambda layer, note: layer.register_forward_pre_hook(lambda m, args: note("pre")),
-    "backward": lambda layer, note: layer.register_full_backward_hook(lambda m, gi, go: note("backward")),
-    "backward pre": lambda layer, note: layer.register_full_backward_pre_hook(lambda m, go: note("backward pre")),
+    "backward": lambda layer, note: layer.register_full_backward_hook(
+        lambda m, gi, go: note("backward")
+    ),
+    "backward pre": lambda layer, note: layer.register_full_backward_pre_hook(
+        lambda m, go: note("backward pre")
+    ),
     "weight": lambda layer, note: layer.weight.register_hook(lambda g: note("weight")),
-    "accumulated": lambda layer, note: layer.weight.register_post_accumulate_grad_hook(lambda p: note("accumulated")),
-    "save": lambda layer, note: layer.register_state_dict_pre_hook(lambda m, prefix, keep: note("save")),
-    "saved": lambda layer, note: layer.register_state_dict_post_hook(lambda m, s, prefix, meta: note("saved")),
-    "load": lambda layer, note: layer.register_load_state_dict_pre_hook(lambda m, *args: note("load")),
-    "loaded": lambda layer, note: layer.register_load_state_dict_post_hook(lambda m, keys: note("loaded")),
+    "accumulated": lambda layer, note: layer.weight.register_post_accumulate_grad_hook(
+        lambda p: note("accumulated")
+    ),
+    "save": lambda layer, note: layer.register_state_dict_pre_hook(
+        lambda m, prefix, keep: note("save")
+    ),
+    "saved": lambda layer, note: layer.register_state_dict_post_hook(
+        lambda m, s, prefix, meta: note("saved")
+    ),
+    "load": lambda layer, note: layer.register_load_state_dict_pre_hook(
+        lambda m, *args: note("load")
+    ),
+    "loaded": lambda layer, note: layer.register_load_state_dict_post_hook(
+        lambda m, keys: note("loaded")
+    ),
 }
 
 
@@ -76,7 +106,12 @@ def test_attributes_and_what_is_registered_go_over_and_come_back(storage) -> Non
     quantize_model(net, {"1": "E4M3"}, storage)
     for _ in range(2):
         layer = net[1]
-        assert (layer.note, layer.weight.decay, layer.seen.tolist(), layer.gain.numel()) == ("kept", 0.5, [1, 1], 3)
+        assert (layer.note, layer.weight.decay, layer.seen.tolist(), layer.gain.numel()) == (
+            "kept",
+            0.5,
+            [1, 1],
+            3,
+        )
         assert type(layer.adapter) is nn.LayerNorm
         assert torch.equal(layer.weight.grad, gradient)
         assert "1.gain" in net.state_dict()
@@ -97,11 +132,17 @@ def test_parameters_and_state_keep_their_order(storage, tied) -> None:
     """Optimizers' states, averages and communication go by order."""
 
     def made() -> nn.Sequential:
-        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+        net = nn.Sequential(
+            nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        )
         net[1].register_parameter("extra", nn.Parameter(torch.zeros(2)))
         bias = net[3].bias
         net[3].bias = None
-        net[3]._parameters = {"first": nn.Parameter(torch.ones(1)), "bias": bias, "weight": net[3].weight}
+        net[3]._parameters = {
+            "first": nn.Parameter(torch.ones(1)),
+            "bias": bias,
+            "weight": net[3].weight,
+        }
         if tied != "refuse":
             net.append(nn.Linear(8, 8))
             net[4].weight = net[0].weight
@@ -110,20 +151,26 @@ def test_parameters_and_state_keep_their_order(storage, tied) -> None:
     net = made()
     known = set(net.state_dict())
     expected = orders(net, known)
-    net = quantize_model(net, {"*": LayerSpec("E4M3", activation="E5M2", rounding="split")}, storage, tied=tied)
+    net = quantize_model(
+        net, {"*": LayerSpec("E4M3", activation="E5M2", rounding="split")}, storage, tied=tied
+    )
     assert orders(net, known) == orders(copy.deepcopy(net), known) == expected
     net.load_state_dict(copy.deepcopy(net).state_dict(), assign=True)
     assert orders(net, known) == orders(copy.deepcopy(net), known) == expected
     assert orders(dequantize_model(net), known) == expected
     for linear in (net[0], net[2]):  # with a bias and without
-        assert [*QuantizedLinear(linear, LayerSpec("E4M3"), storage)._parameters] == [*linear._parameters]
+        assert [*QuantizedLinear(linear, LayerSpec("E4M3"), storage)._parameters] == [
+            *linear._parameters
+        ]
 
 
 @each("name", ["spec", "weight_codes", "weight_scaler"])
 def test_an_attribute_without_a_place_is_refused(name) -> None:
     net = model()
     setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
-    with pytest.raises(ValueError, match=f"layer '1' has the attribute '{name}', which a QuantizedLinear needs"):
+    with pytest.raises(
+        ValueError, match=f"layer '1' has the attribute '{name}', which a QuantizedLinear needs"
+    ):
         quantize_model(net, "E4M3")
     assert type(net[0]) is nn.Linear
     net = model()
@@ -147,7 +194,11 @@ def pruned(layer: nn.Module) -> None:
 DONE = {
     "pruned": (pruned, r"prune\.remove\(layer, 'weight'\)", lambda m: prune.remove(m, "weight")),
     "weight_norm": (nn.utils.weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
-    "spectral_norm": (nn.utils.spectral_norm, r"remove_spectral_norm\(layer\)", remove_spectral_norm),
+    "spectral_norm": (
+        nn.utils.spectral_norm,
+        r"remove_spectral_norm\(layer\)",
+        remove_spectral_norm,
+    ),
     "parametrised": (
         parametrizations.weight_norm,
         "remove_parametrizations for its 'weight'",
@@ -159,7 +210,9 @@ DONE = {
         lambda m: delattr(m, "forward"),
     ),
     "compiled": (
-        lambda m: setattr(m, "_compiled_call_impl", m._call_impl),  # what compile() does, without the compiler
+        lambda m: setattr(
+            m, "_compiled_call_impl", m._call_impl
+        ),  # what compile() does, without the compiler
         "compile then",
         lambda m: setattr(m, "_compiled_call_impl", None),
     ),
@@ -194,5 +247,7 @@ def test_a_named_layer_is_left_by_naming_it_again() -> None:
     pruned(net[1])
     quantize_model(net, {"?": "E4M3", "1": "none"})
     assert type(net[0]) is QuantizedLinear
-    with pytest.raises(ValueError, match=r"pattern '\*' matches only layers that can't be quantised, such as '0'"):
+    with pytest.raises(
+        ValueError, match=r"pattern '\*' matches only layers that can't be quantised, such as '0'"
+    ):
         quantize_model(nn.Sequential(net[1]), "E4M3")

@@ -34,7 +34,9 @@ def near(p: torch.Tensor, values: torch.Tensor) -> bool:
 @each("fill", INITIALISERS.values(), ids=INITIALISERS)
 def test_initialisers_take_a_fresh_scale(fill, std, granularity) -> None:
     if fill is INITIALISERS["trunc_normal"] and torch.__version__ < (2, 9):
-        pytest.skip("torch 2.8 writes between the first values and the last, which are rounded on the way")
+        pytest.skip(
+            "torch 2.8 writes between the first values and the last, which are rounded on the way"
+        )
     p, q = parameter(granularity=granularity, rounding="nearest"), normal(4, 64)
     with torch.no_grad():
         for w in (p, q):
@@ -63,7 +65,9 @@ def test_floats_of_another_size_are_loaded_at_a_scale_of_their_own(factor, granu
 
 
 def test_points_of_the_grid_are_copied_as_they_are() -> None:
-    """A step of geoopt's is a copy: it changes no scale, however small the weights have become."""
+    """A step of geoopt's is a copy: it changes no scale, however small the weights have
+    become.
+    """
     p = parameter(rounding="nearest", scale=1.0)
     scale, points = p.scale.clone(), torch.full(p.shape, p.format.ulp_min)
     with torch.no_grad():
@@ -75,20 +79,27 @@ def test_points_of_the_grid_are_copied_as_they_are() -> None:
 @each("write", [lambda p: p.mul_(1e-6), lambda p: p[1].mul_(1e-6)], ids=["all", "a row"])
 def test_what_arithmetic_loses_is_warned_of(write) -> None:
     p = parameter(rounding="nearest")
-    with torch.no_grad(), pytest.warns(fm.UnderflowWarning, match="are below half a step of .* near 0.*adapt_scale_"):
+    with (
+        torch.no_grad(),
+        pytest.warns(fm.UnderflowWarning, match="are below half a step of .* near 0.*adapt_scale_"),
+    ):
         write(p)
 
 
 def made(storage, *, bias=True, **options):
     gradient = {"format": "E5M2", "rounding": "stochastic"}
-    spec = fm.LayerSpec("E4M3", activation={"format": "E5M2", "policy": "delayed"}, gradient=gradient)
+    spec = fm.LayerSpec(
+        "E4M3", activation={"format": "E5M2", "policy": "delayed"}, gradient=gradient
+    )
     return fm.quantize_model(nn.Linear(64, 32, bias=bias), spec, storage, seed=5, **options)
 
 
 @storages
 @each("bare", [False, True])
 def test_a_layer_begins_anew(bare, storage) -> None:
-    """Trained, or on meta, given memory, and reset: a layer as if it had been made in the ordinary way."""
+    """Trained, or on meta, given memory, and reset: a layer as if it had been made in
+    the ordinary way.
+    """
     options = {"keep_remainder": storage == "fp8"}
     torch.manual_seed(1)
     expected = made(storage, bias=bare, **options)
@@ -97,7 +108,11 @@ def test_a_layer_begins_anew(bare, storage) -> None:
     if bare:
         layer.to_empty(device="cpu")
         for tensor in (*layer.parameters(), *layer.buffers()):
-            for part in (tensor.codes, tensor.scale, tensor.counter) if isinstance(tensor, fm.FP8Tensor) else (tensor,):
+            for part in (
+                (tensor.codes, tensor.scale, tensor.counter)
+                if isinstance(tensor, fm.FP8Tensor)
+                else (tensor,)
+            ):
                 part.detach().view(-1).view(torch.uint8).fill_(17)  # what memory may hold
     else:
         for t in range(2):
@@ -124,7 +139,11 @@ def quantized(model, storage, **options):
 
 
 def convs(model):
-    return {name: m for name, m in model.named_modules() if type(m).__name__ in ("Conv1D", "QuantizedConv1D")}
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if type(m).__name__ in ("Conv1D", "QuantizedConv1D")
+    }
 
 
 @storages
@@ -165,7 +184,9 @@ def test_state_dicts_of_every_kind(gpt, storage, assign) -> None:
         floats = copy.deepcopy(gpt)
         floats.load_state_dict({name: state[name] for name in gpt.state_dict()}, assign=assign)
         name = "transformer.h.0.attn.c_proj"
-        assert torch.equal(floats.get_submodule(name).weight, model.get_submodule(name).weight.t() + 0)
+        assert torch.equal(
+            floats.get_submodule(name).weight, model.get_submodule(name).weight.t() + 0
+        )
 
 
 @storages

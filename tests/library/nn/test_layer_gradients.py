@@ -1,4 +1,6 @@
-"""Quantised gradients, and the rounding, scales and policies of every operand of a layer."""
+"""Quantised gradients, and the rounding, scales and policies of every operand of a
+layer.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -35,8 +37,12 @@ def gradients(layer, x=X, g=G, run=None) -> tuple[Tensor, Tensor, Tensor]:
 @each("granularity", ["tensor", "channel", "block"])
 @each("operands", [BACKWARD, BACKWARD[:1], BACKWARD[1:]], ids=str)
 def test_gradients_are_quantised_once_each(storage, granularity, operands) -> None:
-    """The one that arrives before both products, the weight's after its own; the bias sees what arrived."""
-    gradient = {name.partition("_")[0]: {"format": "E5M2", "granularity": granularity} for name in operands}
+    """The one that arrives before both products, the weight's after its own; the bias
+    sees what arrived.
+    """
+    gradient = {
+        name.partition("_")[0]: {"format": "E5M2", "granularity": granularity} for name in operands
+    }
     layer = layer_of(LayerSpec("E4M3", activation="E3M4", gradient=gradient), storage)
     for_x, for_weight, for_bias = gradients(layer)
 
@@ -50,7 +56,9 @@ def test_gradients_are_quantised_once_each(storage, granularity, operands) -> No
 
 
 def test_weight_gradients_of_micro_steps_are_added_up_in_float32() -> None:
-    """Each at its own scale: a thousandth beside a large one would be lost in the sum's 8 bits."""
+    """Each at its own scale: a thousandth beside a large one would be lost in the sum's
+    8 bits.
+    """
     layer = layer_of(LayerSpec("E4M3", gradient={"weight": "E5M2"}))
     total = torch.zeros(64, 32)
     for factor in (1.0, 1e-3):
@@ -76,7 +84,9 @@ def test_under_autocast_the_weights_gradient_keeps_its_values() -> None:
 
 
 def test_batches_of_any_shape() -> None:
-    layer = layer_of(LayerSpec("E4M3", {"format": "E4M3", "granularity": "channel"}, gradient="E5M2"))
+    layer = layer_of(
+        LayerSpec("E4M3", {"format": "E4M3", "granularity": "channel"}, gradient="E5M2")
+    )
     flat, cube = gradients(layer), gradients(layer, X.view(2, 3, 32), G.view(2, 3, 64))
     assert torch.equal(cube[0].view(6, 32), flat[0])
     assert torch.equal(cube[1], flat[1])
@@ -107,7 +117,9 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 @each("operand", ["weight", "activation"])
 def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
-    """The average of many passes is the operand itself; a layer in eval mode draws nothing."""
+    """The average of many passes is the operand itself; a layer in eval mode draws
+    nothing.
+    """
     layer = layer_of(LayerSpec(**{operand: {"format": "E4M3", "rounding": "stochastic"}}))
     exact = layer.weight.detach() if operand == "weight" else X
     total, seen = torch.zeros_like(exact), set()
@@ -117,7 +129,10 @@ def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
         assert torch.equal(y, F.linear(layer.quantized_input(X), weight, layer.bias))
         total += values
         seen.add(values.sum().item())
-    spacing = fake_quantize(exact, "E4M3", granularity="channel" if operand == "weight" else "tensor") - exact
+    spacing = (
+        fake_quantize(exact, "E4M3", granularity="channel" if operand == "weight" else "tensor")
+        - exact
+    )
     assert len(seen) > 200
     assert (total / 300 - exact).abs().mean() < 0.2 * spacing.abs().mean()
     before = int(layer.draws)
@@ -145,7 +160,9 @@ def test_split_rounding_is_nearest_forward_and_stochastic_backward() -> None:
 
 
 def test_draws_are_a_function_of_seed_and_pass() -> None:
-    """A layer that is loaded goes on as the one that was saved; another seed draws others."""
+    """A layer that is loaded goes on as the one that was saved; another seed draws
+    others.
+    """
     spec = LayerSpec("E4M3", gradient="E5M2", rounding="stochastic")
     layer, other = layer_of(spec, seed=5), layer_of(spec, seed=6)
     gradients(layer)
@@ -172,12 +189,16 @@ def test_master_weights_in_blocks_have_scales_that_are_powers_of_two() -> None:
     assert layer.weight_scaler.preview(layer.weight).shape == (64, 1)
     assert (torch.frexp(scale).mantissa == 0.5).all()
     assert torch.equal(fm.decode(layer.weight_codes(), "E4M3") * scale, layer.quantized_weight())
-    assert torch.equal(layer(X), F.linear(X, fake_quantize(layer.weight, "E4M3", granularity="block"), layer.bias))
+    assert torch.equal(
+        layer(X), F.linear(X, fake_quantize(layer.weight, "E4M3", granularity="block"), layer.bias)
+    )
 
 
 @each("granularity", ["channel", "block"])
 def test_activations_with_a_scale_for_each_row_or_block(granularity) -> None:
-    layer = layer_of(LayerSpec(activation={"format": "E3M4", "granularity": granularity, "ste": "clipped"}))
+    layer = layer_of(
+        LayerSpec(activation={"format": "E3M4", "granularity": granularity, "ste": "clipped"})
+    )
     x = X * torch.logspace(-3, 3, 6).view(6, 1)  # one scale for all would lose the first rows
     quantized = fake_quantize(x, "E3M4", granularity=granularity)
     assert torch.equal(layer(x), F.linear(quantized, layer.weight, layer.bias))
@@ -186,11 +207,18 @@ def test_activations_with_a_scale_for_each_row_or_block(granularity) -> None:
 
 
 def test_delayed_scales_follow_the_magnitudes_of_the_past() -> None:
-    layer = layer_of(LayerSpec("E4M3", activation="E4M3", policy="delayed", history=2, gradient="E5M2"))
+    layer = layer_of(
+        LayerSpec("E4M3", activation="E4M3", policy="delayed", history=2, gradient="E5M2")
+    )
     used = []
     for factor in (1.0, 4.0, 1.0, 1.0, 1.0):
         gradients(layer, X * factor, G * factor)
-        used.append([getattr(layer, f"{name}_scaler").value.item() for name in ("activation", "activation_gradient")])
+        used.append(
+            [
+                getattr(layer, f"{name}_scaler").value.item()
+                for name in ("activation", "activation_gradient")
+            ]
+        )
     first = used[0]
     assert first[0] == pytest.approx(X.abs().max().item() / 448)
     assert [row[0] / first[0] for row in used] == pytest.approx([1, 1, 4, 4, 1])
@@ -203,11 +231,19 @@ def test_delayed_scales_follow_the_magnitudes_of_the_past() -> None:
 
 
 def test_looking_at_a_layer_changes_nothing() -> None:
-    spec = LayerSpec("E4M3", activation="E4M3", policy="delayed", rounding="stochastic", gradient="E5M2")
+    spec = LayerSpec(
+        "E4M3", activation="E4M3", policy="delayed", rounding="stochastic", gradient="E5M2"
+    )
     layer = layer_of(spec)
     layer(X)
     before = {name: t.clone() for name, t in layer.state_dict().items()}
-    layer.weight_scale(), layer.quantized_weight(), layer.weight_codes(), layer.quantized_input(X), repr(layer)
+    (
+        layer.weight_scale(),
+        layer.quantized_weight(),
+        layer.weight_codes(),
+        layer.quantized_input(X),
+        repr(layer),
+    )
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
 
 
@@ -223,8 +259,13 @@ def test_a_scale_that_is_given_saturates() -> None:
 
 def net(scale) -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False))
-    model[0].weight.data, model[1].weight.data = normal(32, 32, seed=3), normal(64, 32, seed=4) * 1e-6
-    return quantize_model(model, LayerSpec(gradient={"format": "E4M3", "scale": scale}), storage="master")
+    model[0].weight.data, model[1].weight.data = (
+        normal(32, 32, seed=3),
+        normal(64, 32, seed=4) * 1e-6,
+    )
+    return quantize_model(
+        model, LayerSpec(gradient={"format": "E4M3", "scale": scale}), storage="master"
+    )
 
 
 def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
@@ -246,9 +287,13 @@ def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
 
 
 @each("storage", ["grid", "fp8"])
-@each("option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"scale": 1.0}, {"ste": "clipped"}])
+@each(
+    "option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"scale": 1.0}, {"ste": "clipped"}]
+)
 def test_stored_weights_refuse_what_they_would_ignore(storage, option) -> None:
-    with pytest.raises(ValueError, match=rf"weight has {next(iter(option))}=.* needs storage='master'"):
+    with pytest.raises(
+        ValueError, match=rf"weight has {next(iter(option))}=.* needs storage='master'"
+    ):
         layer_of(LayerSpec(OperandSpec("E4M3", **option)), storage)
     layer_of(LayerSpec(OperandSpec("E4M3"), activation=OperandSpec("E4M3", **option)), storage)
 
@@ -275,12 +320,16 @@ def test_blocks_must_fit(operand) -> None:
     kind = {operand.removesuffix("_gradient"): {"format": "E4M3", "granularity": "block"}}
     arguments = {"gradient": kind} if operand.endswith("gradient") else kind
     shape = (32, 40) if operand == "activation_gradient" else (40, 32)
-    with pytest.raises(ValueError, match=f"granularity='block' of {operand} needs rows whose length 32 divides"):
+    with pytest.raises(
+        ValueError, match=f"granularity='block' of {operand} needs rows whose length 32 divides"
+    ):
         QuantizedLinear(nn.Linear(*shape), LayerSpec(**arguments), storage="master")
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing, as is
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own doing, as is
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_the_gradients_are_the_same() -> None:
     layer = layer_of(LayerSpec("E4M3", activation="E4M3", gradient="E5M2"))

@@ -1,4 +1,6 @@
-"""Refusals of one-byte tensors, layers, surgery and their files: a line each, and nothing is changed."""
+"""Refusals of one-byte tensors, layers, surgery and their files: a line each, and
+nothing is changed.
+"""
 
 import json
 
@@ -23,9 +25,17 @@ def flat() -> dict[str, Tensor]:
 
 def described(**changes) -> dict[str, str]:
     """Such a header, with changes; what is "gone" is left out."""
-    description = {"format": "E4M3", "block_size": None, "rounding": "stochastic", "seed": 7, "by_operator": True}
+    description = {
+        "format": "E4M3",
+        "block_size": None,
+        "rounding": "stochastic",
+        "seed": 7,
+        "by_operator": True,
+    }
     description |= {"draws": "independent", "dtype": "float32"} | changes
-    return {"fp8:w": json.dumps({key: value for key, value in description.items() if value != "gone"})}
+    return {
+        "fp8:w": json.dumps({key: value for key, value in description.items() if value != "gone"})
+    }
 
 
 def state(of, **changes) -> dict[str, Tensor]:
@@ -68,17 +78,25 @@ SUBJECTS = {
     "twice": lambda: nn.Sequential(layer := nn.Linear(4, 4), nn.ReLU(), layer),
     "unfinite": unfinite,
     "language": lambda: seeded(Language),
-    "experts": lambda: fm.quantize_model(seeded(Language), "E4M3", "fp8", parameters="*.up", tied="leave"),
+    "experts": lambda: fm.quantize_model(
+        seeded(Language), "E4M3", "fp8", parameters="*.up", tied="leave"
+    ),
     "bare": bare,
     "buffered": two_buffers,
     "valued": made,
     "net": lambda: Net("E5M2"),
     "inputs": lambda: fm.quantize_model(nn.Linear(8, 4), fm.LayerSpec(activation="E4M3")),
-    "exported": lambda: fm.quantize_model(nn.Sequential(nn.Linear(8, 8)), "E4M3", "fp8", granularity="square"),
+    "exported": lambda: fm.quantize_model(
+        nn.Sequential(nn.Linear(8, 8)), "E4M3", "fp8", granularity="square"
+    ),
 }
 MORE = {"described": described, "state": state, "parameter": parameter, "Net": Net}
 MORE["of"] = lambda fmt, storage: fm.quantize_model(Model(), fmt, storage)
-SIZES = {name: (m.in_features, m.out_features) for name, m in Model().named_modules() if isinstance(m, nn.Linear)}
+SIZES = {
+    name: (m.in_features, m.out_features)
+    for name, m in Model().named_modules()
+    if isinstance(m, nn.Linear)
+}
 
 REFUSED = {
     # one-byte tensors
@@ -98,8 +116,10 @@ REFUSED = {
     "FP8Parameter(w, scale='1')": "TypeError: scale must be a number or a tensor, not str",
     "FP8Parameter(w, scale=ones(64))": "ValueError: (64,): & 'channel' & needs (2, 1)",
     "FP8Parameter(w, granularity='block', scale=ones(2, 1))": "ValueError: needs (2, 2)",
-    "FP8Tensor.from_codes(codes.int(), w[:, :1], 'E4M3')": "TypeError: uint8 tensor, not torch.int32",
-    "FP8Tensor.from_codes(codes + 64, w[:, :1], 'E2M3')": "ValueError: code 64 is out of range for E2M3",
+    "FP8Tensor.from_codes(codes.int(), w[:, :1], 'E4M3')": "TypeError: uint8 tensor, not "
+    "torch.int32",
+    "FP8Tensor.from_codes(codes + 64, w[:, :1], 'E2M3')": "ValueError: code 64 is out of range for "
+    "E2M3",
     "FP8Tensor.from_codes(codes, w, 'E4M3')": "ValueError: needs (2, 1)",
     "FP8Tensor.from_codes(codes, w[:, :2], 'E4M3', block_size=16)": "ValueError: block_size=16",
     "FP8Tensor.from_codes(codes, 1.0, 'E4M3', counter=ones(2))": "ValueError: counter & (2,)",
@@ -109,62 +129,83 @@ REFUSED = {
     "p.copy_(parameter(shape=(4, 32)))": "ValueError: shape",
     "whole.copy_(p)": "ValueError: a scale for each channel, this one for each tensor",
     "p.copy_(blocks)": "ValueError: a scale for each block, this one for each channel",
-    "squares.copy_(FP8Tensor(ones(200, 64), granularity='block'))": "ValueError: this one for each square",
+    "squares.copy_(FP8Tensor(ones(200, 64), granularity='block'))": "ValueError: this one for each "
+    "square",
     "p.t().view(-1)": "RuntimeError: view size is not compatible",
     "p.t_()": "RuntimeError: in place",
     "p.resize_(2, 2)": "RuntimeError: resize",
     "f'{p:.2f}'": "TypeError: unsupported format string",
     # scales
-    "blocks.set_scale_(0.0)": "ValueError: scale holds 0: every entry must be finite, and 2^-126 at least",
+    "blocks.set_scale_(0.0)": "ValueError: scale holds 0: every entry must be finite, and 2^-126 "
+    "at least",
     "blocks.set_scale_(2.0**-127)": "ValueError: scale holds 5.87747e-39: & 2^-126 at least",
     "blocks.set_scale_(ones(3, 1))": "ValueError: shape (3, 1): it must fit (4, 2)",
     "blocks.set_scale_(full((4, 2), 128).byte())": "TypeError: scale has dtype torch.uint8",
     "setattr(blocks, 'scale', full((4, 2), -3.0))": "ValueError: scale holds -3",
     "blocks.rescale_(2.0**-127)": "ValueError: scale holds 5.87747e-39",
-    "FP8Parameter.from_codes(left, left[:, :2], 'E4M3', block_size=32)": "ValueError: scale holds the exponent 0",
-    "FP8Parameter.from_codes(left, left[:, :1] + 127, 'E4M3')": "TypeError: scale has dtype torch.uint8",
+    "FP8Parameter.from_codes(left, left[:, :2], 'E4M3', block_size=32)": "ValueError: scale holds "
+    "the exponent 0",
+    "FP8Parameter.from_codes(left, left[:, :1] + 127, 'E4M3')": "TypeError: scale has dtype "
+    "torch.uint8",
     # of squares
     "FP8Tensor(w, granularity='squares')": "ValueError: did you mean 'square'",
     "FP8Tensor(w[0], granularity='square')": "ValueError: needs two or more dimensions",
-    "FP8Tensor.from_codes(codes, 1.0, 'E4M3', block_size=(64, 64))": "ValueError: block_size=(64, 64) must be 32",
+    "FP8Tensor.from_codes(codes, 1.0, 'E4M3', block_size=(64, 64))": "ValueError: block_size=(64, "
+    "64) must be 32",
     "FP8Tensor(ones(200, 4), granularity='square', scale=ones(1, 1))": "ValueError: needs (2, 1)",
-    "squares.new_zeros((100, 64))": "RuntimeError: a scale for each square of 128 x 128 can't be sharded",
-    "LayerSpec('E4M3', {'format': 'E4M3', 'granularity': 'square'})": "ValueError: square', which is for weights",
-    "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: granularity='square' needs",
-    "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'fp8', granularity='square', parameters='0')": (
+    "squares.new_zeros((100, 64))": "RuntimeError: a scale for each square of 128 x 128 can't be "
+    "sharded",
+    "LayerSpec('E4M3', {'format': 'E4M3', 'granularity': 'square'})": "ValueError: square', which "
+    "is for weights",
+    "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: "
+    "granularity='square' needs",
+    "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'fp8', "
+    "granularity='square', parameters='0')": (
         "ValueError: parameter '0.weight' is a convolution's"
     ),
 }
 SPECS = {
-    "weight={'formt': 'E4M3'}": "ValueError: weight has an unknown key 'formt' & did you mean 'format'",
+    "weight={'formt': 'E4M3'}": "ValueError: weight has an unknown key 'formt' & did you mean "
+    "'format'",
     "weight={'rounding': 'nearest'}": "ValueError: weight has options but no format",
-    "weight={'format': 'E4M3', 'rounding': 'split'}": "ValueError: rounding='split' & nearest, stochastic",
+    "weight={'format': 'E4M3', 'rounding': 'split'}": "ValueError: rounding='split' & nearest, "
+    "stochastic",
     "weight={'format': 'E4M3', 'scale': 'global'}": "ValueError: weight has scale='global'",
     "weight={'format': 'E4M3', 'scale': 0}": "ValueError: scale=0 is out of range",
-    "weight={'format': 'E4M3', 'scale': 1.0, 'policy': 'static'}": "ValueError: scale=1.0 & policy='static'",
-    "weight={'format': 'E4M3', 'scale': 1.0, 'granularity': 'block'}": "ValueError: granularity='block'",
+    "weight={'format': 'E4M3', 'scale': 1.0, 'policy': 'static'}": "ValueError: scale=1.0 & "
+    "policy='static'",
+    "weight={'format': 'E4M3', 'scale': 1.0, 'granularity': 'block'}": "ValueError: "
+    "granularity='block'",
     "weight={'format': 'E4M3', 'history': 20}": "ValueError: history=20 belongs to policy='delayed'",
     "weight={'format': 'E4M3', 'policy': 'delayed', 'history': 0}": "ValueError: history=0",
-    "weight='E4M3', history=20": "ValueError: history=20 belongs to policy='delayed', which no operand",
+    "weight='E4M3', history=20": "ValueError: history=20 belongs to policy='delayed', which no "
+    "operand",
     "weight='E4M3', rounding='splitt'": "ValueError: rounding='splitt' & did you mean 'split'",
-    "activation={'format': 'E4M3', 'granularity': 'channel', 'policy': 'static'}": "ValueError: batch",
+    "activation={'format': 'E4M3', 'granularity': 'channel', 'policy': 'static'}": "ValueError: "
+    "batch",
     "activation={'format': 'E4M3', 'granularity': 'block'}, policy='delayed'": "ValueError: batch",
     "gradient={'format': 'E5M2', 'ste': 'relu'}": "ValueError: activation_gradient has ste='relu'",
     "gradient={'weights': 'E5M2'}": "ValueError: gradient has an unknown key 'weights' & 'weight'",
-    "gradient={'weight': 'E5M2', 'rounding': 'nearest'}": "ValueError: gradient has an unknown key 'rounding'",
+    "gradient={'weight': 'E5M2', 'rounding': 'nearest'}": "ValueError: gradient has an unknown key "
+    "'rounding'",
     "weight=3": "TypeError: int",
 }
 #: of a model with 49 linear layers
 FORMATS = {
-    "{'atn': 'E4M3'}": "ValueError: pattern 'atn' matches none of the 49 linear layers; did you mean 'attn'",
+    "{'atn': 'E4M3'}": "ValueError: pattern 'atn' matches none of the 49 linear layers; did you "
+    "mean 'attn'",
     "{'*': 'E4M3', 'embedding': 'none'}": "ValueError: 'embedding'",
     "{'attn': 'E9M9'}": "ValueError: E9M9",
     "{'attn': {'weights': 'E4M3'}}": "ValueError: unknown key 'weights' & did you mean 'weight'",
     "{'attn': {'weight': 'E4M3', 'ste': 'clip'}}": "ValueError: ste='clip' & 'clipped'",
-    "{'attn': {'weight': 'E4M3', 'ste': 'clipped'}}": "ValueError: ste='clipped' & or give storage='master'",
-    "{'attn': {'weight': 'E4M3', 'policy': 'static'}}": "ValueError: policy='static' & or give storage='master'",
-    "{'attn': {'weight': {'format': 'E4M3', 'scale': 0.5}}}": "ValueError: scale=0.5, which needs storage='master'",
-    "{'attn': {'activation': 'E4M3', 'granularity': 'tensor'}}": "ValueError: granularity='tensor' & for a weight",
+    "{'attn': {'weight': 'E4M3', 'ste': 'clipped'}}": "ValueError: ste='clipped' & or give "
+    "storage='master'",
+    "{'attn': {'weight': 'E4M3', 'policy': 'static'}}": "ValueError: policy='static' & or give "
+    "storage='master'",
+    "{'attn': {'weight': {'format': 'E4M3', 'scale': 0.5}}}": "ValueError: scale=0.5, which needs "
+    "storage='master'",
+    "{'attn': {'activation': 'E4M3', 'granularity': 'tensor'}}": "ValueError: granularity='tensor' "
+    "& for a weight",
     "{'attn': {'weight': 'E4M3', 'policy': 'late'}}": "ValueError: policy='late'",
     "{'attn': 4}": "TypeError: formats['attn'] & int",
     "{4: 'E4M3'}": "TypeError: key 4",
@@ -177,7 +218,8 @@ OPTIONS = {
     "rounding='up', storage='grid'": "ValueError: rounding='up'",
     "headroom='16', storage='grid'": "TypeError: headroom='16'",
     "seed=1.0, storage='grid'": "TypeError: seed=1.0",
-    "storage='grid', granularity='block'": "ValueError: granularity='block' needs storage='fp8' or 'master'",
+    "storage='grid', granularity='block'": "ValueError: granularity='block' needs storage='fp8' or "
+    "'master'",
     "storage='grid', keep_remainder=True": "ValueError: keep_remainder=True needs storage='fp8'",
 }
 REFUSED |= {
@@ -188,17 +230,21 @@ REFUSED |= {
         for storage in ("master", "grid", "fp8")
         for call, said in {
             "quantize_model(unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
-            "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & tied='untie' & tied='leave'",
+            "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & tied='untie' "
+            "& tied='leave'",
             "quantize_model(twice, 'E4M3'": "layer '0' is shared",
         }.items()
     },
     "quantize_model(tied, 'E4M3', tied='keep')": "ValueError: tied='keep' & refuse, untie, leave",
     "quantize_model(twice, 'E4M3', tied='untie')": "ValueError: layer '0' is shared",
     "quantize_model(half, 'E5M2', 'grid')": "ValueError: 'blocks.0.mlp.fc' is quantised already",
-    "quantize_model(two, 'E4M3', 'fp8', granularity='block')": "ValueError: of weight needs rows whose length 32",
-    "quantize_model(nn.Linear(8, 4, dtype=float16), 'E4M3', 'fp8')": "TypeError: storage='fp8' takes float32 or",
+    "quantize_model(two, 'E4M3', 'fp8', granularity='block')": "ValueError: of weight needs rows "
+    "whose length 32",
+    "quantize_model(nn.Linear(8, 4, dtype=float16), 'E4M3', 'fp8')": "TypeError: storage='fp8' "
+    "takes float32 or",
     "quantize_model({}, 'E4M3')": "TypeError: dict",
-    "quantize_model(nn.Linear(8, 4).double(), 'E4M3')": "TypeError: torch.float64 & and storage='master' others too",
+    "quantize_model(nn.Linear(8, 4).double(), 'E4M3')": "TypeError: torch.float64 & and "
+    "storage='master' others too",
     "quantize_model(nn.Sequential(nn.ReLU()), 'E4M3')": "ValueError: the model has no linear layer",
     "QuantizedLinear(nn.Conv1d(1, 1, 1), LayerSpec('E4M3'))": "TypeError: Conv1d",
     "inputs.weight_codes()": "ValueError: this layer has weight=None",
@@ -214,14 +260,16 @@ REFUSED |= {
         for given, said in {
             "storage='fp8', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
             "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid'",
-            "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not 'master'",
+            "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not "
+            "'master'",
         }.items()
     },
     # parameters and embeddings
     **{
         f"quantize_model(language, 'E4M3', 'fp8', {given})": said
         for given, said in {
-            "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters & 'experts'",
+            "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters "
+            "& 'experts'",
             "parameters={'inner': 'E4M3'}": "ValueError: pattern 'inner' matches none",
             "parameters=[]": "ValueError: parameters is empty",
             "parameters={3: 'E4M3'}": "TypeError: parameters has 3: a pattern must be a string",
@@ -230,31 +278,42 @@ REFUSED |= {
             "embeddings='E5M2'": "ValueError: the weight of 'head' is shared",
         }.items()
     },
-    "quantize_model(language, 'E4M3', 'grid', parameters='*')": "ValueError: not with storage='grid'",
-    "quantize_model(language, {'inner': 'E4M3'}, 'fp8', parameters='*.up')": "ValueError: give parameters=",
+    "quantize_model(language, 'E4M3', 'grid', parameters='*')": "ValueError: not with "
+    "storage='grid'",
+    "quantize_model(language, {'inner': 'E4M3'}, 'fp8', parameters='*.up')": "ValueError: give "
+    "parameters=",
     "quantize_model(linear, 'E4M3', 'fp8', embeddings='E4M3')": "ValueError: has no nn.Embedding",
-    "quantize_model(experts, {'*': 'none'}, 'fp8', parameters={'*.up': 'E5M2'})": "ValueError: 'experts.up'",
+    "quantize_model(experts, {'*': 'none'}, 'fp8', parameters={'*.up': 'E5M2'})": "ValueError: "
+    "'experts.up'",
     # states that are loaded
     **{
         f"plain.load_state_dict(state(plain, {given}))": f"RuntimeError: {said}"
         for given, said in {
             "_scale=None": "0.weight holds codes & and 0.weight_scale is missing",
-            "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale holds -0.3",
+            "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale "
+            "holds -0.3",
             "_scale=ones(3, 1)": "scale has shape (3, 1)",
             "_traits=zeros(10).long()": "0.weight_traits can't be read: & exponent_bits=0",
             "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0])": "9 is out of range: 0 to 5",
             "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0])": "seed=-1",
             "_counter=zeros(2).long()": "counter has shape",
             "_remainder=zeros(4, 64)": "0.weight can't be put together & remainder is torch.float32",
-            "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files of earlier versions",
+            "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files "
+            "of earlier versions",
             "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say in which format",
-            "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but this layer's",
+            "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but "
+            "this layer's",
         }.items()
     },
-    "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict())": "RuntimeError: lm_head.weight is of E4M3",
-    "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: manifold is of E5M2",
-    "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is of E4M3, but this one is of E5M2",
-    "FP8Manifold('E4M3').load_state_dict(FP8Manifold('E4M3', ones(2, 1)).state_dict())": "RuntimeError: size mismatch",
+    "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict())": "RuntimeError: "
+    "lm_head.weight is of E4M3",
+    "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: manifold "
+    "is of E5M2",
+    "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is of E4M3, but "
+    "this one is of E5M2",
+    "FP8Manifold('E4M3').load_state_dict(FP8Manifold('E4M3', ones(2, 1)).state_dict())": "RuntimeError: "
+    "size "
+    "mismatch",
     # files of earlier versions
     **{
         f"unflatten_state_dict(flat, described({given}))": f"ValueError: {said}"
@@ -279,19 +338,29 @@ REFUSED |= {
         }.items()
     },
     # models read and written
-    "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values already",
+    "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values "
+    "already",
     "load_quantized(bare, {})": "ValueError: the weight of 'head' is shared",
     "load_quantized(bare, {}, storage='grid')": "TypeError: has no option storage",
-    "load_quantized(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' has no values",
+    "load_quantized(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' "
+    "has no values",
     "exported_state_dict(two)": "ValueError: no quantised weight: call quantize_model",
     "exported_state_dict({})": "TypeError: must be an nn.Module, not dict",
-    "exported_state_dict(two, 'compressed_tensors')": "ValueError: did you mean 'compressed-tensors'",
-    "exported_state_dict(exported, activations='fp8')": "ValueError: activations='fp8' is unknown: one of float, E4M3",
-    "exported_state_dict(exported, 'torchao', activations='E4M3')": "ValueError: layout='compressed-tensors', not",
-    "exported_state_dict(exported, 'torchao')": "ValueError: takes one for a tensor, a row or a block of 32",
+    "exported_state_dict(two, 'compressed_tensors')": "ValueError: did you mean "
+    "'compressed-tensors'",
+    "exported_state_dict(exported, activations='fp8')": "ValueError: activations='fp8' is unknown: "
+    "one of float, E4M3",
+    "exported_state_dict(exported, 'torchao', activations='E4M3')": "ValueError: "
+    "layout='compressed-tensors', "
+    "not",
+    "exported_state_dict(exported, 'torchao')": "ValueError: takes one for a tensor, a row or a "
+    "block of 32",
     "exported_state_dict(half, 'fp8')": "ValueError: quantise with granularity='square'",
-    "exported_state_dict(quantize_model(linear, 'E5M2', granularity='square'), 'fp8')": "ValueError: takes one of E4M3",
-    "export_model(exported, 'nowhere')": "TypeError: Sequential & save the tensors of exported_state_dict",
+    "exported_state_dict(quantize_model(linear, 'E5M2', granularity='square'), 'fp8')": "ValueError: "
+    "takes one "
+    "of E4M3",
+    "export_model(exported, 'nowhere')": "TypeError: Sequential & save the tensors of "
+    "exported_state_dict",
 }
 
 
@@ -303,5 +372,11 @@ def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call) -> None:
 @each("formats", FORMATS)
 def test_what_is_not_allowed_is_known_without_a_model(formats) -> None:
     for more in ("", ", 'grid'"):
-        calls = (f"quantize_model(model, {formats}{more})", f"check_formats({formats}, SIZES{more})")
-        assert len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls}) == 1
+        calls = (
+            f"quantize_model(model, {formats}{more})",
+            f"check_formats({formats}, SIZES{more})",
+        )
+        assert (
+            len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls})
+            == 1
+        )

@@ -1,4 +1,6 @@
-"""QuantizedLinear: what it computes, copies and files of it, the way back, and whether it learns."""
+"""QuantizedLinear: what it computes, copies and files of it, the way back, and whether
+it learns.
+"""
 
 import copy
 
@@ -12,7 +14,13 @@ from surgery_models import LINEARS, TOKENS, Model, layers, stored
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, SaturationWarning, dequantize_model, quantize_model
+from fp8manifold import (
+    LayerSpec,
+    QuantizedLinear,
+    SaturationWarning,
+    dequantize_model,
+    quantize_model,
+)
 
 storages = each("storage", ["master", "grid"])
 all_storages = each("storage", ["master", "grid", "fp8"])
@@ -40,7 +48,9 @@ def test_master_is_a_fake_quantised_weight(name, granularity, bias) -> None:
 @each("granularity", ["tensor", "channel"])
 @each("name", FORMATS)
 def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
-    """On the grid, at power-of-two scales with headroom 16, within half an ULP of the weight it was."""
+    """On the grid, at power-of-two scales with headroom 16, within half an ULP of the
+    weight it was.
+    """
     linear = nn.Linear(64, 5, bias=bias)
     linear.weight.data = normal(5, 64, std=0.1)
     before = linear.weight.detach().clone()
@@ -55,14 +65,20 @@ def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
     assert (16 * amax <= scale * fmt.max).all()
     assert ((layer.weight - before).abs() <= fm.ulp(before / scale, fmt) * scale / 2).all()
     x = normal(3, 64)
-    assert torch.equal(layer(x), F.linear(x, layer.weight.detach().as_subclass(Tensor), linear.bias))
-    assert torch.equal(fm.decode(layer.weight_codes(), fmt) * scale, layer.weight.detach().as_subclass(Tensor))
+    assert torch.equal(
+        layer(x), F.linear(x, layer.weight.detach().as_subclass(Tensor), linear.bias)
+    )
+    assert torch.equal(
+        fm.decode(layer.weight_codes(), fmt) * scale, layer.weight.detach().as_subclass(Tensor)
+    )
     layer(x).sum().backward()
     assert torch.allclose(layer.weight.grad, x.sum(0).expand(5, 64))
 
 
 def test_static_scales_are_frozen_after_the_first_forward() -> None:
-    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E4M3", policy="static"), storage="master")
+    layer = quantize_model(
+        nn.Linear(8, 4), LayerSpec("E4M3", activation="E4M3", policy="static"), storage="master"
+    )
     x = normal(3, 8)
     layer(x)
     scales = [layer.weight_scale().clone(), layer.activation_scaler.value.clone()]
@@ -94,8 +110,12 @@ def test_gradients_flow_to_what_they_did_before(storage) -> None:
 @each("storage", ["grid", "fp8"])
 def test_options_reach_the_weights(storage) -> None:
     options = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
-    model, other = (quantize_model(Model(), "E4M3", storage, seed=seed, **options) for seed in (3, 4))
-    seeds = [{int(layer.weight.manifold.seed_word) for layer in layers(each)} for each in (model, other)]
+    model, other = (
+        quantize_model(Model(), "E4M3", storage, seed=seed, **options) for seed in (3, 4)
+    )
+    seeds = [
+        {int(layer.weight.manifold.seed_word) for layer in layers(each)} for each in (model, other)
+    ]
     assert [len(each) for each in seeds] == [49, 49]
     assert not seeds[0] & seeds[1]
     assert {layer.weight.manifold.rounding for layer in layers(model)} == {"nearest"}
@@ -104,7 +124,10 @@ def test_options_reach_the_weights(storage) -> None:
     assert all(torch.equal(layer.weight_scale(), expected) for layer in layers(model)[-1:])
     if storage == "fp8":
         assert all(layer.weight.remainder is None for layer in layers(model))
-        assert all(layer.weight.remainder.count_nonzero() > 0 for layer in layers(stored(keep_remainder=True)))
+        assert all(
+            layer.weight.remainder.count_nonzero() > 0
+            for layer in layers(stored(keep_remainder=True))
+        )
 
 
 @all_storages
@@ -166,9 +189,15 @@ TRAINERS = {
     "master-adamw": ("master", lambda p: torch.optim.AdamW(p, lr=0.01)),
     "fp8-stiffness": ("fp8", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
     "grid-stiffness": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
-    "grid-anneal": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01, stiffness=fm.optim.anneal(1.0, 0.0, 150))),
+    "grid-anneal": (
+        "grid",
+        lambda p: fm.optim.StiffnessAdamW(p, lr=0.01, stiffness=fm.optim.anneal(1.0, 0.0, 150)),
+    ),
     "grid-riemannian": ("grid", lambda p: fm.optim.RiemannianAdam(p, lr=0.5, float_lr=0.01)),
-    "grid-wrapped": ("grid", lambda p: fm.optim.StiffnessWrapper(torch.optim.AdamW(p, lr=0.01), exponent=1.0)),
+    "grid-wrapped": (
+        "grid",
+        lambda p: fm.optim.StiffnessWrapper(torch.optim.AdamW(p, lr=0.01), exponent=1.0),
+    ),
 }
 
 
@@ -184,7 +213,10 @@ def test_a_small_network_learns(storage, make, formats) -> None:
 def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
     """Steps a thousandth in size: what the library is about, in one comparison."""
     stochastic, nearest = (
-        trained_loss("grid", lambda p, rule=rule: fm.optim.StiffnessAdamW(p, 1e-3, stiffness=0.0, writeback=rule))[1]
+        trained_loss(
+            "grid",
+            lambda p, rule=rule: fm.optim.StiffnessAdamW(p, 1e-3, stiffness=0.0, writeback=rule),
+        )[1]
         for rule in ("stochastic", "nearest")
     )
     assert stochastic < 0.8 * nearest
@@ -192,9 +224,13 @@ def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
 
 @all_storages
 @each("activation", [None, "E4M3"])
-def test_a_state_of_floats_goes_into_every_layer_and_scales_are_measured_anew(storage, activation) -> None:
+def test_a_state_of_floats_goes_into_every_layer_and_scales_are_measured_anew(
+    storage, activation
+) -> None:
     floats, x = nn.Sequential(nn.Linear(16, 4)), normal(3, 16)
-    model = quantize_model(nn.Sequential(nn.Linear(16, 4)), LayerSpec("E4M3", activation=activation), storage=storage)
+    model = quantize_model(
+        nn.Sequential(nn.Linear(16, 4)), LayerSpec("E4M3", activation=activation), storage=storage
+    )
     model(1000 * x)
     model.load_state_dict({name: value / 64 for name, value in floats.state_dict().items()})
     assert torch.allclose(model(x), floats(x) / 64, atol=2e-3)

@@ -23,7 +23,9 @@ ways = each("reentrant", [False, True], ids=["graph", "reentrant"])
 
 def net(spec: LayerSpec) -> nn.Module:
     torch.manual_seed(0)
-    return quantize_model(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), spec, storage="master")
+    return quantize_model(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), spec, storage="master"
+    )
 
 
 @ways
@@ -40,7 +42,9 @@ def test_a_pass_that_remembers_nothing_is_repeated(reentrant) -> None:
 @each("spec", SPECS)
 def test_one_that_would_round_otherwise_is_refused(spec, reentrant) -> None:
     out = checkpoint(net(SPECS[spec]), normal(3, 8).requires_grad_(), use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match=r"QuantizedLinear\(in_features=8.* leave it out of activation") as refusal:
+    with pytest.raises(
+        RuntimeError, match=r"QuantizedLinear\(in_features=8.* leave it out of activation"
+    ) as refusal:
         out.sum().backward()
     assert "\n" not in str(refusal.value)
 
@@ -66,7 +70,9 @@ def test_without_gradients_nothing_changes() -> None:
     assert layer.activation_scaler.history.count_nonzero() == 2
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors is in prototype:UserWarning"
+)
 X = normal(3, 5, 32, seed=3)
 PADDING = torch.arange(5).expand(3, 5) >= torch.tensor([[5], [3], [4]])
 #: one scale a token, so that padding has no say in those of the others
@@ -96,7 +102,9 @@ def without_fused_operators():
 @each("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, padding) -> None:
     stored = "fp8" if storage == "bare" else storage
-    made = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
+    made = quantize_model(
+        encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored
+    )
     for model in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         with mode():
             seen = model(X, src_key_padding_mask=padding)
@@ -108,7 +116,9 @@ def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, paddi
 
 @each("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_rows_are_quantised_as_one_tensor(layout) -> None:
-    layer = QuantizedLinear(nn.Linear(32, 8), LayerSpec("E4M3", activation="E4M3", gradient="E5M2"), storage="master")
+    layer = QuantizedLinear(
+        nn.Linear(32, 8), LayerSpec("E4M3", activation="E4M3", gradient="E5M2"), storage="master"
+    )
     parts = [normal(n, 32, seed=n, std=n) for n in (2, 5, 1)]
     rows = torch.cat(parts).requires_grad_()
     expected = layer(rows)
@@ -141,16 +151,28 @@ def test_a_format_is_short_for_an_operand_and_one_gradient_is_both() -> None:
 
 
 def test_what_an_operand_leaves_out_is_the_layers_and_its_own_options_come_first() -> None:
-    spec = LayerSpec("E4M3", "E4M3", "block", "delayed", "clipped", gradient="E5M2", rounding="split", history=20)
+    spec = LayerSpec(
+        "E4M3", "E4M3", "block", "delayed", "clipped", gradient="E5M2", rounding="split", history=20
+    )
     weight, activation = spec.operand("weight"), spec.operand("activation")
     assert weight == OperandSpec("E4M3", "block", "delayed", 20, "nearest", ste="clipped")
     assert activation == OperandSpec("E4M3", "tensor", "delayed", 20, "nearest", ste="clipped")
     for name in BACKWARD:
         assert spec.operand(name) == OperandSpec("E5M2", "tensor", "delayed", 20, "stochastic")
-    own = {"format": "E3M4", "granularity": "channel", "policy": "dynamic", "rounding": "stochastic", "ste": "relu"}
+    own = {
+        "format": "E3M4",
+        "granularity": "channel",
+        "policy": "dynamic",
+        "rounding": "stochastic",
+        "ste": "relu",
+    }
     spec = LayerSpec("E4M3", own, "tensor", "static", gradient={"activation": own | {"ste": None}})
-    assert spec.operand("activation") == OperandSpec("E3M4", "channel", "dynamic", None, "stochastic", ste="relu")
-    assert spec.operand("activation_gradient") == OperandSpec("E3M4", "channel", "dynamic", None, "stochastic")
+    assert spec.operand("activation") == OperandSpec(
+        "E3M4", "channel", "dynamic", None, "stochastic", ste="relu"
+    )
+    assert spec.operand("activation_gradient") == OperandSpec(
+        "E3M4", "channel", "dynamic", None, "stochastic"
+    )
     assert spec.operand("weight").policy == "static"
 
 
@@ -159,6 +181,14 @@ def test_a_history_is_sixteen_unless_told_otherwise_and_a_given_scale_has_no_pol
     spec = LayerSpec({"format": "E4M3", "policy": "delayed", "history": 100}, activation="E4M3")
     assert spec.operand("weight").history == 100
     assert spec.operand("activation").history is None
-    spec = LayerSpec({"format": "E4M3", "scale": 2}, gradient={"format": "E5M2", "scale": "global"}, policy="static")
-    assert spec.operand("weight") == OperandSpec("E4M3", "tensor", None, None, "nearest", 2.0, "identity")
-    assert spec.operand("weight_gradient") == OperandSpec("E5M2", "tensor", None, None, "nearest", "global")
+    spec = LayerSpec(
+        {"format": "E4M3", "scale": 2},
+        gradient={"format": "E5M2", "scale": "global"},
+        policy="static",
+    )
+    assert spec.operand("weight") == OperandSpec(
+        "E4M3", "tensor", None, None, "nearest", 2.0, "identity"
+    )
+    assert spec.operand("weight_gradient") == OperandSpec(
+        "E5M2", "tensor", None, None, "nearest", "global"
+    )

@@ -1,4 +1,6 @@
-"""quantize_model: which layers are replaced and which are left, as patterns, ties, adapters and the report say it."""
+"""quantize_model: which layers are replaced and which are left, as patterns, ties,
+adapters and the report say it.
+"""
 
 import inspect
 import math
@@ -12,7 +14,13 @@ from surgery_models import LINEARS, Model, layers
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, check_formats, quantization_report, quantize_model
+from fp8manifold import (
+    LayerSpec,
+    QuantizedLinear,
+    check_formats,
+    quantization_report,
+    quantize_model,
+)
 
 
 def formats_of(model: nn.Module) -> dict[str, str]:
@@ -50,11 +58,19 @@ PATTERNS = {
 @each("pattern", PATTERNS)
 def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern) -> None:
     model = quantize_model(Model(), {pattern: "E4M3"})
-    assert set(formats_of(model)) == {name for name in LINEARS if eval(PATTERNS[pattern], {"n": name})}
+    assert set(formats_of(model)) == {
+        name for name in LINEARS if eval(PATTERNS[pattern], {"n": name})
+    }
 
 
 def test_the_most_literal_pattern_wins_in_any_order() -> None:
-    formats = {"blocks.0.attn.qkv": "E5M2", "*": "E4M3", "attn": "E3M4", "mlp": "none", "lm_head": None}
+    formats = {
+        "blocks.0.attn.qkv": "E5M2",
+        "*": "E4M3",
+        "attn": "E3M4",
+        "mlp": "none",
+        "lm_head": None,
+    }
     formats["attn.*"] = "E1M6"
     for items in (list(formats.items()), list(formats.items())[::-1]):
         got = formats_of(quantize_model(Model(), dict(items)))
@@ -62,15 +78,23 @@ def test_the_most_literal_pattern_wins_in_any_order() -> None:
         assert got["blocks.0.attn.proj"] == got["blocks.5.attn.qkv"] == "E1M6"
         assert set(got) == {name for name in LINEARS if "attn" in name}
     # of two as specific the later one
-    assert set(formats_of(quantize_model(Model(), {"fc": "E4M3", "f?": "E3M4", "?c": "E5M2"})).values()) == {"E4M3"}
-    assert set(formats_of(quantize_model(Model(), {"f?": "E3M4", "?c": "E5M2"})).values()) == {"E5M2"}
+    assert set(
+        formats_of(quantize_model(Model(), {"fc": "E4M3", "f?": "E3M4", "?c": "E5M2"})).values()
+    ) == {"E4M3"}
+    assert set(formats_of(quantize_model(Model(), {"f?": "E3M4", "?c": "E5M2"})).values()) == {
+        "E5M2"
+    }
 
 
 def test_one_byte_is_the_default() -> None:
-    """Everything that takes a storage; a spec with formats for the passes has codes too, and trains."""
+    """Everything that takes a storage; a spec with formats for the passes has codes
+    too, and trains.
+    """
     for call in (quantize_model, check_formats, QuantizedLinear):
         assert inspect.signature(call).parameters["storage"].default == "fp8"
-    model = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
+    model = quantize_model(
+        Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed")
+    )
     assert {layer.weight_codes().dtype for layer in layers(model)} == {torch.uint8}
     model(torch.zeros(1, 4, dtype=torch.long)).square().sum().backward()
     assert all(layer.weight.grad.isfinite().all() for layer in layers(model))
@@ -78,12 +102,26 @@ def test_one_byte_is_the_default() -> None:
 
 
 def test_specs_and_dicts() -> None:
-    spec = LayerSpec("E4M3", activation="E5M2", granularity="tensor", policy="static", ste="clipped")
-    as_dict = {"weight": "E4M3", "activation": "E5M2", "granularity": "tensor", "policy": "static", "ste": "clipped"}
+    spec = LayerSpec(
+        "E4M3", activation="E5M2", granularity="tensor", policy="static", ste="clipped"
+    )
+    as_dict = {
+        "weight": "E4M3",
+        "activation": "E5M2",
+        "granularity": "tensor",
+        "policy": "static",
+        "ste": "clipped",
+    }
     model = quantize_model(Model(), {"attn": spec, "mlp": as_dict}, storage="master")
     assert model.blocks[0].attn.qkv.spec == model.blocks[0].mlp["fc"].spec == spec
-    model = quantize_model(Model(), {"fc": {"weight": "E4M3"}, "qkv": "E4M3"}, granularity="tensor", storage="master")
-    assert model.blocks[0].mlp["fc"].spec.granularity == model.blocks[0].attn.qkv.spec.granularity == "tensor"
+    model = quantize_model(
+        Model(), {"fc": {"weight": "E4M3"}, "qkv": "E4M3"}, granularity="tensor", storage="master"
+    )
+    assert (
+        model.blocks[0].mlp["fc"].spec.granularity
+        == model.blocks[0].attn.qkv.spec.granularity
+        == "tensor"
+    )
     assert LayerSpec("none").quantizes_nothing
     assert LayerSpec(None, "NONE").quantizes_nothing
 
@@ -93,7 +131,12 @@ def test_specs_and_dicts() -> None:
     "formats",
     [
         "E4M3",
-        {"*": "E4M3", "attn": "none", "blocks.1": "E5M2", "mlp.out": {"weight": "E3M4", "activation": "E5M2"}},
+        {
+            "*": "E4M3",
+            "attn": "none",
+            "blocks.1": "E5M2",
+            "mlp.out": {"weight": "E3M4", "activation": "E5M2"},
+        },
         {"attn": {"activation": "E4M3"}, "blocks.1.attn": {"weight": "none"}, "lm_head": "E4M3"},
         {"*": {"weight": "E4M3", "granularity": "block"}},
         {"*": "E4M3", "lm_head": {"weight": {"format": "E4M3", "rounding": "nearest"}}},
@@ -111,7 +154,9 @@ def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> Non
             check_formats(formats, sizes, storage, tied=tied, shared=shared)
         return
     found = check_formats(formats, sizes, storage, tied=tied, shared=shared)
-    assert found == {name: m.spec for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert found == {
+        name: m.spec for name, m in model.named_modules() if isinstance(m, QuantizedLinear)
+    }
     again = quantize_model(Model(tied=True), found, storage, tied=tied)
     assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]
 
@@ -144,12 +189,22 @@ def test_what_a_model_holds_is_reported() -> None:
             return -super().forward(input)
 
     net = nn.ModuleDict(
-        {"wte": nn.Embedding(4, 8), "attn": nn.MultiheadAttention(8, 2), "own": Own(8, 8), "fc": nn.Linear(8, 8)}
+        {
+            "wte": nn.Embedding(4, 8),
+            "attn": nn.MultiheadAttention(8, 2),
+            "own": Own(8, 8),
+            "fc": nn.Linear(8, 8),
+        }
     )
     net["head"] = nn.Linear(8, 4, bias=False)
     net["head"].weight = net["wte"].weight
-    for pattern in ("out_proj", "own"):  # a pattern that names nothing else is an error rather than ignored
-        with pytest.raises(ValueError, match=f"'{pattern}' matches only layers that can't be quantised"):
+    for pattern in (
+        "out_proj",
+        "own",
+    ):  # a pattern that names nothing else is an error rather than ignored
+        with pytest.raises(
+            ValueError, match=f"'{pattern}' matches only layers that can't be quantised"
+        ):
             quantize_model(net, {pattern: "E4M3"})
     quantize_model(net, {"*": "E4M3"}, "grid", tied="leave")
     report = quantization_report(net)
@@ -167,4 +222,6 @@ def test_what_a_model_holds_is_reported() -> None:
     net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"), storage="master")
     assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
     assert quantization_report(nn.ReLU()).layers == ()
-    assert quantization_report(quantize_model(nn.Sequential(nn.Embedding(4, 8)), None, embeddings="E4M3")).quantized
+    assert quantization_report(
+        quantize_model(nn.Sequential(nn.Embedding(4, 8)), None, embeddings="E4M3")
+    ).quantized

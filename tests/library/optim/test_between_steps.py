@@ -1,4 +1,6 @@
-"""Nothing is remembered from one step to the next but what the state shows: plans, and the table of a steady step."""
+"""Nothing is remembered from one step to the next but what the state shows: plans, and
+the table of a steady step.
+"""
 
 import copy
 import gc
@@ -21,20 +23,35 @@ STEPS = 9
 KINDS = {
     "adamw": (optim.StiffnessAdamW, {"lr": 1e-2, "weight_decay": 0.1, "stiffness": 0.5}),
     "adamw-8bit": (optim.StiffnessAdamW, {"lr": 3.0, "moments": "8bit", "draws": "dither"}),
-    "adamw-residual8": (optim.StiffnessAdamW, {"lr": 1e-2, "writeback": "residual8", "moments": "bfloat16"}),
-    "annealed": (optim.StiffnessAdamW, {"lr": 1e-2, "stiffness": optim.anneal(1.0, 0.0, 6), "reset_every": 4}),
-    "sgd": (optim.StiffnessSGD, {"lr": 1e-1, "momentum": 0.9, "dampening": 0.5, "writeback": "momentum"}),
+    "adamw-residual8": (
+        optim.StiffnessAdamW,
+        {"lr": 1e-2, "writeback": "residual8", "moments": "bfloat16"},
+    ),
+    "annealed": (
+        optim.StiffnessAdamW,
+        {"lr": 1e-2, "stiffness": optim.anneal(1.0, 0.0, 6), "reset_every": 4},
+    ),
+    "sgd": (
+        optim.StiffnessSGD,
+        {"lr": 1e-1, "momentum": 0.9, "dampening": 0.5, "writeback": "momentum"},
+    ),
     "sgd-8bit": (optim.StiffnessSGD, {"lr": 1e-1, "momentum": 0.9, "moments": "8bit"}),
     "lion": (optim.StiffnessLion, {"lr": 1e-3, "moments": "8bit"}),
     "madam": (optim.Madam, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 
 
-def made(kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options):
-    """Two groups: of two weights of one byte, one of which soon reaches its end, and a vector; and of a matrix."""
+def made(
+    kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options
+):
+    """Two groups: of two weights of one byte, one of which soon reaches its end, and a
+    vector; and of a matrix.
+    """
     parameters = [nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
     for i, fmt in ((1, "E5M2"), (0, "E4M3")):
-        p = fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0)
+        p = fm.FP8Parameter(
+            normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0
+        )
         parameters.insert(0, with_factors(p, factors))
     cls, given = KINDS[kind]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": given["lr"] / 2}]
@@ -58,15 +75,28 @@ def stepped(optimizer, steps):
 
 
 def bits(optimizer):
-    parts = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in everyone(optimizer)]
+    parts = [
+        (p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach()
+        for p in everyone(optimizer)
+    ]
     return frozen([parts, optimizer.state_dict()])
 
 
 def forget(optimizer):
-    """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is no part of any result."""
-    known = {"_run", "_numbers", *torch.optim.SGD([torch.zeros(1)]).__dict__}  # by which path it steps, and an edit
+    """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is
+    no part of any result.
+    """
+    known = {
+        "_run",
+        "_numbers",
+        *torch.optim.SGD([torch.zeros(1)]).__dict__,
+    }  # by which path it steps, and an edit
     counts = [f"_{name}" for name in ("skipped_steps", "skipped_in_row", "widened_scales")]
-    for name in [name for name in vars(optimizer) if name.startswith("_") and not name.startswith("_optimizer_")]:
+    for name in [
+        name
+        for name in vars(optimizer)
+        if name.startswith("_") and not name.startswith("_optimizer_")
+    ]:
         if name not in known and name not in counts:
             del optimizer.__dict__[name]
 
@@ -88,9 +118,13 @@ def served(monkeypatch):
 @each("granularity", ["channel", "tensor", "block", "square"])
 @each("factors", [False, True])
 def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factors, served):
-    """With steps that are left out, a schedule of the learning rate, and scales that double."""
+    """With steps that are left out, a schedule of the learning rate, and scales that
+    double.
+    """
     served.clear()
-    ours, planned = (made(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False))
+    ours, planned = (
+        made(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False)
+    )
     for t in range(STEPS):
         for optimizer in (ours, planned):
             put(optimizer, t, torch.inf if t in (4, 5) else 2.0**70 if t == 7 else None)
@@ -98,9 +132,15 @@ def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factor
                 group["lr"] *= 0.9
             optimizer.step()
         assert bits(ours) == bits(planned)
-        assert [p.filled is None for p in everyone(ours)[:2]] == [p.filled is None for p in everyone(planned)[:2]]
+        assert [p.filled is None for p in everyone(ours)[:2]] == [
+            p.filled is None for p in everyone(planned)[:2]
+        ]
     assert ours.skipped_steps == planned.skipped_steps == 3
-    read_in_place = ("channel", "tensor", "block" if factors else "")  # of others native code reads copies
+    read_in_place = (
+        "channel",
+        "tensor",
+        "block" if factors else "",
+    )  # of others native code reads copies
     assert any(served) == (granularity in read_in_place)
     if kind == "adamw" and granularity in read_in_place:
         assert served == [True] * (STEPS - 2)
@@ -138,13 +178,19 @@ class Renamed(optim.StiffnessAdamW):
 
 A = "s[0][average_of(s[0])]"
 REMOVED = "del groups[0]['params'][1]; o.state.pop(p[1])"
-ADDED = (
-    "extra = nn.Parameter(torch.ones(5)); extra.grad = torch.full((5,), 0.5); o.add_param_group({'params': [extra]})"
-)
-OPTIONS = {"weight_decay": 0.3, "damping": 0.5, "clip": 1.0, "seed": 3, "maximize": True, "refresh_every": 3}
+ADDED = "extra = nn.Parameter(torch.ones(5)); extra.grad = torch.full((5,), 0.5); o.add_param_group({'params': [extra]})"
+OPTIONS = {
+    "weight_decay": 0.3,
+    "damping": 0.5,
+    "clip": 1.0,
+    "seed": 3,
+    "maximize": True,
+    "refresh_every": 3,
+}
 OPTIONS |= {"writeback": "nearest", "draws": "dither"}
-#: what is done between steps to the parameters p, the optimizer o, its groups and the states s of the parameters, and
-#: drops the table; of the first moment, where it is called so
+#: what is done between steps to the parameters p, the optimizer o, its groups and the
+#: states s of the parameters, and drops the table; of the first moment, where it is
+#: called so
 EDITS = {
     "a moment written": f"{A}.copy_({A} * 2)",
     "a moment replaced": "name = average_of(s[2]); s[2][name] = torch.zeros_like(s[2][name])",
@@ -156,14 +202,17 @@ EDITS = {
     "states cleared": "o.state.clear()",
     "a plain state": "o.state = {}",
     "states popped": "o.state.pop(p[0]); o.state.pop(p[3])",
-    "states replaced": "o.state[p[2]] = {k: 2 * x if 'exp' in k else copy.copy(x) for k, x in s[2].items()}",
+    "states replaced": "o.state[p[2]] = "
+    "{k: 2 * x if 'exp' in k else copy.copy(x) for k, x in s[2].items()}",
     # what is missing is made anew, S_ref and random bits included
     "only a count": "for i in (0, 2): o.state[p[i]] = {'step': torch.tensor(3.0)}",
-    "away and back": "for d in s: d.update({k: away_and_back(x) for k, x in d.items() if getattr(x, 'ndim', 0)})",
+    "away and back": "for d in s: "
+    "d.update({k: away_and_back(x) for k, x in d.items() if getattr(x, 'ndim', 0)})",
     "an entry more": "s[0]['since'] = 1",
     "codes written": "p[0].codes.fill_(33)",
     "codes replaced": "p[0].codes = p[0].codes ^ 1",
-    "data of codes and scales": "p[0].codes.data = p[0].codes.clone().fill_(33); p[1].scale.data = p[1].scale * 2",
+    "data of codes and scales": "p[0].codes.data = p[0].codes.clone().fill_(33); p[1].scale.data = "
+    "p[1].scale * 2",
     "zeros written": "p[0].codes[1].zero_()",
     "an ordinary weight written": "p[3].detach().mul_(0.5)",
     "data of an ordinary weight": "p[2].data = p[2].data.clone() + 1",
@@ -196,8 +245,10 @@ EDITS = {
 #: of StiffnessAdamW with float32 moments
 OF_ADAMW = {
     "strides in the same memory": "s[0]['exp_avg'].data = s[0]['exp_avg'].data.view(64, 4).t()",
-    "moments under other names": "old = dict(s[0]); s[0].clear(); other = {'exp_avg': 'exp_avg_sq', 'exp_avg_sq': "
-    "'exp_avg'}; s[0].update({other.get(name, name): x for name, x in old.items()})",
+    "moments under other names": "old = dict(s[0]); s[0].clear(); other = "
+    "{'exp_avg': 'exp_avg_sq', 'exp_avg_sq': 'exp_avg'}; "
+    "s[0].update({other.get(name, name): x for name, x in "
+    "old.items()})",
     "another class": "o.__class__ = Renamed",
     "the option betas": "groups[0]['betas'] = (0.8, 0.9)",
     "the option stiffness": "groups[0]['stiffness'] = 1.0",
@@ -216,9 +267,15 @@ KEPT = {
 #: what drops it, and is refused by the step that is planned then
 FORGED = {
     "a moment of fewer elements": ("s[0]['exp_avg'].data = s[0]['exp_avg'].data[:2]", "of shape"),
-    "a moment of another dtype": ("s[0]['exp_avg'].data = s[0]['exp_avg'].data.view(torch.int32)", "int32"),
+    "a moment of another dtype": (
+        "s[0]['exp_avg'].data = s[0]['exp_avg'].data.view(torch.int32)",
+        "int32",
+    ),
     "a moment of more bits": ("s[3]['exp_avg'] = s[3]['exp_avg'].double()", "float64"),
-    "a moment elsewhere": ("s[3]['exp_avg'] = s[3]['exp_avg'].to('meta')", "on meta, but the parameter is on cpu"),
+    "a moment elsewhere": (
+        "s[3]['exp_avg'] = s[3]['exp_avg'].to('meta')",
+        "on meta, but the parameter is on cpu",
+    ),
     "lr below 0": ("groups[0]['lr'] = -1.0", "lr=-1.0"),
     "betas": ("groups[0]['betas'] = (2.0, 0.9)", "betas"),
     "write-back": ("groups[0]['writeback'] = 'none'", "writeback"),
@@ -235,13 +292,17 @@ def happens(edit, optimizer):
 @pytest.mark.parametrize("kind", ["adamw", "others"])
 @each("edit", [*EDITS, *OF_ADAMW, *KEPT])
 def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path, served):
-    """Its bits are of plain PyTorch in an optimizer that forgets everything; an edit drops the table, or is read."""
+    """Its bits are of plain PyTorch in an optimizer that forgets everything; an edit
+    drops the table, or is read.
+    """
     if kind == "others":
         if edit in OF_ADAMW:
             return
         kind = [*KINDS][list(EDITS | KEPT).index(edit) % len(KINDS)]
     served.clear()
-    plain = path if edit == "moments under other names" else "eager"  # roots of numbers below 0 have no definition
+    plain = (
+        path if edit == "moments under other names" else "eager"
+    )  # roots of numbers below 0 have no definition
     ours, forgetful = made(kind, path=path), made(kind, path=plain, keeps=False)
     for t in range(8):
         for optimizer in (ours, forgetful):
@@ -270,7 +331,13 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served
 
 
 @pytest.mark.parametrize("path", PATHS)
-@each("options", [{"stabilize_every": 3, "reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t), "refresh_every": 5}])
+@each(
+    "options",
+    [
+        {"stabilize_every": 3, "reset_every": 4},
+        {"stiffness": lambda t: 1 / (1 + t), "refresh_every": 5},
+    ],
+)
 def test_what_is_due_is_done(options, path):
     ours, forgetful = made(path=path, **options), made(path="eager", keeps=False, **options)
     for t in range(12):
@@ -293,7 +360,10 @@ def test_it_raises_where_it_is_asked_to():
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
-    ours, planned = made(weight_decay=1.0, stiffness=0.0), made(weight_decay=1.0, stiffness=0.0, keeps=False)
+    ours, planned = (
+        made(weight_decay=1.0, stiffness=0.0),
+        made(weight_decay=1.0, stiffness=0.0, keeps=False),
+    )
     for t in range(7):
         for optimizer in (ours, planned):
             put(optimizer, t)

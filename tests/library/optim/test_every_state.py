@@ -1,4 +1,6 @@
-"""Every optimizer around its steps: options, torch's own harness, hooks, groups, states and counts."""
+"""Every optimizer around its steps: options, torch's own harness, hooks, groups, states
+and counts.
+"""
 
 import copy
 import inspect
@@ -14,26 +16,50 @@ import pytest
 import torch
 from family_cases import COMBINATIONS, INVALID, NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, make, zoo
 from laws import each
-from optimizer_cases import frozen, normal, put_gradients, same_bits, stored_weight, through_disk, values
+from optimizer_cases import (
+    frozen,
+    normal,
+    put_gradients,
+    same_bits,
+    stored_weight,
+    through_disk,
+    values,
+)
 from test_step_in_backward import OPTIMIZERS, ordinary
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.testing._internal.common_optimizers import OptimizerErrorEnum, get_error_inputs_for_all_optims
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.testing._internal.common_optimizers import (
+    OptimizerErrorEnum,
+    get_error_inputs_for_all_optims,
+)
 
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import RiemannianAdam, StiffnessAdamW, StiffnessMuon, StiffnessSGD
 from fp8manifold.optim._spec import MOMENTS
 
-torch.backends.__allow_nonbracketed_mutation_flag = True  # the harness takes that from every test of the process
+torch.backends.__allow_nonbracketed_mutation_flag = (
+    True  # the harness takes that from every test of the process
+)
 by_name = pytest.mark.parametrize("name", NAMES)
 
 
 def test_the_matrix_is_the_registry():
     steps = {name for name in optim.__all__ if hasattr(getattr(optim, name), "step")}
     assert set(NAMES) == steps - {"StiffnessWrapper"} == set(OPTIONS) == {c[0] for c in VALID}
-    assert len(COMBINATIONS) == len(optim.WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
+    assert (
+        len(COMBINATIONS)
+        == len(optim.WRITEBACKS) * len(MOMENTS) * len(NAMES)
+        == len(VALID) + len(INVALID)
+    )
     assert len(VALID) >= 80
 
 
@@ -41,7 +67,14 @@ def test_the_matrix_is_the_registry():
 def test_a_signature_has_every_option_and_so_have_groups(name):
     signature = inspect.signature(getattr(optim, name))
     assert inspect.Parameter.empty not in {p.annotation for p in signature.parameters.values()}
-    options = signature.parameters.keys() - {"params", "flags", "stabilize", "model", "loader", "logits"}
+    options = signature.parameters.keys() - {
+        "params",
+        "flags",
+        "stabilize",
+        "model",
+        "loader",
+        "logits",
+    }
     assert make(name, [nn.Parameter(torch.eye(3))]).defaults.keys() == options
 
 
@@ -56,7 +89,9 @@ def test_a_subclass_may_have_options_of_its_own():
 
 @each(("name", "writeback", "moments"), INVALID)
 def test_an_invalid_combination_is_refused(name, writeback, moments):
-    """With what does not go together, the reason, and what does: in the constructor, a group, and one added later."""
+    """With what does not go together, the reason, and what does: in the constructor, a
+    group, and one added later.
+    """
     options = {"writeback": writeback, "moments": moments}
     optimizer = make(name, zoo().values())
     groups = len(optimizer.param_groups)
@@ -71,7 +106,10 @@ def test_an_invalid_combination_is_refused(name, writeback, moments):
     assert len(optimizer.param_groups) == groups
 
 
-RATES = OPTIONS | {"RiemannianSGD": {"lr": 30.0, "float_lr": 0.01, "momentum": 0.9}, "StiffnessSGD": {"lr": 0.005}}
+RATES = OPTIONS | {
+    "RiemannianSGD": {"lr": 30.0, "float_lr": 0.01, "momentum": 0.9},
+    "StiffnessSGD": {"lr": 0.005},
+}
 """For gradients some ten times larger than those that the options were chosen for."""
 ALWAYS = {"StiffnessMuon": {"direction": "adam"}}  # torch's models have vectors
 SHARED = [
@@ -84,27 +122,50 @@ SHARED = [
     {"writeback": "nearest", "refresh_every": 2, "stabilize_every": 3, "reset_every": 4},
 ]
 OWN = {
-    "RiemannianAdam": [{"amsgrad": True}, {"writeback": "momentum"}, {"betas": (0.8, 0.9), "eps": 1e-6}],
+    "RiemannianAdam": [
+        {"amsgrad": True},
+        {"writeback": "momentum"},
+        {"betas": (0.8, 0.9), "eps": 1e-6},
+    ],
     "RiemannianSGD": [{"dampening": 0.5}, {"nesterov": True}],
-    "StiffnessAdamW": [{"stiffness": optim.anneal(1.0, 0.0, 8)}, {"stiffness": 0.3}, {"betas": (0.8, 0.9)}],
+    "StiffnessAdamW": [
+        {"stiffness": optim.anneal(1.0, 0.0, 8)},
+        {"stiffness": 0.3},
+        {"betas": (0.8, 0.9)},
+    ],
     "StiffnessSGD": [{"dampening": 0.5}, {"nesterov": True}, {"writeback": "momentum"}],
     "StiffnessLion": [{"betas": (0.5, 0.9)}],
     "StiffnessMuon": [{"betas": (0.8, 0.9)}, {"adam_eps": 1e-6}],
     "Madam": [{"max_direction": 2.0, "escape": 0.5}],
-    "FisherNaturalGradient": [{"representation": "diagonal"}, {"representation": "ekfac"}, {"normalize": False}],
+    "FisherNaturalGradient": [
+        {"representation": "diagonal"},
+        {"representation": "ekfac"},
+        {"normalize": False},
+    ],
 }
 
 
 def configurations(name):
     made = [copy.deepcopy(options) | ALWAYS.get(name, {}) for options in [*SHARED, *OWN[name]]]
-    return [kwargs | ({"lr": kwargs["lr"] * RATES[name]["lr"]} if "lr" in kwargs else {}) for kwargs in made]
+    return [
+        kwargs | ({"lr": kwargs["lr"] * RATES[name]["lr"]} if "lr" in kwargs else {})
+        for kwargs in made
+    ]
 
 
 def model():
-    """torch's: ``|W x + b|^2`` over a 10 x 5 weight, a vector and a spectator without a gradient."""
-    weight = fm.FP8Parameter(normal(10, 5, std=0.1), "E4M3", headroom=64.0, keep_remainder=True, seed=0)
+    """torch's: ``|W x + b|^2`` over a 10 x 5 weight, a vector and a spectator without a
+    gradient.
+    """
+    weight = fm.FP8Parameter(
+        normal(10, 5, std=0.1), "E4M3", headroom=64.0, keep_remainder=True, seed=0
+    )
     bias, x = nn.Parameter(normal(10, seed=1)), normal(5, seed=9)
-    return [weight, bias, nn.Parameter(normal(3, seed=2))], lambda: (weight.mv(x) + bias).pow(2).sum()
+    return [
+        weight,
+        bias,
+        nn.Parameter(normal(3, seed=2)),
+    ], lambda: (weight.mv(x) + bias).pow(2).sum()
 
 
 def run(optimizer, loss, steps):
@@ -132,7 +193,9 @@ def construct(name, params, kwargs, tensors=None):
 @by_name
 def test_errors(name):
     for bad in get_error_inputs_for_all_optims("cpu", torch.float32):
-        if bad.error_type is FutureWarning:  # not bad input: what a release of torch announces of its own classes
+        if (
+            bad.error_type is FutureWarning
+        ):  # not bad input: what a release of torch announces of its own classes
             continue
         assert bad.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
         given, duplicate = bad.optimizer_error_input, bad.error_type is UserWarning
@@ -161,7 +224,9 @@ def test_tensor_lr(name):
 
 @by_name
 def test_states_of_numbers_and_of_names(name):
-    """A step count saved as a number, as old files have it, counts on; names may come, go or stay."""
+    """A step count saved as a number, as old files have it, counts on; names may come,
+    go or stay.
+    """
     for named in itertools.product((True, False), repeat=2):
         pairs = [model(), model()]
         both = []
@@ -189,8 +254,14 @@ def test_deepcopy_and_pickle(name):
         file = io.BytesIO()
         torch.save(optimizer, file)
         file.seek(0)
-        copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), torch.load(file, weights_only=False)]
-        public = {name for name in vars(optimizer) if not name.startswith("_") and "hook" not in name}
+        copies = [
+            copy.deepcopy(optimizer),
+            pickle.loads(pickle.dumps(optimizer)),
+            torch.load(file, weights_only=False),
+        ]
+        public = {
+            name for name in vars(optimizer) if not name.startswith("_") and "hook" not in name
+        }
         optimizer_state = frozen(optimizer.state_dict())
         optimizer.step()
         for other in copies:
@@ -214,10 +285,14 @@ def stepped(name, **options):
 
 @by_name
 def test_hooks_are_called_and_what_they_make_of_a_state_counts(name):
-    """Hooks of steps, for one and for all optimizers, and of states; a hook's state is checked before it is loaded."""
+    """Hooks of steps, for one and for all optimizers, and of states; a hook's state is
+    checked before it is loaded.
+    """
     p, optimizer = stepped(name)
     saved = copy.deepcopy(optimizer.state_dict())
-    key, *_ = (k for k, v in saved["state"][0].items() if isinstance(v, Tensor) and v.shape == (3, 8))
+    key, *_ = (
+        k for k, v in saved["state"][0].items() if isinstance(v, Tensor) and v.shape == (3, 8)
+    )
     kept = saved["state"][0][key].clone()
     called = []
 
@@ -263,10 +338,15 @@ def test_hooks_are_called_and_what_they_make_of_a_state_counts(name):
 
 
 def test_a_wrapper_has_hooks_of_its_own():
-    wrapper, seen = optim.StiffnessWrapper(torch.optim.SGD([nn.Parameter(normal(2, 2))], lr=0.1)), []
+    wrapper, seen = (
+        optim.StiffnessWrapper(torch.optim.SGD([nn.Parameter(normal(2, 2))], lr=0.1)),
+        [],
+    )
     wrapper.register_state_dict_pre_hook(lambda o: seen.append(type(o)))
     wrapper.register_state_dict_post_hook(lambda _, state: state | {"steps_taken": 3})
-    wrapper.register_load_state_dict_pre_hook(lambda _, state: state | {"steps_taken": state["steps_taken"] + 1})
+    wrapper.register_load_state_dict_pre_hook(
+        lambda _, state: state | {"steps_taken": state["steps_taken"] + 1}
+    )
     wrapper.register_load_state_dict_post_hook(lambda o: seen.append(o.steps_taken))
     saved = wrapper.state_dict()
     wrapper.load_state_dict(saved)
@@ -278,7 +358,11 @@ FLAT = {"options": StateDictOptions(flatten_optimizer_state_dict=True)}
 
 def in_a_tuple(state):
     """A state as it was saved before: its format in a tuple, and without some counts."""
-    old = {k: v for k, v in copy.deepcopy(state).items() if k not in ("streams_begun", "skipped_in_row")}
+    old = {
+        k: v
+        for k, v in copy.deepcopy(state).items()
+        if k not in ("streams_begun", "skipped_in_row")
+    }
     for entry in old["state"].values():
         entry |= {"grid": tuple(entry["grid"].tolist())} if "grid" in entry else {}
     return old
@@ -286,7 +370,9 @@ def in_a_tuple(state):
 
 #: how a state goes from one optimizer into another of another model
 WAYS = {
-    "flat": lambda m, o, n, p: set_optimizer_state_dict(n, p, get_optimizer_state_dict(m, o, **FLAT), **FLAT),
+    "flat": lambda m, o, n, p: set_optimizer_state_dict(
+        n, p, get_optimizer_state_dict(m, o, **FLAT), **FLAT
+    ),
     "disk": lambda m, o, n, p: p.load_state_dict(through_disk(o.state_dict())),
     "old": lambda m, o, n, p: p.load_state_dict(in_a_tuple(o.state_dict())),
 }
@@ -296,12 +382,18 @@ WAYS = {
 @each("storage", ["fp8", "grid"])
 @each("way", WAYS)
 def test_a_state_goes_on_to_the_bit(kind, storage, way):
-    """As torch's distributed checkpoints have it, by name; through a file, where schedules are None; and of old."""
+    """As torch's distributed checkpoints have it, by name; through a file, where
+    schedules are None; and of old.
+    """
     (net, optimizer), (other, resumed) = (ordinary(kind, storage) for _ in "ab")
     for t in range(5):
         if t == 3:
             flat = get_optimizer_state_dict(net, optimizer, **FLAT)
-            assert {type(v) for k, v in flat.items() if k.startswith("state.")} <= {int, float, Tensor}
+            assert {type(v) for k, v in flat.items() if k.startswith("state.")} <= {
+                int,
+                float,
+                Tensor,
+            }
             WAYS[way](net, optimizer, other, resumed)
             other.load_state_dict(copy.deepcopy(net.state_dict()))
         for m, o in ((net, optimizer), (other, resumed))[: 1 + (t >= 3)]:
@@ -316,7 +408,9 @@ def test_a_state_goes_on_to_the_bit(kind, storage, way):
         resumed.load_state_dict(old)
     if scheduled:
         with pytest.raises(ValueError, match="stiffness"):
-            StiffnessAdamW(other.parameters(), stiffness=1.0).load_state_dict(optimizer.state_dict())
+            StiffnessAdamW(other.parameters(), stiffness=1.0).load_state_dict(
+                optimizer.state_dict()
+            )
 
 
 def two():
@@ -335,11 +429,15 @@ MAKES = {
 @each("way", ["made", "loaded", "added"])
 @pytest.mark.parametrize("name", MAKES)
 def test_a_scheduler_divides_each_learning_rate_once(name, way):
-    """Though groups were given one tensor, or a state was written whose groups shared it."""
+    """Though groups were given one tensor, or a state was written whose groups shared
+    it.
+    """
     optimizer = MAKES[name](torch.tensor(0.5))
     if way == "added":
         named = {"param_names": ["late"]} if "param_names" in optimizer.param_groups[0] else {}
-        optimizer.add_param_group({"params": [nn.Parameter(normal(4))], "direction": "adam", **named})
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(normal(4))], "direction": "adam", **named}
+        )
     if way == "loaded":
         saved = optimizer.state_dict()
         for group in saved["param_groups"]:
@@ -382,17 +480,26 @@ def test_a_scheduler_begins_from_the_lr_of_the_moment(name):
 def test_what_a_loaded_state_has_otherwise_is_said_once(saved, given):
     """But for what schedules change, and schedules themselves."""
     moving = {"betas": (0.8, 0.9), "weight_decay": 0.1}
-    (_, first), (_, second) = stepped("StiffnessAdamW", **moving, **saved), stepped("StiffnessAdamW", **given)
+    (_, first), (_, second) = (
+        stepped("StiffnessAdamW", **moving, **saved),
+        stepped("StiffnessAdamW", **given),
+    )
     first.param_groups[0]["lr"] = 1e-4
-    text = ", ".join(f"{name}={saved[name]!r} in place of {given[name]!r}" for name in sorted(saved))
+    text = ", ".join(
+        f"{name}={saved[name]!r} in place of {given[name]!r}" for name in sorted(saved)
+    )
     start = "^StiffnessAdamW goes on with options of the loaded state, .* made with: "
-    with pytest.warns(UserWarning, match=start + re.escape(text) + r"( \(optim.adopted_state|$)") as told:
+    with pytest.warns(
+        UserWarning, match=start + re.escape(text) + r"( \(optim.adopted_state|$)"
+    ) as told:
         second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert len(told) == 1
     assert told[0].filename == __file__
     assert {name: second.param_groups[0][name] for name in saved} == saved
     second.load_state_dict(first.state_dict())  # a warning would be an error
-    (_, one), (_, other) = (stepped("StiffnessAdamW", stiffness=lambda t, n=n: 1 / (n + t)) for n in (1, 2))
+    (_, one), (_, other) = (
+        stepped("StiffnessAdamW", stiffness=lambda t, n=n: 1 / (n + t)) for n in (1, 2)
+    )
     other.load_state_dict(one.state_dict())
 
 
@@ -422,11 +529,18 @@ def test_a_gradient_that_is_never_finite_is_warned_of_once(name, bad):
                 step_with(net, optimizer, bad)
         else:
             step_with(net, optimizer, bad)
-    assert optimizer.skipped_steps == optimizer.skipped_in_row == optimizer.state_dict()["skipped_in_row"] == 30
+    assert (
+        optimizer.skipped_steps
+        == optimizer.skipped_in_row
+        == optimizer.state_dict()["skipped_in_row"]
+        == 30
+    )
 
 
 def test_the_count_is_saved_and_begins_anew_with_a_step():
-    """The number of skips is an option; without names parameters are told by position and shape, or counted."""
+    """The number of skips is an option; without names parameters are told by position
+    and shape, or counted.
+    """
     net = tagged()
     optimizer = StiffnessAdamW([{"params": [p]} for p in net.parameters()])
     for t in range(60):
@@ -434,11 +548,15 @@ def test_the_count_is_saved_and_begins_anew_with_a_step():
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (54, 9)
     resumed = StiffnessAdamW([{"params": [p]} for p in net.parameters()])
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with pytest.warns(RuntimeWarning, match=r"10 steps in a row.*parameter 0 of group 2 \(shape \(2, 6\)\)"):
+    with pytest.warns(
+        RuntimeWarning, match=r"10 steps in a row.*parameter 0 of group 2 \(shape \(2, 6\)\)"
+    ):
         step_with(net, optimizer, math.nan)
     with pytest.warns(RuntimeWarning, match=r"10 steps in a row.* and 1 more is not finite"):
         step_with(net, resumed, None, everywhere=True)
-    resumed.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "skipped_in_row"})
+    resumed.load_state_dict(
+        {k: v for k, v in optimizer.state_dict().items() if k != "skipped_in_row"}
+    )
     assert (resumed.skipped_steps, resumed.skipped_in_row) == (55, 0)
     resumed.warn_after = 3
     step_with(net, resumed, math.nan)
@@ -450,7 +568,10 @@ def test_the_count_is_saved_and_begins_anew_with_a_step():
 @each(
     ("name", "theirs"),
     [
-        *((f"Stiffness{rule}", getattr(torch.optim, rule, None)) for rule in ("AdamW", "SGD", "Muon")),
+        *(
+            (f"Stiffness{rule}", getattr(torch.optim, rule, None))
+            for rule in ("AdamW", "SGD", "Muon")
+        ),
         *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
     ],
 )
@@ -462,6 +583,10 @@ def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name,
     shared = [option for option in plain if option in own]
     assert {"params", "lr", "weight_decay"} < {*shared}
     alike = {*shared} - ({"lr"} if name in RIEMANNIAN_NAMES else {*()})
-    assert {option: own[option].default for option in alike} == {option: plain[option].default for option in alike}
-    by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert {option: own[option].default for option in alike} == {
+        option: plain[option].default for option in alike
+    }
+    by_place = [
+        option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
     assert [*own][: len(by_place)] == by_place

@@ -1,4 +1,6 @@
-"""FisherNaturalGradient: the step it documents, when it measures, what fails, resuming and learning."""
+"""FisherNaturalGradient: the step it documents, when it measures, what fails, resuming
+and learning.
+"""
 
 import copy
 import sys
@@ -21,7 +23,9 @@ STORAGES = ("plain", "grid", "fp8")
 
 
 class Tagger(nn.Module):
-    """Tokens (B, T) to one of five tags each: an embedding, two linear layers on 3-D activations, a norm."""
+    """Tokens (B, T) to one of five tags each: an embedding, two linear layers on 3-D
+    activations, a norm.
+    """
 
     def __init__(self):
         super().__init__()
@@ -48,7 +52,10 @@ def batch(seed=0):
 
 def optimizer_of(model, loader=None, **options):
     return FisherNaturalGradient(
-        model.parameters(), model, loader or [batch(100)], **{"seed": 3, "stiffness": 1.0, **options}
+        model.parameters(),
+        model,
+        loader or [batch(100)],
+        **{"seed": 3, "stiffness": 1.0, **options},
     )
 
 
@@ -80,10 +87,17 @@ def counting(loader):
 @each("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
 @each("storage", STORAGES)
 def test_step_is_the_damped_natural_one(storage, bounds):
-    """``(F + c T^-2)^-1 g`` with ``T = S / S_ref``, rounded once to the nearest point of the grid."""
+    """``(F + c T^-2)^-1 g`` with ``T = S / S_ref``, rounded once to the nearest point
+    of the grid.
+    """
     model = tagger(storage)
     weight = model.hidden.weight
-    how = {"representation": "diagonal", "normalize": False, "momentum": 0.0, "writeback": "nearest"}
+    how = {
+        "representation": "diagonal",
+        "normalize": False,
+        "momentum": 0.0,
+        "writeback": "nearest",
+    }
     optimizer = optimizer_of(model, lr=0.5, damping=0.3, floor=bounds[0], clip=bounds[1], **how)
     put_gradients(model)
     start, gradient, t = value_of(weight).clone(), weight.grad.clone(), torch.ones_like(weight.grad)
@@ -98,7 +112,9 @@ def test_step_is_the_damped_natural_one(storage, bounds):
         torch.testing.assert_close(weight.detach(), target)
         return
     target /= scale
-    unclear = (fm.round_to_grid(target * 1.0001, "E4M3") != fm.round_to_grid(target * 0.9999, "E4M3")).sum()
+    unclear = (
+        fm.round_to_grid(target * 1.0001, "E4M3") != fm.round_to_grid(target * 0.9999, "E4M3")
+    ).sum()
     assert unclear < 3
     assert (value_of(weight) / scale != fm.round_to_grid(target, "E4M3")).sum() <= unclear
     assert (value_of(weight) != start).float().mean() > 0.2
@@ -123,8 +139,15 @@ def test_other_parameters_take_the_step_of_stiffness_adamw(storage):
     """Bias, norm, embedding, and a linear layer that is too wide for its group."""
     ours, theirs = tagger(storage), tagger(storage)
     shared = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3, "stiffness": 0.5}
-    groups = [{"params": [p for n, p in ours.named_parameters() if n != "head.weight"], "max_features": 11}]
-    optimizer = FisherNaturalGradient([*groups, {"params": [ours.head.weight]}], ours, [batch()], **shared)
+    groups = [
+        {
+            "params": [p for n, p in ours.named_parameters() if n != "head.weight"],
+            "max_features": 11,
+        }
+    ]
+    optimizer = FisherNaturalGradient(
+        [*groups, {"params": [ours.head.weight]}], ours, [batch()], **shared
+    )
     reference = StiffnessAdamW(theirs.parameters(), **shared)
     for step in range(4):
         put_gradients(ours, step)
@@ -180,7 +203,9 @@ def test_each_group_has_a_representation_and_another_takes_the_place_of_the_firs
 def test_reset_forgets_what_was_measured(representation):
     model = tagger("plain")
     asked, loader = counting([batch()])
-    optimizer = optimizer_of(model, loader, representation=representation, refresh=100, reset_every=4, decay=0.9)
+    optimizer = optimizer_of(
+        model, loader, representation=representation, refresh=100, reset_every=4, decay=0.9
+    )
     name = "fisher_diagonal" if representation == "diagonal" else "fisher_inputs"
     train(model, optimizer, 4)
     kept = optimizer.state[model.head.weight][name].clone()
@@ -216,10 +241,14 @@ def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
     model = tagger()
     if representation == "diagonal":
         model.embedding.weight.data[:, 3] = 0
-    optimizer = optimizer_of(model, [(torch.tensor([[1, 2]]), None)], representation=representation, damping=0.0)
+    optimizer = optimizer_of(
+        model, [(torch.tensor([[1, 2]]), None)], representation=representation, damping=0.0
+    )
     put_gradients(model)
     before = snapshot(optimizer)
-    with pytest.warns(RuntimeWarning, match=r"skipped a step: layer 'h.*not positive definite.*raise damping"):
+    with pytest.warns(
+        RuntimeWarning, match=r"skipped a step: layer 'h.*not positive definite.*raise damping"
+    ):
         optimizer.step()
     after = snapshot(optimizer)
     assert optimizer.skipped_steps == 1
@@ -252,10 +281,19 @@ def test_resume_is_bit_exact_for_every_representation(representation, storage):
         again.load_state_dict(saved["optimizer"])
         train(model, optimizer, 1, step)
         train(other, again, 1, step)
-        assert same_bits(values(model.parameters()), values(other.parameters())), f"after step {step}"
+        assert same_bits(values(model.parameters()), values(other.parameters())), (
+            f"after step {step}"
+        )
         assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
-    kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    assert all(x.is_contiguous() for x in kept)  # safetensors keep no strides, which products' last bits depend on
+    kept = [
+        x
+        for state in optimizer.state.values()
+        for x in state.values()
+        if isinstance(x, torch.Tensor)
+    ]
+    assert all(
+        x.is_contiguous() for x in kept
+    )  # safetensors keep no strides, which products' last bits depend on
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -267,7 +305,9 @@ def test_learns_in_other_dtypes(dtype):
     assert put_gradients(model) < 0.7 * first
     metric = optimizer.state[model.head.weight]
     assert {metric[name].dtype for name in ("inverse_inputs", "fisher_outputs")} == {torch.float32}
-    assert metric["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert metric["momentum_buffer"].dtype == (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
 
 
 def test_bad_sources():
@@ -301,9 +341,14 @@ def classifier(seed=0):
 
 
 def layers_of(model, stretches=None):
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]
     stretches = stretches or [torch.ones_like(module.weight) for _, module in found]
-    return [nngeometry.Layer(name, module, t, {}) for (name, module), t in zip(found, stretches, strict=True)]
+    return [
+        nngeometry.Layer(name, module, t, {})
+        for (name, module), t in zip(found, stretches, strict=True)
+    ]
 
 
 def stretches_of(model, *, product=False):
@@ -315,16 +360,24 @@ def stretches_of(model, *, product=False):
     return fields
 
 
-def measured(representation, model, layers, batches, *, samples=1, logits=nngeometry.call_model, **options):
+def measured(
+    representation, model, layers, batches, *, samples=1, logits=nngeometry.call_model, **options
+):
     def loss(index):
-        return nngeometry.likelihood(logits(model, batches[index // samples]), seed=7, step=2, stream=index)
+        return nngeometry.likelihood(
+            logits(model, batches[index // samples]), seed=7, step=2, stream=index
+        )
 
     options = {"damping": 0.1, "decay": 0.0, **options}
-    return nngeometry.measure(model, layers, loss, len(batches) * samples, representation=representation, **options)
+    return nngeometry.measure(
+        model, layers, loss, len(batches) * samples, representation=representation, **options
+    )
 
 
 def rows_of(model, layer, batch):
-    """Inputs and output gradients of a layer that is called once, with the labels that the measurement draws."""
+    """Inputs and output gradients of a layer that is called once, with the labels that
+    the measurement draws.
+    """
     seen = {}
 
     def keep(_, inputs, output):
@@ -332,19 +385,25 @@ def rows_of(model, layer, batch):
         output.register_hook(lambda g: seen.update(y=g.flatten(0, -2)))
 
     hook = layer.register_forward_hook(keep)
-    F.cross_entropy(model(batch).flatten(0, -2), labels_of(model, batch), reduction="sum").backward()
+    F.cross_entropy(
+        model(batch).flatten(0, -2), labels_of(model, batch), reduction="sum"
+    ).backward()
     hook.remove()
     return seen["x"], seen["y"]
 
 
 def labels_of(model, batch, stream=0):
-    return nngeometry.sample_labels(model(batch).flatten(0, -2).detach(), seed=7, step=2, stream=stream)
+    return nngeometry.sample_labels(
+        model(batch).flatten(0, -2).detach(), seed=7, step=2, stream=stream
+    )
 
 
 def gradients_by_token(model, weight, batch, labels):
     """Brute force: one backward pass for every token's log-likelihood."""
     chosen = F.log_softmax(model(batch).flatten(0, -2), -1).gather(1, labels[:, None])[:, 0]
-    return torch.stack([torch.autograd.grad(value, weight, retain_graph=True)[0] for value in chosen])
+    return torch.stack(
+        [torch.autograd.grad(value, weight, retain_graph=True)[0] for value in chosen]
+    )
 
 
 def dense_solution(metric, stretch, gradient):
@@ -387,7 +446,9 @@ def test_factors_are_those_of_quantised_inputs_and_of_output_gradients(storage):
     model.eval()
     batch = torch.randint(0, 31, (3, 8), generator=torch.Generator().manual_seed(0))
     layers = layers_of(model)
-    for layer, metric in zip(layers, measured("kfac", model, layers, [batch], decay=0.5), strict=True):
+    for layer, metric in zip(
+        layers, measured("kfac", model, layers, [batch], decay=0.5), strict=True
+    ):
         x, y = rows_of(model, layer.module, batch)
         x = x if storage == "plain" else layer.module.quantized_input(x)
         torch.testing.assert_close(metric["fisher_inputs"], x.T @ x / len(x))
@@ -442,7 +503,9 @@ def test_measuring_leaves_no_trace():
     for representation in nngeometry.NEEDED:
         batches = nngeometry.first_batches([normal(20, 6)], 1, seed=0, step=0)
         found = measured(representation, model, layers, batches, decay=0.5)
-        assert not any(x.requires_grad for metric in found for x in metric.values() if isinstance(x, Tensor))
+        assert not any(
+            x.requires_grad for metric in found for x in metric.values() if isinstance(x, Tensor)
+        )
         assert all(name.startswith(nngeometry.METRIC) for metric in found for name in metric)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
@@ -457,7 +520,11 @@ def test_batches_follow_the_key_and_not_the_global_generator():
 
     def order(step):
         loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
-        return torch.cat([b[0] for b in nngeometry.first_batches(loader, 3, seed=5, step=step)]).flatten().tolist()
+        return (
+            torch.cat([b[0] for b in nngeometry.first_batches(loader, 3, seed=5, step=step)])
+            .flatten()
+            .tolist()
+        )
 
     first = order(0)
     torch.manual_seed(99)
@@ -472,7 +539,9 @@ def test_labels_are_drawn_from_the_softmax_in_proportion():
     counts = torch.bincount(labels, minlength=6).double()
     expected = scores.double().softmax(0) * n
     assert counts[[2, 5]].tolist() == [0, 0]
-    assert (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() < 16.3  # chi-square, 3 df, 0.1%
+    assert (
+        ((counts - expected) ** 2)[expected > 0] / expected[expected > 0]
+    ).sum() < 16.3  # chi-square, 3 df, 0.1%
 
 
 def test_labels_depend_on_their_key_alone():
@@ -481,7 +550,9 @@ def test_labels_depend_on_their_key_alone():
     torch.manual_seed(1)
     assert torch.equal(nngeometry.sample_labels(scores, seed=3, step=1, stream=2), first)
     for key in ({"seed": 4}, {"step": 2}, {"stream": 3}):
-        assert not torch.equal(nngeometry.sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first)
+        assert not torch.equal(
+            nngeometry.sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first
+        )
 
 
 def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch):
@@ -500,7 +571,9 @@ def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch):
     assert len(whole.unique()) > 150
 
 
-@pytest.mark.parametrize("scores", [torch.zeros(5), torch.zeros(5, 1), torch.zeros(5, 3, dtype=torch.long), "text"])
+@pytest.mark.parametrize(
+    "scores", [torch.zeros(5), torch.zeros(5, 1), torch.zeros(5, 3, dtype=torch.long), "text"]
+)
 def test_a_model_without_logits_is_refused(scores):
     model = classifier()
     with pytest.raises(ValueError, match=r"logits \(\.\.\., V\)"):
@@ -514,7 +587,9 @@ def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one():
     found = measured("diagonal", model, layers, batches, samples=2)
     for layer, metric in zip(layers, found, strict=True):
         alone = [
-            gradients_by_token(model, layer.module.weight, batch, labels_of(model, batch, 2 * i + sample))
+            gradients_by_token(
+                model, layer.module.weight, batch, labels_of(model, batch, 2 * i + sample)
+            )
             for i, batch in enumerate(batches)
             for sample in range(2)
         ]
@@ -526,17 +601,23 @@ def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one():
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("representation", ["kfac", "ekfac"])
 def test_kronecker_steps_solve_the_dense_system(representation, product):
-    """``T`` is the outer product nearest to the stretch; where the stretch is one, nothing is approximated."""
+    """``T`` is the outer product nearest to the stretch; where the stretch is one,
+    nothing is approximated.
+    """
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model, product=product))
-    for layer, metric in zip(layers, measured(representation, model, layers, [batch], damping=0.2), strict=True):
+    for layer, metric in zip(
+        layers, measured(representation, model, layers, [batch], damping=0.2), strict=True
+    ):
         c, r = nngeometry.rank_one(layer.stretch)
         assert torch.allclose(torch.outer(r, c), layer.stretch) == product
         x, y = rows_of(model, layer.module, batch)
         x, y = (x * c).double(), (y * r).double()
         inputs, outputs = x.T @ x / len(x), y.T @ y / len(y)
         if representation == "kfac":
-            damped = [f + 0.2**0.5 * mean_eigenvalue(f) * torch.eye(len(f)) for f in (outputs, inputs)]
+            damped = [
+                f + 0.2**0.5 * mean_eigenvalue(f) * torch.eye(len(f)) for f in (outputs, inputs)
+            ]
             dense = torch.kron(*damped)
         else:
             basis = torch.kron(torch.linalg.eigh(outputs)[1], torch.linalg.eigh(inputs)[1])
@@ -546,7 +627,9 @@ def test_kronecker_steps_solve_the_dense_system(representation, product):
         gradient = normal(*layer.module.weight.shape, seed=9)
         expected = dense_solution(dense, torch.outer(r, c), gradient)
         ours = nngeometry.natural_gradient(representation, metric, gradient)
-        torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+        torch.testing.assert_close(
+            ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()
+        )
         assert (gradient * ours).sum() > 0
 
 
@@ -554,7 +637,10 @@ def test_rank_one_is_the_least_squares_fit_of_the_logarithm():
     stretch = stretches_of(classifier())[0]
     c, r = nngeometry.rank_one(stretch)
     design = torch.cat([torch.eye(5).repeat_interleave(6, 0), torch.eye(6).repeat(5, 1)], 1)
-    fit = design @ torch.linalg.lstsq(design, stretch.log2().flatten()[:, None], driver="gelsd").solution
+    fit = (
+        design
+        @ torch.linalg.lstsq(design, stretch.log2().flatten()[:, None], driver="gelsd").solution
+    )
     torch.testing.assert_close(torch.outer(r, c).log2().flatten(), fit[:, 0], atol=1e-4, rtol=1e-4)
 
 
@@ -562,7 +648,9 @@ def test_rank_one_is_the_least_squares_fit_of_the_logarithm():
 def test_earlier_measurements_count_with_their_decay(representation):
     model = classifier()
     layers = layers_of(model)
-    names = {"diagonal": ("fisher_diagonal",)}.get(representation, ("fisher_inputs", "fisher_outputs"))
+    names = {"diagonal": ("fisher_diagonal",)}.get(
+        representation, ("fisher_inputs", "fisher_outputs")
+    )
 
     def found(batch, earlier):
         again = [x._replace(earlier=e) for x, e in zip(layers, earlier, strict=True)]

@@ -1,4 +1,6 @@
-"""Scales fitted anew: in the step that moves weights that all are 0, and where they have become far too large."""
+"""Scales fitted anew: in the step that moves weights that all are 0, and where they
+have become far too large.
+"""
 
 import logging
 
@@ -22,11 +24,14 @@ MAKE = {
     "adamw": lambda p, **o: optim.StiffnessAdamW([p], **ADAMW, **o),
     "adamw8": lambda p, **o: optim.StiffnessAdamW([p], **ADAMW, moments="8bit", **o),
     "stiff": lambda p, **o: optim.StiffnessAdamW([p], **ADAMW, stiffness=1.0, **o),
-    "muon": lambda p, **o: optim.StiffnessMuon([p], lr=1e-2, weight_decay=0.0, ns_dtype=torch.float32, **o),
+    "muon": lambda p, **o: optim.StiffnessMuon(
+        [p], lr=1e-2, weight_decay=0.0, ns_dtype=torch.float32, **o
+    ),
     "sgd": lambda p, **o: optim.StiffnessSGD([p], lr=0.3, momentum=0.9, **o),
     "lion": lambda p, **o: optim.StiffnessLion([p], lr=1e-3, weight_decay=0.0, **o),
 }
-#: what is left of the variance of the weights looked for: from zeros, and from the same steps of small random weights
+#: what is left of the variance of the weights looked for: from zeros, and from the same
+#: steps of small random weights
 LEFT = {"E4M3": 0.005, "E2M5": 0.001, "E1M6": 0.003, "E5M2": 0.02}
 GRANULARITIES = ("tensor", "channel", "block", "square")
 
@@ -93,12 +98,20 @@ def test_paths_have_the_same_bits(kind, granularity):
 def test_fitted_scales_are_those_of_the_definition(kind, writeback, scale, factor):
     if not is_valid(kind, writeback, "float32"):
         return
-    p = stored("E4M3", scale=2.0**-4 * float(torch.as_tensor(factor).max()) if scale == "one" else SCALES * factor)
+    p = stored(
+        "E4M3",
+        scale=2.0**-4 * float(torch.as_tensor(factor).max()) if scale == "one" else SCALES * factor,
+    )
     p.codes[1] = 0
     if scale == "one":
         p.codes.zero_()
     p.codes[1, 3] = 0x80
-    follow(kind, p, OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "weight_decay": 0.05}, moved=0.02)
+    follow(
+        kind,
+        p,
+        OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "weight_decay": 0.05},
+        moved=0.02,
+    )
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessLion", "Madam", "RiemannianAdam"])
@@ -155,7 +168,9 @@ def test_a_run_resumed_among_first_steps_has_the_same_bits(kind):
     ours, first = MAKE[kind](whole), MAKE[kind](part)
     steps(whole, ours, range(9))
     steps(part, first, range(3))
-    resumed = fm.FP8Parameter.from_codes(part.codes.clone(), part.scale.clone(), "E2M5", seed=0, requires_grad=True)
+    resumed = fm.FP8Parameter.from_codes(
+        part.codes.clone(), part.scale.clone(), "E2M5", seed=0, requires_grad=True
+    )
     second = MAKE[kind](resumed)
     second.load_state_dict(first.state_dict())
     steps(resumed, second, range(3, 9))
@@ -194,7 +209,9 @@ def test_no_step_that_moves_nothing_or_counts_in_spacings_fits():
 
 
 def test_a_scale_that_doubles_is_logged_and_one_for_all_renews_the_reference(caplog):
-    """The spacing of all weights doubles, and S_ref with it; of rows it waits for the next refresh."""
+    """The spacing of all weights doubles, and S_ref with it; of rows it waits for the
+    next refresh.
+    """
     for granularity, renewed in (("tensor", True), ("channel", False)):
         p = fm.FP8Parameter(normal(6, 64), "E2M5", granularity=granularity, headroom=4.0, seed=0)
         optimizer = StiffnessAdamW([p], lr=0.0, stiffness=1.0, weight_decay=0.0)
@@ -220,8 +237,12 @@ def test_a_nan_code_is_not_an_end():
 def test_words_at_positions_are_those_of_the_range():
     words = (3, 2**40 + 1, 7, 2)
     start = 2**32 - 5
-    positions = torch.arange(start, start + 11)[torch.randperm(11, generator=torch.Generator().manual_seed(0))]
-    assert torch.equal(words_at(positions, words), word_range(start, 11, words, "cpu")[positions - start])
+    positions = torch.arange(start, start + 11)[
+        torch.randperm(11, generator=torch.Generator().manual_seed(0))
+    ]
+    assert torch.equal(
+        words_at(positions, words), word_range(start, 11, words, "cpu")[positions - start]
+    )
     assert words_at(positions.view(1, 11)[:, :0], words).shape == (1, 0)
 
 

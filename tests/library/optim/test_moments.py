@@ -1,4 +1,6 @@
-"""Running averages in 16 and 8 bits: unbiased; and Muon's, in blocks that are fitted, against its definition."""
+"""Running averages in 16 and 8 bits: unbiased; and Muon's, in blocks that are fitted,
+against its definition.
+"""
 
 import copy
 from fractions import Fraction
@@ -22,7 +24,9 @@ DRAWS = torch.arange(1 << 16, dtype=torch.int32)
 
 @each("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
 def test_bfloat16_is_unbiased_over_all_draws(x):
-    """Exactly: of the 2^16 draws, as many round away as there are parts beyond the value below."""
+    """Exactly: of the 2^16 draws, as many round away as there are parts beyond the
+    value below.
+    """
     value = torch.tensor(x)
     kept = _to_bfloat16(value.expand(len(DRAWS)).contiguous(), DRAWS).double()
     assert kept.mean().item() == value.double().item()
@@ -31,9 +35,11 @@ def test_bfloat16_is_unbiased_over_all_draws(x):
 
 @each("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
 def test_roots_of_roots_are_unbiased(root):
-    """In units of their scale, over draws that lie evenly: the root of what is kept has the mean.
+    """In units of their scale, over draws that lie evenly: the root of what is kept has
+    the mean.
 
-    To 2^-13 of what lies between its neighbours; among the fewer than eight spacings of the lowest binade to 2^-10.
+    To 2^-13 of what lies between its neighbours; among the fewer than eight spacings of
+    the lowest binade to 2^-10.
     """
     draws = (DRAWS << 8) + 128
     codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), draws)
@@ -41,7 +47,10 @@ def test_roots_of_roots_are_unbiased(root):
     roots = kept.sqrt()
     wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 0.5
     near = 2.0**-13 if root >= MOMENT_FORMAT.min_normal else 2.0**-10
-    assert abs(roots.mean().item() - wanted) <= near * (roots.max() - roots.min()).item() + 2.0**-22 * wanted
+    assert (
+        abs(roots.mean().item() - wanted)
+        <= near * (roots.max() - roots.min()).item() + 2.0**-22 * wanted
+    )
     assert len(kept.unique()) == (1 if kept.max().item() == root or root > MOMENT_FORMAT.max else 2)
     if kept.min() > 0:
         assert kept.mean() >= min(root, MOMENT_FORMAT.max)
@@ -52,7 +61,9 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0():
     every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
     for draw in (0, 1, 0xFFFFFF):
         draws = torch.full_like(every, draw)
-        codes = _root_codes(fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws)
+        codes = _root_codes(
+            fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws
+        )
         assert torch.equal(codes.int(), every)
         for tiny in (2.0**-10, 1e-30, 2.0**-149):
             assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
@@ -63,7 +74,8 @@ MU = 0.95
 
 
 class Slow:
-    """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block.
+    """The momentum of one matrix, a value at a time: codes, and the largest magnitude
+    of each block.
 
     Its draws are independent, whatever those of the weights are.
     """
@@ -74,10 +86,14 @@ class Slow:
         self.decay, self.gain = f32(momentum), f32(1 - momentum)
 
     def scale(self, block):
-        """The smallest power of two, and no subnormal, with which the largest is within 7.875."""
+        """The smallest power of two, and no subnormal, with which the largest is within
+        7.875.
+        """
         largest = float(self.largest[block])
         exponent = exponent_of(largest) - 2 if largest >= 2.0**-126 else -126
-        return 2.0 ** max(exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126)
+        return 2.0 ** max(
+            exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126
+        )
 
     def step(self, gradient):
         self.steps += 1
@@ -92,11 +108,15 @@ class Slow:
             self.largest[b] = max(abs(x) for x in new[b * self.block : (b + 1) * self.block])
         for i, (x, word) in enumerate(zip(new, words, strict=True)):
             scaled = Fraction(float(x)) / Fraction(self.scale(i // self.block))
-            self.codes[i] = E2M5.code(E2M5.round(float(scaled), word % 2**32 >> 8), bool(np.signbit(x)))
+            self.codes[i] = E2M5.code(
+                E2M5.round(float(scaled), word % 2**32 >> 8), bool(np.signbit(x))
+            )
 
 
 def gradient(shape, step):
-    """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny and of huge values."""
+    """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny
+    and of huge values.
+    """
     g = normal(*shape, seed=100 + step) * torch.exp2(normal(*shape, seed=200 + step).mul(3).round())
     g.view(-1)[step::7] = 0.0
     g.view(-1)[step::11] = -0.0
@@ -113,7 +133,9 @@ SHAPES = ((3, 14, 14), (4, 300, 150), (3, 1301, 1301), (3, 512, 256))
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_codes_and_largest_are_those_of_the_definition(rows, columns, block, path, draws):
     weight = stored_weight(shape=(rows, columns))
-    optimizer = by(path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws))
+    optimizer = by(
+        path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws)
+    )
     slow = None
     for t in range(4):
         step_from(optimizer, weight, gradient((rows, columns), t))
@@ -126,7 +148,10 @@ def test_codes_and_largest_are_those_of_the_definition(rows, columns, block, pat
 
 @each(
     ("kind", "average", "bound"),
-    [("StiffnessMuon", "momentum_buffer", "avg_largest"), ("StiffnessAdamW", "exp_avg_sq", "sq_bound")],
+    [
+        ("StiffnessMuon", "momentum_buffer", "avg_largest"),
+        ("StiffnessAdamW", "exp_avg_sq", "sq_bound"),
+    ],
 )
 def test_an_average_without_the_bound_of_its_blocks_is_refused(kind, average, bound):
     weight = stored_weight(shape=(4, 64))

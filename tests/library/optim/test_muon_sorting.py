@@ -1,4 +1,6 @@
-"""Parameters of other people's models: Muon's, Adam's, and those that decay, by layer, name and shape."""
+"""Parameters of other people's models: Muon's, Adam's, and those that decay, by layer,
+name and shape.
+"""
 
 import pytest
 import torch
@@ -9,39 +11,71 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessMuon, muon_report
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries announce is their own business
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
 
 
 def vit():
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, **HEADS, image_size=8, patch_size=4))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SIZES, **HEADS, image_size=8, patch_size=4)
+    )
 
 
 def gpt_oss():
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 1}
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **HEADS, **experts, vocab_size=20))
+    experts = {
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+    }
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SIZES, **HEADS, **experts, vocab_size=20)
+    )
 
 
 def mamba():
-    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=4, vocab_size=20))
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(**SIZES, state_size=4, vocab_size=20)
+    )
 
 
 def swin():
-    sizes = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2, "image_size": 8, "patch_size": 2}
+    sizes = {
+        "embed_dim": 8,
+        "depths": [1],
+        "num_heads": [2],
+        "window_size": 2,
+        "image_size": 8,
+        "patch_size": 2,
+    }
     return transformers.SwinModel(transformers.SwinConfig(**sizes))
 
 
 def found(model, **options):
     groups = StiffnessMuon.for_model(model, 1e-2, **options).param_groups
-    return {name: (g["direction"], g["weight_decay"] > 0) for g in groups for name in g["param_names"]}
+    return {
+        name: (g["direction"], g["weight_decay"] > 0) for g in groups for name in g["param_names"]
+    }
 
 
 MUON, DECAYS, VECTOR = ("muon", True), ("adam", True), ("adam", False)
 #: model, and ends of names: of vectors, of Muon's matrices, and of what else decays
 MODELS = {
-    "vit": (vit, "cls_token position_embeddings", "projection.weight q_proj.weight", "classifier.weight"),
-    "gpt_oss": (gpt_oss, "sinks proj_bias", "experts.gate_up_proj experts.down_proj", "tokens.weight lm_head.weight"),
+    "vit": (
+        vit,
+        "cls_token position_embeddings",
+        "projection.weight q_proj.weight",
+        "classifier.weight",
+    ),
+    "gpt_oss": (
+        gpt_oss,
+        "sinks proj_bias",
+        "experts.gate_up_proj experts.down_proj",
+        "tokens.weight lm_head.weight",
+    ),
     "mamba": (mamba, "A_log mixer.D", "in_proj.weight dt_proj.weight", "conv1d.weight"),
     "swin": (swin, "relative_position_bias_table", "q_proj.weight", ""),
 }
@@ -77,11 +111,25 @@ class Direct(nn.Module):
 @each(
     ("name", "shape", "expected"),
     [
-        *((name, (4, 6), VECTOR) for name in ("out_bias", "bias_table", "pos_embed", "rel_pos_h", "query_tokens", "D")),
-        *((name, (4, 6), VECTOR) for name in ("positional_embedding", "A_logs", "log_dt", "latents", "time_decay")),
+        *(
+            (name, (4, 6), VECTOR)
+            for name in ("out_bias", "bias_table", "pos_embed", "rel_pos_h", "query_tokens", "D")
+        ),
+        *(
+            (name, (4, 6), VECTOR)
+            for name in ("positional_embedding", "A_logs", "log_dt", "latents", "time_decay")
+        ),
         *(
             (name, (4, 6), MUON)
-            for name in ("weight", "w1", "positive", "tokenizer", "biased", "D_proj", "in_proj_weight")
+            for name in (
+                "weight",
+                "w1",
+                "positive",
+                "tokenizer",
+                "biased",
+                "D_proj",
+                "in_proj_weight",
+            )
         ),
         *((name, (4, 6), DECAYS) for name in ("embedding", "tok_embed", "word_embeddings")),
         *(("gamma", shape, VECTOR) for shape in ((1, 1, 6), (6, 1, 1), (1, 6), (6,), (1, 1), ())),
@@ -115,6 +163,13 @@ def test_what_a_model_leaves_out_of_decay_is_left_out():
 def test_a_report_says_why():
     text = str(muon_report(mamba()))
     rows = {tuple(line.split(maxsplit=5)) for line in text.splitlines()}
-    assert ("backbone.layers.0.mixer.A_log", "(32,", "4)", "adam", "no", "by its name, 'A_log'") in rows
+    assert (
+        "backbone.layers.0.mixer.A_log",
+        "(32,",
+        "4)",
+        "adam",
+        "no",
+        "by its name, 'A_log'",
+    ) in rows
     assert "a depthwise convolution" in text
     assert text.endswith("Muon's: 4 of 12 parameters, the rest Adam's")

@@ -18,11 +18,22 @@ import fp8manifold as fm
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
 KINDS = {kind.__name__: kind for kind in cases.CLASSES}
-#: options that all of them refuse, that those with `betas` do, and that those with `momentum` do
+#: options that all of them refuse, that those with `betas` do, and that those with
+#: `momentum` do
 EVERY = {
-    **named("ValueError", "lr=-0.1; lr=nan; lr=inf; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5"),
-    **named("ValueError", "clip=0.5; clip=nan; refresh_every=0; seed=-1; stabilize_every=0; reset_every=-3; moments=8"),
-    **named("ValueError", "foreach=True; fused=True; capturable=True; differentiable=True", " is not supported by"),
+    **named(
+        "ValueError",
+        "lr=-0.1; lr=nan; lr=inf; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5",
+    ),
+    **named(
+        "ValueError",
+        "clip=0.5; clip=nan; refresh_every=0; seed=-1; stabilize_every=0; reset_every=-3; moments=8",
+    ),
+    **named(
+        "ValueError",
+        "foreach=True; fused=True; capturable=True; differentiable=True",
+        " is not supported by",
+    ),
     **named("TypeError", "lr='0.1'; lr=True; refresh_every=1.5; seed=0.5; maximize=1"),
     "lr=[]": "TypeError: lr=",
     "lr=tensor([0.1, 0.2])": "ValueError: lr has shape (2,)",
@@ -57,8 +68,10 @@ OPTIONS = {
         "metric=1": "TypeError: metric",
     },
     "StiffnessSGD": named("ValueError", "stiffness=-9"),
-    "StiffnessLion": named("ValueError", "stiffness=nan") | {"betas=(0.9, 1.0)": "ValueError: betas[1]=1.0"},
-    "Madam": named("ValueError", "float_lr=-1.0; max_direction=0.0; escape=0") | named("TypeError", "escape='1'"),
+    "StiffnessLion": named("ValueError", "stiffness=nan")
+    | {"betas=(0.9, 1.0)": "ValueError: betas[1]=1.0"},
+    "Madam": named("ValueError", "float_lr=-1.0; max_direction=0.0; escape=0")
+    | named("TypeError", "escape='1'"),
     "RiemannianAdam": {
         "betas=(0.0, 0.9), writeback='momentum'": "ValueError: needs betas[0] > 0",
         "amsgrad=True, moments='8bit'": "ValueError: amsgrad=True does not go with moments='8bit'",
@@ -103,14 +116,17 @@ CALLS = {
     "K([weight, elsewhere])": "ValueError: is on cpu and its manifold on meta",
     # groups and words
     "own.add_param_group({'params': [weight], 'lr': -1.0})": "ValueError: lr",
-    "K([weight], foreech=True)": "TypeError: unexpected keyword argument 'foreech'; did you mean 'foreach'",
-    "K([weight], learning_rate=0.1)": "TypeError: K got an unexpected keyword argument 'learning_rate'",
+    "K([weight], foreech=True)": "TypeError: unexpected keyword argument 'foreech'; did you mean "
+    "'foreach'",
+    "K([weight], learning_rate=0.1)": "TypeError: K got an unexpected keyword argument "
+    "'learning_rate'",
     # states
     "own.load_state_dict(StiffnessWrapper(SGD([weight], 0.1)).state_dict())": "ValueError: K",
     "own.load_state_dict(SGD([weight], 0.1).state_dict())": "ValueError: K",
     "own.load_state_dict(optim.AdamW([weight]).state_dict())": "ValueError: K",
     "own.load_state_dict(other(K).state_dict())": "ValueError: not of K",
-    "own.load_state_dict(K([weight, on(FP8Manifold('E4M3'), ones(3))]).state_dict())": "ValueError: size",
+    "own.load_state_dict(K([weight, on(FP8Manifold('E4M3'), ones(3))]).state_dict())": "ValueError: "
+    "size",
     "own.load_state_dict(changed(own, lr=-1.0))": "ValueError: lr=-1.0",
     "own.load_state_dict({})": "ValueError: param_groups",
     "own.load_state_dict(None)": "TypeError: state_dict must be a dict & NoneType",
@@ -123,7 +139,9 @@ MUON = {
 }
 MUON_OPTIONS = {
     **named(
-        "ValueError", "matrix_shape='rows'; momentum=1.0; ns_steps=100; adjust_lr_fn='rms'; direction='sgd'; eps=-1.0"
+        "ValueError",
+        "matrix_shape='rows'; momentum=1.0; ns_steps=100; adjust_lr_fn='rms'; direction='sgd'; "
+        "eps=-1.0",
     ),
     **named("ValueError", "foreach=True") | named("TypeError", "nesterov=1"),
     "momentum=0.0, moments='8bit'": "ValueError: momentum > 0",
@@ -134,7 +152,9 @@ MUON_OPTIONS = {
     "ns_coefficients=3.0": "TypeError: ns_coefficients",
 }
 WRAPPER = {
-    **named("ValueError", "scale=-1.0; exponent=9.0; damping=2.0; clip=0.1; refresh_every=0; seed=-1"),
+    **named(
+        "ValueError", "scale=-1.0; exponent=9.0; damping=2.0; clip=0.1; refresh_every=0; seed=-1"
+    ),
     **named("TypeError", "scale='1'"),
     "exponent=lambda step: 10.0": "ValueError: exponent=10.0",
     "on='updates'": "ValueError: on='updates' & did you mean 'update'",
@@ -142,7 +162,11 @@ WRAPPER = {
     "writeback='near'": "ValueError: writeback='near' & 'nearest'",
 }
 FISHER = {
-    **named("ValueError", "refresh=0; damping=-0.1; floor=2.0; momentum=1.0; decay=1.0", " is out of range"),
+    **named(
+        "ValueError",
+        "refresh=0; damping=-0.1; floor=2.0; momentum=1.0; decay=1.0",
+        " is out of range",
+    ),
     **named("ValueError", "batches=0; samples=0; max_features=0"),
     "representation='kfak'": "ValueError: representation='kfak' is unknown & did you mean 'kfac'",
     "refresh=2.0": "TypeError: refresh=2.0 must be an int",
@@ -158,34 +182,47 @@ FISHER = {
 }
 OTHERS = {
     **{f"StiffnessMuon([nn.Parameter(ones([{shape}]))])": said for shape, said in MUON.items()},
-    "StiffnessMuon([nn.Parameter(ones(2, 3, 4, 5))], matrix_shape='batch')": "ValueError: matrix_shape",
+    "StiffnessMuon([nn.Parameter(ones(2, 3, 4, 5))], matrix_shape='batch')": "ValueError: "
+    "matrix_shape",
     "StiffnessMuon.for_model(nn.Linear(2, 3), direction='adam')": "TypeError: leave direction out",
-    **{f"StiffnessMuon([nn.Parameter(ones(2, 3))], {given})": said for given, said in MUON_OPTIONS.items()},
+    **{
+        f"StiffnessMuon([nn.Parameter(ones(2, 3))], {given})": said
+        for given, said in MUON_OPTIONS.items()
+    },
     "muon_report(3)": "TypeError: not int",
     "muon_report(tagger(), others=['nothing'])": "ValueError: names no module",
-    **{f"StiffnessWrapper(SGD([weight], lr=0.1), {given})": said for given, said in WRAPPER.items()},
+    **{
+        f"StiffnessWrapper(SGD([weight], lr=0.1), {given})": said for given, said in WRAPPER.items()
+    },
     "StiffnessWrapper([weight])": "TypeError: not list",
     "StiffnessWrapper(SGD([weight], 0.1)).load_state_dict(SGD([weight], 0.1).state_dict())": "ValueError: "
     "StiffnessWrapper",
-    "StiffnessAdamW([weight], metrc='ulp')": "TypeError: StiffnessAdamW got an unexpected keyword argument 'metrc'",
+    "StiffnessAdamW([weight], metrc='ulp')": "TypeError: StiffnessAdamW got an unexpected keyword "
+    "argument 'metrc'",
     "Madam([weight], metric='ulp')": "TypeError: Madam got an unexpected keyword argument 'metric'",
-    "RiemannianSGD([weight], metric='ulp')": "TypeError: RiemannianSGD got an unexpected keyword argument 'metric'",
+    "RiemannianSGD([weight], metric='ulp')": "TypeError: RiemannianSGD got an unexpected keyword "
+    "argument 'metric'",
     # schedules
     "anneal(1.0, 0.0, 0)": "ValueError: steps=0",
     "anneal(1.0, 0.0, 2.5)": "TypeError: steps=2.5",
     "anneal('1', 0.0, 5)": "TypeError: start='1'",
-    **{f"anneal(1.0, {end}, 5)": f"ValueError: end={end} is out of range: (-inf, inf)" for end in (math.nan, math.inf)},
+    **{
+        f"anneal(1.0, {end}, 5)": f"ValueError: end={end} is out of range: (-inf, inf)"
+        for end in (math.nan, math.inf)
+    },
     "anneal(1.0, -inf, 5)": "ValueError: end=-inf is out of range: (-inf, inf)",
     # of a metric that is measured
     **{f"fisher(tagger(), {given})": said for given, said in FISHER.items()},
-    "fisher(tags).load_state_dict(StiffnessAdamW([weight]).state_dict())": "ValueError: FisherNaturalGradient",
+    "fisher(tags).load_state_dict(StiffnessAdamW([weight]).state_dict())": "ValueError: "
+    "FisherNaturalGradient",
     **{
         f"FisherNaturalGradient({given})": said
         for given, said in {
             "tags.parameters(), 'model', [1]": "TypeError: model must be an nn.Module",
             "tags.parameters(), tags, iter([1])": "TypeError: used up after one pass",
             "tags.parameters(), tags, 3": "TypeError: loader must be iterable",
-            "[tags.norm.weight], tags, [1]": "ValueError: none of the parameters is the weight of a linear layer",
+            "[tags.norm.weight], tags, [1]": "ValueError: none of the parameters is the weight of "
+            "a linear layer",
             "tagger().parameters(), tags, [1]": "ValueError: none of the parameters",
         }.items()
     },
@@ -193,7 +230,9 @@ OTHERS = {
 
 
 def trained(kind, weight, **options):
-    optimizer = kind([weight], **{"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}, **options)
+    optimizer = kind(
+        [weight], **{"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}, **options
+    )
     put_gradients([weight], 0)
     optimizer.step()
     return optimizer
@@ -225,7 +264,9 @@ OF_FISHER = [call for call in REFUSED if "fisher" in call.lower()]
 SUBJECTS = {
     **{f"own_{name}": partial(trained, kind, stored_weight()) for name, kind in KINDS.items()},
     "weight": grid_weight,
-    "sphere": lambda: geoopt.ManifoldParameter(geoopt.Sphere().projx(normal(4)), manifold=geoopt.Sphere()),
+    "sphere": lambda: geoopt.ManifoldParameter(
+        geoopt.Sphere().projx(normal(4)), manifold=geoopt.Sphere()
+    ),
     "tags": tagger,
 }
 MORE = {
@@ -238,12 +279,18 @@ MORE = {
         **own.state_dict(),
         "param_groups": [{**own.state_dict()["param_groups"][0], **options}],
     },
-    "other": lambda kind: trained(RiemannianSGD if kind is not RiemannianSGD else StiffnessAdamW, stored_weight()),
-    "elsewhere": geoopt.ManifoldParameter(torch.zeros(3, 4), manifold=fm.FP8Manifold("E4M3", 2.0**-5).to("meta")),
+    "other": lambda kind: trained(
+        RiemannianSGD if kind is not RiemannianSGD else StiffnessAdamW, stored_weight()
+    ),
+    "elsewhere": geoopt.ManifoldParameter(
+        torch.zeros(3, 4), manifold=fm.FP8Manifold("E4M3", 2.0**-5).to("meta")
+    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:optimizer contains a parameter group with duplicate:UserWarning"
+)
 @each("call", [call for call in REFUSED if call not in OF_FISHER])
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
     said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
@@ -299,14 +346,32 @@ def test_options_set_between_steps_are_checked(kind, given):
 
 
 #: What a state was saved with and what it is loaded for, and the words that say so.
-BLOCK, SQUARE, TENSOR = ({"shape": (4, 64), "granularity": kind} for kind in ("block", "square", "tensor"))
+BLOCK, SQUARE, TENSOR = (
+    {"shape": (4, 64), "granularity": kind} for kind in ("block", "square", "tensor")
+)
 ANOTHER = {
-    "shape": (lambda: stored_weight(shape=(4, 64)), lambda: stored_weight(shape=(64, 4)), r"\(4, 64\).*\(64, 4\)"),
+    "shape": (
+        lambda: stored_weight(shape=(4, 64)),
+        lambda: stored_weight(shape=(64, 4)),
+        r"\(4, 64\).*\(64, 4\)",
+    ),
     "format": (lambda: stored_weight("E4M3"), lambda: stored_weight("E5M2"), "E4M3.*E5M2"),
-    "layout": (lambda: stored_weight("E4M3"), lambda: stored_weight("E4M3FNUZ"), "E4M3, .*E4M3FNUZ, "),
+    "layout": (
+        lambda: stored_weight("E4M3"),
+        lambda: stored_weight("E4M3FNUZ"),
+        "E4M3, .*E4M3FNUZ, ",
+    ),
     "grid format": (lambda: grid_weight("E4M3"), lambda: grid_weight("E3M4"), "E4M3.*E3M4"),
-    "granularity": (lambda: stored_weight(**BLOCK), lambda: stored_weight(**TENSOR), "per block of 32.*per tensor"),
-    "square": (lambda: stored_weight(**SQUARE), lambda: stored_weight(**TENSOR), "per square of 128 x 128.*per tensor"),
+    "granularity": (
+        lambda: stored_weight(**BLOCK),
+        lambda: stored_weight(**TENSOR),
+        "per block of 32.*per tensor",
+    ),
+    "square": (
+        lambda: stored_weight(**SQUARE),
+        lambda: stored_weight(**TENSOR),
+        "per square of 128 x 128.*per tensor",
+    ),
     "ordinary": (lambda: nn.Parameter(normal(3, 7)), stored_weight, "ordinary parameter"),
     "no ordinary one": (stored_weight, lambda: nn.Parameter(normal(3, 7)), "ordinary parameter"),
 }

@@ -1,6 +1,8 @@
-"""A run saved after each of its 50 steps, and taken up again from those files: the same bits.
+"""A run saved after each of its 50 steps, and taken up again from those files: the same
+bits.
 
-From every third of them, another third from combination to combination; the slow tests take every one.
+From every third of them, another third from combination to combination; the slow tests
+take every one.
 """
 
 import copy
@@ -10,14 +12,24 @@ from functools import cache
 import pytest
 import torch
 from family_cases import NAMES, OPTIONS, VALID, make
-from optimizer_cases import bits_of, frozen, grid_weight, normal, put_gradients, stored_weight, through_disk
+from optimizer_cases import (
+    bits_of,
+    frozen,
+    grid_weight,
+    normal,
+    put_gradients,
+    stored_weight,
+    through_disk,
+)
 from torch import nn
 
 from fp8manifold.optim import anneal
 
 STEPS = 50
 AHEAD = 4
-"""Steps taken from every ninth file, of which the later start from what the first made of it; one from all others."""
+"""Steps taken from every ninth file, of which the later start from what the first made
+of it; one from all others.
+"""
 EVERY = 3
 
 
@@ -26,7 +38,8 @@ by_name = pytest.mark.parametrize("name", NAMES)
 
 @cache
 def weights_of(seed):
-    """Seven small parameters of different kinds; the same whatever ``seed`` once a state has been loaded.
+    """Seven small parameters of different kinds; the same whatever ``seed`` once a
+    state has been loaded.
 
     Made once: what is trained are copies.
     """
@@ -46,7 +59,9 @@ def weights_of(seed):
 
 
 class Run:
-    """A module and its optimizer, with a scheduler on request: all that a training script saves and loads."""
+    """A module and its optimizer, with a scheduler on request: all that a training
+    script saves and loads.
+    """
 
     def __init__(self, make_optimizer, make_scheduler=None, seed=0):
         self.module = copy.deepcopy(weights_of(seed))
@@ -75,34 +90,53 @@ class Run:
 
     def bits(self):
         weights = [bits_of(p) for p in self.module]
-        return {"weights": weights, **frozen({k: v for k, v in self.parts().items() if k != "module"})}
+        return {
+            "weights": weights,
+            **frozen({k: v for k, v in self.parts().items() if k != "module"}),
+        }
 
 
 def resume(label, begin, every=EVERY):
-    """Take up files in a module of other values and a new optimizer, and compare with the run that went on."""
+    """Take up files in a module of other values and a new optimizer, and compare with
+    the run that went on.
+    """
     whole = begin(0)
     files, trajectory = [], []
     for t in range(STEPS + AHEAD):
         whole.step(t)
         files.append(through_disk(whole.parts()))
         trajectory.append(whole.bits())
-    assert len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2  # there is something to get wrong
+    assert (
+        len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2
+    )  # there is something to get wrong
     for t in range(len(label) % every, STEPS, every):
         again = begin(100)
         again.load(files[t])
         assert again.bits() == trajectory[t], f"{label}: loaded after step {t}"
         for later in range(t + 1, t + 2 + (AHEAD - 1) * (t % 9 >= 9 - every)):
             again.step(later)
-            assert again.bits() == trajectory[later], f"{label}: saved after step {t}, differs after {later}"
+            assert again.bits() == trajectory[later], (
+                f"{label}: saved after step {t}, differs after {later}"
+            )
     return whole
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=["-".join(each) for each in VALID])
+@pytest.mark.parametrize(
+    ("name", "writeback", "moments"), VALID, ids=["-".join(each) for each in VALID]
+)
 @pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_combination_resumes(name, writeback, moments, every):
-    """S_ref is renewed every 7 steps, which does not divide 50; scales are widened and one step is left out."""
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 7, "weight_decay": 0.01, "seed": 3}
+    """S_ref is renewed every 7 steps, which does not divide 50; scales are widened and
+    one step is left out.
+    """
+    options = {
+        "writeback": writeback,
+        "moments": moments,
+        "refresh_every": 7,
+        "weight_decay": 0.01,
+        "seed": 3,
+    }
     label = f"{name}-{writeback}-{moments}-{every}"
     whole = resume(label, lambda seed: Run(lambda p: make(name, p, **options), seed=seed), every)
     assert whole.optimizer.skipped_steps == 1
@@ -121,13 +155,31 @@ SCHEDULERS = {
 @by_name
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_runs_with_schedules_groups_and_resets_resume(name, schedule):
-    annealed = {"stiffness": anneal(1.0, 0.0, 40)} if "stiffness" in options_of(name) else {"damping": 0.25}
+    annealed = (
+        {"stiffness": anneal(1.0, 0.0, 40)}
+        if "stiffness" in options_of(name)
+        else {"damping": 0.25}
+    )
     lr = OPTIONS[name]["lr"]
 
     def groups(parameters):
-        first = {"params": parameters[:3], "writeback": "residual8", "moments": "8bit", "reset_every": 13, **annealed}
-        rest = {"lr": torch.tensor(lr / 2), "stabilize_every": 11, "maximize": True, "refresh_every": 3}
-        return [first, {"params": parameters[3:], "writeback": "stochastic", "moments": "bfloat16", **rest}]
+        first = {
+            "params": parameters[:3],
+            "writeback": "residual8",
+            "moments": "8bit",
+            "reset_every": 13,
+            **annealed,
+        }
+        rest = {
+            "lr": torch.tensor(lr / 2),
+            "stabilize_every": 11,
+            "maximize": True,
+            "refresh_every": 3,
+        }
+        return [
+            first,
+            {"params": parameters[3:], "writeback": "stochastic", "moments": "bfloat16", **rest},
+        ]
 
     def begin(seed):
         return Run(lambda p: make(name, groups(p), refresh_every=7), SCHEDULERS[schedule], seed)
@@ -142,7 +194,9 @@ def options_of(name):
 
 @by_name
 def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
-    """Back to an earlier state, before or after the weights: nothing of what came later is left over."""
+    """Back to an earlier state, before or after the weights: nothing of what came later
+    is left over.
+    """
     run = Run(lambda p: make(name, p, moments="8bit", writeback="residual8", refresh_every=7))
     states, trajectory = [], []
     for t in range(20):
@@ -162,7 +216,9 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
 
 @by_name
 def test_weights_loaded_in_the_middle_of_a_run_are_stepped_with_their_own_scales(name):
-    """Another checkpoint's weights, scales included, under the running optimizer: as one made for them would go on."""
+    """Another checkpoint's weights, scales included, under the running optimizer: as
+    one made for them would go on.
+    """
     options = {"moments": "8bit", "writeback": "nearest", "refresh_every": 1, "seed": 1}
     runs = []
     for fresh in (False, True):

@@ -32,7 +32,10 @@ class Chart:
     """Codes, values and spacings by interpolation over a format's list of values."""
 
     def __init__(self, name, scale):
-        self.ruler, self.scale = ruler(fm.FloatFormat.from_string(name)), torch.as_tensor(scale, dtype=double)
+        self.ruler, self.scale = (
+            ruler(fm.FloatFormat.from_string(name)),
+            torch.as_tensor(scale, dtype=double),
+        )
 
     def code(self, w):
         return torch.from_numpy(self.ruler.chart((w / self.scale).numpy()))
@@ -45,14 +48,18 @@ class Chart:
 
 
 def start_and_targets(chart):
-    """Codes in the middle of the range, a few of them near zero, with targets on the other side or beyond a binade."""
+    """Codes in the middle of the range, a few of them near zero, with targets on the
+    other side or beyond a binade.
+    """
     reach = min(chart.ruler.codes[-1] / 4, 20.0)
     codes = normal(3, 8, seed=11, dtype=double).clamp(-2, 2) * reach / 2
     return chart.value(codes), chart.value(codes.flip(1) * -0.7 + 0.3)
 
 
 def follow(name, scale, ours, theirs, steps=200):
-    """Largest distance in codes between ours on the manifold and torch's on codes with gradient S g; crossings."""
+    """Largest distance in codes between ours on the manifold and torch's on codes with
+    gradient S g; crossings.
+    """
     chart = Chart(name, scale)
     start, targets = start_and_targets(chart)
     weight = free_weight(start, name, scale)
@@ -76,20 +83,36 @@ def follow(name, scale, ours, theirs, steps=200):
 @each("name", FORMATS)
 def test_adam_is_adam_on_codes(name, scale):
     """The theorem: 200 steps, 1e-10 codes."""
-    ours, theirs = partial(RiemannianAdam, lr=0.5, eps=0.0, **UNBOUNDED), partial(torch.optim.Adam, lr=0.5, eps=0.0)
+    ours, theirs = (
+        partial(RiemannianAdam, lr=0.5, eps=0.0, **UNBOUNDED),
+        partial(torch.optim.Adam, lr=0.5, eps=0.0),
+    )
     worst, crossings = follow(name, SCALES[scale], ours, theirs)
     assert worst < 1e-10
     assert crossings >= 5
 
 
 @pytest.mark.covering(1)
-@each("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.7, "dampening": 0.4}])
+@each(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.7, "dampening": 0.4},
+    ],
+)
 @each("name", FORMATS)
 def test_sgd_is_sgd_on_codes(name, options):
-    """Momentum starts from the first gradient in codes, as torch's does.  The step is kept below the curvature, S^2."""
+    """Momentum starts from the first gradient in codes, as torch's does. The step is
+    kept below the curvature, S^2.
+    """
     chart = Chart(name, SCALES["0.3"])
     lr = 0.1 / max(chart.stiffness(x).max().item() for x in start_and_targets(chart)) ** 2
-    ours, theirs = partial(RiemannianSGD, lr=lr, **options, **UNBOUNDED), partial(torch.optim.SGD, lr=lr, **options)
+    ours, theirs = (
+        partial(RiemannianSGD, lr=lr, **options, **UNBOUNDED),
+        partial(torch.optim.SGD, lr=lr, **options),
+    )
     worst, crossings = follow(name, SCALES["0.3"], ours, theirs)
     assert worst < 1e-10
     assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
@@ -100,7 +123,9 @@ def test_default_learning_rates():
         assert kind([grid_weight()]).param_groups[0]["lr"] == 0.5
         assert kind([nn.Parameter(torch.ones(2))]).param_groups[0]["lr"] == 1e-3
         assert kind([on(geoopt.Sphere(), normal(4))]).param_groups[0]["lr"] == 1e-3
-        groups = kind([{"params": [nn.Parameter(torch.ones(2))]}, {"params": grid_weight()}]).param_groups
+        groups = kind(
+            [{"params": [nn.Parameter(torch.ones(2))]}, {"params": grid_weight()}]
+        ).param_groups
         assert [g["lr"] for g in groups] == [1e-3, 0.5]
 
 
@@ -160,24 +185,32 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind, tensor):
         scheduler.step()
     assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
     still = free_weight(x, "E4M3", 0.3)
-    step_from(kind([still], 0.0, weight_decay=0.1), still, torch.zeros_like(still).as_subclass(Tensor))
+    step_from(
+        kind([still], 0.0, weight_decay=0.1), still, torch.zeros_like(still).as_subclass(Tensor)
+    )
     assert torch.equal(still.detach(), x)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_weights_of_any_size_take_the_same_steps(amsgrad, path):
-    """Weights times a power of two have the same codes and so the same steps, to the last bit; draws follow values."""
+    """Weights times a power of two have the same codes and so the same steps, to the
+    last bit; draws follow values.
+    """
     taken = []
     for exponent in (0, -40, -64, -80, -100, 60, 90):
         p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
-        optimizer = by(path, RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad))
+        optimizer = by(
+            path, RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad)
+        )
         for t in range(6):
             step_from(optimizer, p, normal(8, 32, seed=t))
         state = optimizer.state[p]
         assert optimizer.skipped_steps == 0
         taken.append([p.codes, state["exp_avg"], state["exp_avg_sq"]])
-    assert all(torch.equal(x, y) for other in taken[1:] for x, y in zip(taken[0], other, strict=True))
+    assert all(
+        torch.equal(x, y) for other in taken[1:] for x, y in zip(taken[0], other, strict=True)
+    )
 
 
 FOREIGN = {
@@ -191,7 +224,10 @@ FOREIGN = {
 
 def assert_follows_geoopt(manifold, shape, ours, theirs, **options):
     x, target = normal(*shape, seed=1, dtype=double, std=0.3), normal(*shape, seed=2, dtype=double)
-    mine, peer = (nn.Parameter(x.clone()) if manifold is None else on(copy.deepcopy(manifold), x) for _ in "ab")
+    mine, peer = (
+        nn.Parameter(x.clone()) if manifold is None else on(copy.deepcopy(manifold), x)
+        for _ in "ab"
+    )
     begin = values([mine])[0]
     optimizer, reference = ours([mine], 0.02, **options), theirs([peer], 0.02, **options)
     for t in range(100):
@@ -206,7 +242,10 @@ def assert_follows_geoopt(manifold, shape, ours, theirs, **options):
 
 #: the optimizer of both and its options
 RULES = [
-    *(("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": amsgrad}) for amsgrad in (False, True)),
+    *(
+        ("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": amsgrad})
+        for amsgrad in (False, True)
+    ),
     ("RiemannianAdam", {"weight_decay": 0.3}),
     *(("RiemannianSGD", {"weight_decay": weight_decay}) for weight_decay in (0, 0.3)),
 ]
@@ -220,26 +259,38 @@ def test_steps_elsewhere_are_geoopts(name, rule):
 
 
 class Projecting(type(geoopt.Stiefel())):  # the class of the canonical one
-    """Stiefel with a projection of vectors; geoopt's ``x (x^T u - u^T x) + ...`` doubles a part of what is tangent."""
+    """Stiefel with a projection of vectors; geoopt's ``x (x^T u - u^T x) + ...``
+    doubles a part of what is tangent.
+    """
 
     def proju(self, x, u):
         symmetric = x.mT @ u
         return u - x @ (symmetric + symmetric.mT) / 2
 
 
-STABLE = {**FOREIGN, "stiefel": (Projecting(), (5, 3)), "euclidean stiefel": (geoopt.EuclideanStiefel(), (5, 3))}
+STABLE = {
+    **FOREIGN,
+    "stiefel": (Projecting(), (5, 3)),
+    "euclidean stiefel": (geoopt.EuclideanStiefel(), (5, 3)),
+}
 
 
 @each("every", [1, 3])
 @pytest.mark.parametrize("name", STABLE)
 def test_stabilising_elsewhere_is_geoopts(name, every):
     for kind in (RiemannianAdam, RiemannianSGD):
-        assert_follows_geoopt(*STABLE[name], kind, getattr(geoopt.optim, kind.__name__), stabilize=every)
+        assert_follows_geoopt(
+            *STABLE[name], kind, getattr(geoopt.optim, kind.__name__), stabilize=every
+        )
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str
+)
 def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options):
-    """On a sphere the first step is along the projected gradient; geoopt's starts from the raw one."""
+    """On a sphere the first step is along the projected gradient; geoopt's starts from
+    the raw one.
+    """
     sphere = geoopt.Sphere()
     x = sphere.projx(normal(4, seed=1, dtype=double))
     point = geoopt.ManifoldParameter(x.clone(), manifold=sphere)
@@ -252,7 +303,9 @@ def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options):
 
 @pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])
 def test_the_manifolds_own_retraction_is_taken(make):
-    """One code inwards from a power of two is half as far as one ULP: the two retractions differ there."""
+    """One code inwards from a power of two is half as far as one ULP: the two
+    retractions differ there.
+    """
     landed = {}
     for retraction in ("exponential", "euclidean"):
         manifold = fm.FP8Manifold("E4M3", retraction=retraction)
@@ -263,7 +316,9 @@ def test_the_manifolds_own_retraction_is_taken(make):
     assert landed == {"exponential": 1.875, "euclidean": 1.75}
 
 
-@pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")  # of the last steps, on a grid
+@pytest.mark.filterwarnings(
+    "ignore::geoopt.optim.rlinesearch.LineSearchWarning"
+)  # of the last steps, on a grid
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding):
     """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
@@ -286,19 +341,30 @@ def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding):
 
 
 def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel():
-    """Its ``proju`` is no projection there, and geoopt's own steps with ``stabilize`` end elsewhere."""
-    x, target = geoopt.Stiefel().projx(normal(5, 3, seed=1, dtype=double)), normal(5, 3, seed=2, dtype=double)
+    """Its ``proju`` is no projection there, and geoopt's own steps with ``stabilize``
+    end elsewhere.
+    """
+    x, target = (
+        geoopt.Stiefel().projx(normal(5, 3, seed=1, dtype=double)),
+        normal(5, 3, seed=2, dtype=double),
+    )
     mine, peer = (on(geoopt.Stiefel(), x.clone()) for _ in range(2))
     optimizer = RiemannianAdam([mine], 0.02, stabilize=1)
     theirs = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
     for t in range(20):
         for p in (mine, peer):
-            p.grad = p.detach().as_subclass(Tensor) - target + normal(5, 3, seed=t, dtype=double, std=0.1)
+            p.grad = (
+                p.detach().as_subclass(Tensor)
+                - target
+                + normal(5, 3, seed=t, dtype=double, std=0.1)
+            )
         optimizer.step()
         theirs.step()
     momentum, point = optimizer.state[mine]["exp_avg"], mine.detach().as_subclass(Tensor)
     assert (point.mT @ momentum + momentum.mT @ point).abs().max() < 1e-12
-    assert (mine.manifold.proju(point, momentum) - momentum).abs().max() > 0.1 * momentum.abs().max()
+    assert (
+        mine.manifold.proju(point, momentum) - momentum
+    ).abs().max() > 0.1 * momentum.abs().max()
     assert (mine - peer).abs().max() > 0.01
 
 

@@ -1,4 +1,6 @@
-"""Stepping in the backward pass: the numbers of an ordinary step, no gradient kept, and what cannot work refused."""
+"""Stepping in the backward pass: the numbers of an ordinary step, no gradient kept, and
+what cannot work refused.
+"""
 
 import copy
 import gc
@@ -24,7 +26,9 @@ OPTIMIZERS = {
     "muon_residual8": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, writeback="residual8"),
     "adamw": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, moments="8bit"),
     "adamw_residual8": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, writeback="residual8"),
-    "adamw_annealed": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, stiffness=optim.anneal(1.0, 0.0, 3)),
+    "adamw_annealed": lambda m: optim.StiffnessAdamW(
+        m.parameters(), 1e-2, stiffness=optim.anneal(1.0, 0.0, 3)
+    ),
     "lion": lambda m: optim.StiffnessLion(m.parameters(), 1e-3),
     "sgd": lambda m: optim.StiffnessSGD(m.parameters(), 1e-2, momentum=0.9),
     "riemannian": lambda m: optim.RiemannianAdam(m.parameters(), 0.1, float_lr=1e-3),
@@ -34,7 +38,14 @@ OPTIMIZERS = {
 
 def network(storage):
     torch.manual_seed(0)
-    layers = [nn.Embedding(10, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)]
+    layers = [
+        nn.Embedding(10, 16),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.LayerNorm(16),
+        nn.Linear(16, 4),
+    ]
     model = nn.Sequential(*layers)
     return model if storage is None else fm.quantize_model(model, "E4M3", storage=storage)
 
@@ -43,7 +54,9 @@ SMALL = 1e-3  # what every gradient of the network is clipped by
 
 
 def stepping(name="adamw", storage="fp8", *, measured=False, **options):
-    """A network, its optimizer, and the handle of steps in the backward pass, whose norm is measured on request."""
+    """A network, its optimizer, and the handle of steps in the backward pass, whose
+    norm is measured on request.
+    """
     model, optimizer = ordinary(name, storage)
     handle = optim.step_in_backward(optimizer, **options)
     if measured:
@@ -170,7 +183,9 @@ def test_what_needs_gradients_that_are_gone_is_refused(use):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_is_loaded_is_stepped_on(name):
-    """Loading gives an optimizer other groups; saved before, loaded after ``step_in_backward`` or before it."""
+    """Loading gives an optimizer other groups; saved before, loaded after
+    ``step_in_backward`` or before it.
+    """
     whole, uninterrupted = ordinary(name)
     train(whole, uninterrupted, 5)
     model, optimizer, _ = stepping(name)
@@ -237,7 +252,9 @@ def test_a_parameter_that_was_frozen_is_not_forgotten(name, ends_steps):
 
 
 def test_a_parameter_that_was_moved_is_not_forgotten():
-    """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they had."""
+    """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they
+    had.
+    """
     model, optimizer, handle = stepping("muon")
     model.to("cpu")
     loss(model).backward()
@@ -274,7 +291,9 @@ def test_what_it_cannot_be_over_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("keeps_handle", [False, True])
 def test_steps_end_with_their_optimizer(keeps_handle):
-    """A deleted optimizer used to go on stepping, and the next over its parameters never did."""
+    """A deleted optimizer used to go on stepping, and the next over its parameters
+    never did.
+    """
     gc.disable()
     try:
         model, first, handle = stepping("muon")
@@ -315,11 +334,16 @@ def test_a_parameter_that_steps_with_another_is_refused():
     model, first, handle = stepping("muon")
     second = optim.StiffnessAdamW([nn.Parameter(torch.ones(2)), model[3].weight], 1e-2)
     line = r"parameter 1 of group 0 \(shape \(16, 16\)\) steps in backward already, with another StiffnessMuon, .*: "
-    with pytest.raises(RuntimeError, match=line + r"call remove\(\) of that optimizer's handle, or delete the optim"):
+    with pytest.raises(
+        RuntimeError,
+        match=line + r"call remove\(\) of that optimizer's handle, or delete the optim",
+    ):
         optim.step_in_backward(second)
     third = optim.StiffnessAdamW([nn.Parameter(torch.ones(2))], 1e-2)
     optim.step_in_backward(third)
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 .*steps in backward already, with another"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter 0 of group 0 .*steps in backward already, with another"
+    ):
         third.add_param_group({"params": [model[3].weight]})
     assert len(third.param_groups) == 1
     train(model, first, 1)
@@ -327,7 +351,10 @@ def test_a_parameter_that_steps_with_another_is_refused():
     handle.remove()
     optim.step_in_backward(second)
     loss(model).backward()
-    assert [int(optimizer.state[model[3].weight]["step"]) for optimizer in (first, second)] == [1, 1]
+    assert [int(optimizer.state[model[3].weight]["step"]) for optimizer in (first, second)] == [
+        1,
+        1,
+    ]
 
 
 BATCHES = [torch.arange(10), torch.arange(5, 10), torch.arange(3)]
@@ -345,14 +372,20 @@ def pass_all(model, optimizer):
 
 
 def rounded_sums(model, optimizer):
-    """The readable definition: each gradient added to the sum before, which is rounded with draws of its own."""
+    """The readable definition: each gradient added to the sum before, which is rounded
+    with draws of its own.
+    """
     sums = {}
     streams = {p: state["stream"] for p, state in optimizer.state.items()}
     for count, tokens in enumerate(BATCHES):
         parameters = [p for p in model.parameters() if p.requires_grad]
-        for p, gradient in zip(parameters, torch.autograd.grad(part_of_loss(model, tokens), parameters), strict=True):
+        for p, gradient in zip(
+            parameters, torch.autograd.grad(part_of_loss(model, tokens), parameters), strict=True
+        ):
             step = int(optimizer.state[p]["step"]) + 1
-            draws = draw_range(0, p.numel(), Stream((0, step, streams[p], FOR_SUMS, count)), p.device).view(p.shape)
+            draws = draw_range(
+                0, p.numel(), Stream((0, step, streams[p], FOR_SUMS, count)), p.device
+            ).view(p.shape)
             wide = gradient.float() + sums.get(p, torch.zeros(())).float()
             sums[p] = to_half(wide, torch.bfloat16, draws)
     return sums
@@ -376,7 +409,13 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
             part_of_loss(model, tokens).backward()
         gradients = [p.grad for p in model.parameters()]
         assert all(isinstance(g, GradientSum) and g.held.dtype is torch.bfloat16 for g in gradients)
-        assert all(map(torch.equal, [g.float() for g in gradients if g is not None], map(Tensor.float, sums.values())))
+        assert all(
+            map(
+                torch.equal,
+                [g.float() for g in gradients if g is not None],
+                map(Tensor.float, sums.values()),
+            )
+        )
         if clips:
             norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in (plain, model)]
             assert torch.equal(*norms)
@@ -399,7 +438,9 @@ def test_draws_before_the_first_step_are_those_of_the_stream_to_come():
 def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it():
     (model, optimizer, _), (other, its, _) = (stepping(accumulate="bfloat16") for _ in "ab")
     part_of_loss(model, BATCHES[1]).backward()
-    assert not optimizer.state_dict()["state"]  # as without step_in_backward: gradients are no part of it
+    assert not optimizer.state_dict()[
+        "state"
+    ]  # as without step_in_backward: gradients are no part of it
     pass_all(model, optimizer)
     pass_all(other, its)
     assert everything(model, optimizer) == everything(other, its)
@@ -444,7 +485,9 @@ def test_what_a_sum_cannot_do_is_refused():
     with pytest.raises(RuntimeError, match="sum in bfloat16"):
         gradient.mul_(torch.ones(16))
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match="scaled already, and another gradient comes: clip after the last"):
+    with pytest.raises(
+        RuntimeError, match="scaled already, and another gradient comes: clip after the last"
+    ):
         part_of_loss(model, BATCHES[0]).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="used and freed"):
@@ -511,7 +554,9 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
         measure(model, handle)
         assert all(p.grad is None for p in model.parameters())
         loss(model).backward()
-        assert torch.equal(nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i])  # for its result
+        assert torch.equal(
+            nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i]
+        )  # for its result
         optimizer.step()
     assert everything(model, optimizer) == everything(plain, whole)
     assert float(norms[0]) > 10 * SMALL
@@ -552,7 +597,9 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured():
     model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     assert [group["previous_norm"] for group in optimizer.param_groups] == [None]
     before = everything(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"clip='previous' has no norm to clip by: .*with handle.measure\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"clip='previous' has no norm to clip by: .*with handle.measure\(\)"
+    ):
         loss(model).backward()
     optimizer.zero_grad()
     assert everything(model, optimizer) == before
@@ -569,16 +616,22 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad):
-    """The step of the parameter at fault is left out, and the next clips by the last norm that was one."""
+    """The step of the parameter at fault is left out, and the next clips by the last
+    norm that was one.
+    """
     model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     train(model, optimizer, 1)
     norm = optimizer.param_groups[0]["previous_norm"]
     hook = model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.warns(RuntimeWarning, match=r"parameter 3 of group 0 \(shape \(16, 16\)\) is not finite: its step"):
+    with pytest.warns(
+        RuntimeWarning, match=r"parameter 3 of group 0 \(shape \(16, 16\)\) is not finite: its step"
+    ):
         train(model, optimizer, 1)
     hook.remove()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
+    moved = {
+        name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])
+    }
     assert "3.weight" not in moved
     assert {"1.weight", "5.weight"} <= moved
     assert optimizer.param_groups[0]["previous_norm"] == norm
@@ -601,10 +654,14 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
     measure(model, handle)
     loss(model).backward()
     if raises:
-        with pytest.raises(FloatingPointError, match="the norm of the whole gradient is not finite"):
+        with pytest.raises(
+            FloatingPointError, match="the norm of the whole gradient is not finite"
+        ):
             optimizer.step()
         return
-    with pytest.warns(RuntimeWarning, match="the norm of the whole gradient is not finite: the step was skipped"):
+    with pytest.warns(
+        RuntimeWarning, match="the norm of the whole gradient is not finite: the step was skipped"
+    ):
         optimizer.step()
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (1, 1)
     optimizer.skipped_steps = optimizer.skipped_in_row = 0
@@ -612,13 +669,17 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
 
 
 def test_infinity_takes_norms_and_clips_nothing():
-    """A trainer wants the norm for its log: no first pass, and the numbers of steps that are not clipped."""
+    """A trainer wants the norm for its log: no first pass, and the numbers of steps
+    that are not clipped.
+    """
     (plain, whole), (model, optimizer, _) = ordinary(), stepping(clip="previous", max_norm=math.inf)
     for _ in range(3):
         for net, by in ((plain, whole), (model, optimizer)):
             by.zero_grad()
             loss(net).backward()
-        assert torch.equal(*(nn.utils.clip_grad_norm_(net.parameters(), math.inf) for net in (plain, model)))
+        assert torch.equal(
+            *(nn.utils.clip_grad_norm_(net.parameters(), math.inf) for net in (plain, model))
+        )
         whole.step()
         optimizer.step()
     assert without_norms(model, optimizer) == everything(plain, whole)
@@ -636,7 +697,13 @@ def test_another_clipping_is_refused(kind, foreach):
         nn.utils.clip_grad_norm_(parameters[:3], SMALL, foreach=foreach)  # not the whole gradient
     with pytest.raises(RuntimeError, match="used and freed"):
         nn.utils.clip_grad_norm_(parameters, SMALL, norm_type=1, foreach=foreach)
-    for use in (lambda g: g + 1, lambda g: g.mul_(2), lambda g: g.abs(), lambda g: g.sum(), lambda g: g.norm(dim=0)):
+    for use in (
+        lambda g: g + 1,
+        lambda g: g.mul_(2),
+        lambda g: g.abs(),
+        lambda g: g.sum(),
+        lambda g: g.norm(dim=0),
+    ):
         with pytest.raises(RuntimeError, match="used and freed"):
             use(parameters[1].grad)
     assert float(nn.utils.clip_grad_norm_(parameters, SMALL, foreach=foreach)) > SMALL
@@ -647,7 +714,10 @@ def test_passes_that_are_no_steps_are_refused():
     model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     with pytest.raises(RuntimeError, match=r"measure\(\) has seen no gradient"), handle.measure():
         pass
-    with pytest.raises(RuntimeError, match=r"measure\(\) takes the norm of one backward pass"), handle.measure():
+    with (
+        pytest.raises(RuntimeError, match=r"measure\(\) takes the norm of one backward pass"),
+        handle.measure(),
+    ):
         list(map(Tensor.backward, [loss(model), loss(model)]))
     optimizer.zero_grad()
     measure(model, handle)
@@ -657,7 +727,9 @@ def test_passes_that_are_no_steps_are_refused():
     with pytest.raises(RuntimeError, match=r"measure\(\) comes between steps"), handle.measure():
         pass
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"under clip='previous': call optimizer.step\(\) after each"):
+    with pytest.raises(
+        RuntimeError, match=r"under clip='previous': call optimizer.step\(\) after each"
+    ):
         loss(model).backward()
     optimizer.zero_grad()
     optimizer.step()
@@ -688,23 +760,57 @@ def test_norms_of_bfloat16_gradients_are_float32():
     kept = network("fp8").to(torch.bfloat16)
     loss(kept).backward()
     whole = torch.cat([p.grad.float().flatten() for p in kept.parameters() if p.grad is not None])
-    torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in model.parameters()]), whole.norm())
+    torch.testing.assert_close(
+        nn.utils.get_total_norm([p.grad for p in model.parameters()]), whole.norm()
+    )
 
 
 @each(
     ("options", "error", "match"),
     [
-        ({"max_norm": 1.0}, ValueError, r"max_norm=1.0 needs clip='previous' \(one backward .* or clip='exact' \(two"),
+        (
+            {"max_norm": 1.0},
+            ValueError,
+            r"max_norm=1.0 needs clip='previous' \(one backward .* or clip='exact' \(two",
+        ),
         ({"clip": "exact"}, ValueError, "clip='exact' needs max_norm"),
-        ({"clip": "previus", "max_norm": 1.0}, ValueError, "clip='previus' is unknown: .* did you mean 'previous'"),
-        ({"clip": "exact", "max_norm": 0.0}, ValueError, r"max_norm=0.0 is out of range: \(0, inf\]"),
+        (
+            {"clip": "previus", "max_norm": 1.0},
+            ValueError,
+            "clip='previus' is unknown: .* did you mean 'previous'",
+        ),
+        (
+            {"clip": "exact", "max_norm": 0.0},
+            ValueError,
+            r"max_norm=0.0 is out of range: \(0, inf\]",
+        ),
         ({"clip": "exact", "max_norm": math.nan}, ValueError, "max_norm=nan is out of range"),
         ({"clip": "exact", "max_norm": "1"}, TypeError, "max_norm='1' must be a number"),
-        ({"clip": "exact", "max_norm": 1.0, "first": "measure"}, ValueError, "first='measure' is for clip='previous'"),
-        ({"first": "measure"}, ValueError, "first='measure' is for clip='previous', and nothing is clipped"),
-        ({"clip": "previous", "max_norm": 1.0, "first": "mesure"}, ValueError, "did you mean 'measure'"),
-        ({"clip": "exact", "max_norm": 1.0, "accumulate": "bfloat16"}, ValueError, "can be clipped by clip_grad_norm_"),
-        ({"accumulate": "momentum"}, ValueError, "accumulate='momentum' is unknown: one of bfloat16; did you mean"),
+        (
+            {"clip": "exact", "max_norm": 1.0, "first": "measure"},
+            ValueError,
+            "first='measure' is for clip='previous'",
+        ),
+        (
+            {"first": "measure"},
+            ValueError,
+            "first='measure' is for clip='previous', and nothing is clipped",
+        ),
+        (
+            {"clip": "previous", "max_norm": 1.0, "first": "mesure"},
+            ValueError,
+            "did you mean 'measure'",
+        ),
+        (
+            {"clip": "exact", "max_norm": 1.0, "accumulate": "bfloat16"},
+            ValueError,
+            "can be clipped by clip_grad_norm_",
+        ),
+        (
+            {"accumulate": "momentum"},
+            ValueError,
+            "accumulate='momentum' is unknown: one of bfloat16; did you mean",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, error, match):

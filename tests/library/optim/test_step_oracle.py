@@ -1,4 +1,6 @@
-"""A step of every optimizer, write-back and kind of average against the scalar definition, bit for bit."""
+"""A step of every optimizer, write-back and kind of average against the scalar
+definition, bit for bit.
+"""
 
 import math
 
@@ -41,16 +43,21 @@ OPTIONS = {
 
 
 def first_codes(fmt, count):
-    """Zeros, near the ends, subnormals, powers of two with their inner neighbours, a NaN, and random codes.
+    """Zeros, near the ends, subnormals, powers of two with their inner neighbours, a
+    NaN, and random codes.
 
     None is the largest: an optimizer would widen its scale first.
     """
     m, top = 1 << fmt.mantissa_bits, fmt.max_code - 1
-    if fmt.exponent_bits == 7:  # a few dozen binades around one: more would leave all others below the bounds
+    if (
+        fmt.exponent_bits == 7
+    ):  # a few dozen binades around one: more would leave all others below the bounds
         top = 80
     powers = [code for k in range(1, 4) for code in (k * m, k * m - 1)]
     edge = [code for code in [0, 1, top, top, *powers] if code <= top]
-    random = torch.randint(48 * (top == 80), top + 1, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+    random = torch.randint(
+        48 * (top == 80), top + 1, (count,), generator=torch.Generator().manual_seed(3)
+    ).tolist()
     signs = [(i % 2) * fmt.sign_bit * (code > 0) for i, code in enumerate(random)]
     mixed = [code + sign for code, sign in zip(random, signs, strict=True)]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(11))
@@ -61,11 +68,15 @@ def stored(name, shape=(3, 14), scale=SCALES, **options):
     fmt = fm.FloatFormat.from_string(name)
     codes = first_codes(fmt, math.prod(shape)).view(shape)
     scale = scale.clone() if isinstance(scale, Tensor) else scale
-    return fm.FP8Parameter.from_codes(codes, scale, fmt, requires_grad=True, **{"seed": 0, **options})
+    return fm.FP8Parameter.from_codes(
+        codes, scale, fmt, requires_grad=True, **{"seed": 0, **options}
+    )
 
 
 def gradient(p, step):
-    g = normal(*p.shape, seed=100 + step) * torch.exp2(normal(*p.shape, seed=200 + step).mul(3).round())
+    g = normal(*p.shape, seed=100 + step) * torch.exp2(
+        normal(*p.shape, seed=200 + step).mul(3).round()
+    )
     g.view(-1)[step::7] = 0.0
     return g
 
@@ -103,7 +114,9 @@ def assert_same(p, optimizer, slow, context):
 
 
 def follow(kind, p, options, steps=STEPS, moved=0.2, **more):
-    """Step both and compare after every step; more than a share of the weights have to move."""
+    """Step both and compare after every step; more than a share of the weights have to
+    move.
+    """
     optimizer = getattr(optim, kind)([p], **options)
     slow = slow_of(kind, p, options, **more)
     before = p.codes.clone()
@@ -123,16 +136,34 @@ def follow(kind, p, options, steps=STEPS, moved=0.2, **more):
 def test_every_combination(kind, writeback, moments, factor):
     if not is_valid(kind, writeback, moments):
         return
-    options = OPTIONS[kind] | {"writeback": writeback, "moments": moments, "seed": 9, "weight_decay": 0.05}
+    options = OPTIONS[kind] | {
+        "writeback": writeback,
+        "moments": moments,
+        "seed": 9,
+        "weight_decay": 0.05,
+    }
     follow(kind, stored("E4M3", scale=SCALES * factor), options)
 
 
 def test_every_optimizer_of_the_registry_has_a_row_here():
-    """But those whose direction is of a whole matrix: their steps are written out in tests of their own."""
+    """But those whose direction is of a whole matrix: their steps are written out in
+    tests of their own.
+    """
     assert OPTIONS.keys() == set(NAMES) - {"FisherNaturalGradient", "StiffnessMuon"}
 
 
-FORMATS = ("E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E2M1", "E4M3_B40")
+FORMATS = (
+    "E5M2",
+    "E3M4",
+    "E1M6",
+    "E7M0",
+    "E4M3FNUZ",
+    "E5M2FNUZ",
+    "P3109_8P3",
+    "E2M3",
+    "E2M1",
+    "E4M3_B40",
+)
 VARIED = {
     "adamw stochastic 8bit": ("StiffnessAdamW", {"writeback": "stochastic", "moments": "8bit"}),
     "adamw residual8": ("StiffnessAdamW", {"writeback": "residual8"}),
@@ -159,7 +190,9 @@ def unit(name):
 @scaled
 @each("name", FORMATS)
 def test_formats(name, factor, kind, options):
-    follow(kind, stored(name, scale=unit(name) * factor), OPTIONS[kind] | options, steps=3, moved=0.02)
+    follow(
+        kind, stored(name, scale=unit(name) * factor), OPTIONS[kind] | options, steps=3, moved=0.02
+    )
 
 
 GRANULARITIES = {
@@ -172,7 +205,12 @@ GRANULARITIES = {
     "blocks of averages shorter than a row": ((2, 320), SCALES[:2], {}, 160),
     "one scale, no power of two": ((3, 14), 0.3, {}, 14),
     "three axes, no powers of two": ((3, 2, 32), (SCALES * FACTORS)[:, :, None], {}, 64),
-    "blocks of 32, no powers of two": ((2, 64), torch.tensor([[0.07, 0.125], [0.6, 0.03]]), {"block_size": 32}, 32),
+    "blocks of 32, no powers of two": (
+        (2, 64),
+        torch.tensor([[0.07, 0.125], [0.6, 0.03]]),
+        {"block_size": 32},
+        32,
+    ),
 }
 
 
@@ -180,7 +218,14 @@ GRANULARITIES = {
 @varied
 @each(("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES)
 def test_shapes(shape, scale, more, block, kind, options):
-    follow(kind, stored("E4M3", shape, scale, **more), OPTIONS[kind] | options, steps=2, moved=0, block=block)
+    follow(
+        kind,
+        stored("E4M3", shape, scale, **more),
+        OPTIONS[kind] | options,
+        steps=2,
+        moved=0,
+        block=block,
+    )
 
 
 OTHERS = {
@@ -208,7 +253,10 @@ OTHERS = {
     "eps": ("StiffnessAdamW", {"eps": 0.3}),
     "eps = 0": ("StiffnessAdamW", {"eps": 0.0, "betas": (0.9, 0.5)}),
     "eps below float32": ("RiemannianAdam", {"eps": 1e-44}),
-    "madam bounded": ("Madam", {"max_direction": 0.5, "lr": 0.7, "weight_decay": 0.2, "maximize": True}),
+    "madam bounded": (
+        "Madam",
+        {"max_direction": 0.5, "lr": 0.7, "weight_decay": 0.2, "maximize": True},
+    ),
     "madam additive": ("Madam", {"escape": 100.0, "writeback": "residual8", "moments": "8bit"}),
     "madam far": ("Madam", {"lr": 20.0, "max_direction": 50.0}),
     "amsgrad": ("RiemannianAdam", {"amsgrad": True, "betas": (0.9, 0.5), "writeback": "momentum"}),
@@ -234,7 +282,12 @@ def test_options(kind, options, factor):
 @scaled
 def test_what_native_code_does_in_one_loop(factor, moments, writeback, stiffness):
     options = {"moments": moments, "writeback": writeback, "stiffness": stiffness}
-    follow("StiffnessAdamW", stored("E4M3", scale=SCALES * factor), OPTIONS["StiffnessAdamW"] | options, moved=0.02)
+    follow(
+        "StiffnessAdamW",
+        stored("E4M3", scale=SCALES * factor),
+        OPTIONS["StiffnessAdamW"] | options,
+        moved=0.02,
+    )
 
 
 @varied
@@ -271,12 +324,19 @@ def test_the_residual_of_the_float_weights_is_taken_over():
     p = fm.FP8Parameter(w, "E4M3", keep_remainder=True)
     kept = p.remainder.view(-1).tolist()
     assert len(set(kept)) > 20
-    follow("StiffnessAdamW", p, OPTIONS["StiffnessAdamW"] | {"stiffness": 0.0, "writeback": "residual8"}, residual=kept)
+    follow(
+        "StiffnessAdamW",
+        p,
+        OPTIONS["StiffnessAdamW"] | {"stiffness": 0.0, "writeback": "residual8"},
+        residual=kept,
+    )
     assert p.remainder is None
 
 
 def on_manifold(p, storage, scale):
-    """The parameter's weights as floats: on the grid, off it on the continuous manifold, or ordinary."""
+    """The parameter's weights as floats: on the grid, off it on the continuous
+    manifold, or ordinary.
+    """
     fmt = p.format
     if storage == "plain":
         return torch.nn.Parameter(p.dequantize() * 1.01)
@@ -316,12 +376,18 @@ def test_floats(storage, scale, kind, options):
 
 def test_logarithms():
     """The series behind a general exponent where scales are no powers of two."""
-    x = torch.cat([normal(3000, seed=1).exp(), torch.tensor([1.0, 1.9999999, 2.0**-126, 1.0000001])])
+    x = torch.cat(
+        [normal(3000, seed=1).exp(), torch.tensor([1.0, 1.9999999, 2.0**-126, 1.0000001])]
+    )
     assert bit_list(log2_of_mantissa(x)) == bit_list([slow_log2(f32(v)) for v in x.tolist()])
 
 
 def test_powers_of_two():
-    """The polynomial behind every general exponent; beyond float32's own range the power stops at its ends."""
-    x = torch.cat([normal(3000, seed=1, std=60.0), normal(3000, seed=2), torch.arange(-140.0, 140.0, 0.5)])
+    """The polynomial behind every general exponent; beyond float32's own range the
+    power stops at its ends.
+    """
+    x = torch.cat(
+        [normal(3000, seed=1, std=60.0), normal(3000, seed=2), torch.arange(-140.0, 140.0, 0.5)]
+    )
     with np.errstate(over="ignore"):
         assert bit_list(exp2_exact(x)) == bit_list([exp2(f32(v)) for v in x.tolist()])

@@ -1,4 +1,6 @@
-"""Native steps have the bits of eager ones where the scalar definition is too slow: larger shapes, strides, changes."""
+"""Native steps have the bits of eager ones where the scalar definition is too slow:
+larger shapes, strides, changes.
+"""
 
 import itertools
 from functools import partial
@@ -16,27 +18,34 @@ from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import View
 
-#: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
+#: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph
+#: has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
 
 
 def of_codes(name="E4M3", granularity="channel", shapes=SHAPES, **options):
     return [
-        fm.FP8Parameter(normal(*shape, seed=i, std=0.1), name, granularity=granularity, **{"seed": i, **options})
+        fm.FP8Parameter(
+            normal(*shape, seed=i, std=0.1), name, granularity=granularity, **{"seed": i, **options}
+        )
         for i, shape in enumerate(shapes)
     ]
 
 
 def take(optimizer, t):
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
-        g = normal(*p.shape, seed=1000 * t + i) * torch.exp2(normal(*p.shape, seed=t).mul(2).round())
+        g = normal(*p.shape, seed=1000 * t + i) * torch.exp2(
+            normal(*p.shape, seed=t).mul(2).round()
+        )
         p.grad = torch.where(g.abs() < 0.05, 0.0, g).to(p.dtype)
     optimizer.step()
 
 
 def same_steps(kind, make, options, factors, steps=4):
     weights = ([with_factors(p, factors) for p in make()] for _ in PATHS)
-    ours, eager = (by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True))
+    ours, eager = (
+        by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True)
+    )
     first = snapshot(ours)["parameters"]
     for t in range(steps):
         take(eager, t)
@@ -74,20 +83,48 @@ def free():
 
 CASES = {
     "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}),
-    "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}),
-    "adamw injected, bfloat16, k = 1/2": (ADAMW, partial(of_codes, granularity="tensor", shapes=SHAPES[1:3]), INJECTED),
-    "adamw plain": (ADAMW, lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31, 640)], {"lr": 0.01, **DECAY}),
+    "adamw residual8, 8 bits": (
+        ADAMW,
+        of_codes,
+        {"lr": 0.01, "writeback": "residual8", "moments": "8bit"},
+    ),
+    "adamw injected, bfloat16, k = 1/2": (
+        ADAMW,
+        partial(of_codes, granularity="tensor", shapes=SHAPES[1:3]),
+        INJECTED,
+    ),
+    "adamw plain": (
+        ADAMW,
+        lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31, 640)],
+        {"lr": 0.01, **DECAY},
+    ),
     "adamw free": (ADAMW, free, {"lr": 0.01, "stiffness": 0.37}),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
-    "riemannian adam free": ("RiemannianAdam", free, {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01}),
+    "riemannian adam free": (
+        "RiemannianAdam",
+        free,
+        {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01},
+    ),
     "adamw in blocks": (ADAMW, in_blocks, {"lr": 0.01, "stiffness": 2.0, "moments": "8bit"}),
     "adamw vectors": (ADAMW, vectors, {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0}),
-    "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}),
+    "adamw bfloat16": (
+        ADAMW,
+        lambda: of_codes(dtype=torch.bfloat16),
+        {"lr": 0.01, "moments": "bfloat16", **DECAY},
+    ),
     "sgd, 8 bits": ("StiffnessSGD", of_codes, DOUBLED | DECAY),
     "lion, 8 bits": (LION, lambda: of_codes("E5M2FNUZ"), {"lr": 0.01, "moments": "8bit", **DECAY}),
-    "riemannian adam, 8 bits": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"}),
+    "riemannian adam, 8 bits": (
+        "RiemannianAdam",
+        of_codes,
+        {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
+    ),
     "axes beyond two and single rows": (ADAMW, odd, {"lr": 0.01, "writeback": "stochastic"}),
-    "grid": (ADAMW, lambda: [grid_weight("E4M3", (33, 5), 0.3)], {"lr": 0.05, "stiffness": 1.0, **DECAY}),
+    "grid": (
+        ADAMW,
+        lambda: [grid_weight("E4M3", (33, 5), 0.3)],
+        {"lr": 0.05, "stiffness": 1.0, **DECAY},
+    ),
 }
 
 
@@ -98,7 +135,9 @@ def test_native_steps_have_the_bits_of_eager_ones(kind, make, options, factors):
 
 
 def strided(g, how):
-    """The gradient's values under other strides; if `expanded`, every row is the first one."""
+    """The gradient's values under other strides; if `expanded`, every row is the first
+    one.
+    """
     if how == "transposed":
         return g.t().contiguous().t()
     if how == "sliced":
@@ -110,10 +149,25 @@ def strided(g, how):
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_gradients_of_any_strides(moments):
-    order = ["transposed", "", "transposed", "sliced", "shifted", "expanded", "", "expanded", "sliced"]
+    order = [
+        "transposed",
+        "",
+        "transposed",
+        "sliced",
+        "shifted",
+        "expanded",
+        "",
+        "expanded",
+        "sliced",
+    ]
     for skip in (0, 1):
         ours, eager = (
-            by(path, optim.StiffnessAdamW(of_codes(shapes=((64, 33), (31, 31))), lr=0.01, moments=moments))
+            by(
+                path,
+                optim.StiffnessAdamW(
+                    of_codes(shapes=((64, 33), (31, 31))), lr=0.01, moments=moments
+                ),
+            )
             for path in PATHS
         )
         for t, how in enumerate(order[skip:]):
@@ -126,9 +180,13 @@ def test_gradients_of_any_strides(moments):
 
 @pytest.mark.usefixtures("each_path")
 def test_positions_beyond_32_bits():
-    """Parts have the bits of the whole where one begins below 2^32 and ends above it, and draws of their own."""
+    """Parts have the bits of the whole where one begins below 2^32 and ends above it,
+    and draws of their own.
+    """
     p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
-    optimizer = optim.StiffnessAdamW([p], 0.02, seed=2**40 + 1, writeback="residual8", moments="8bit")
+    optimizer = optim.StiffnessAdamW(
+        [p], 0.02, seed=2**40 + 1, writeback="residual8", moments="8bit"
+    )
     for t in range(2):
         take(optimizer, t)
     slots = [optimizer._slot(optimizer.param_groups[0], p)]
@@ -137,10 +195,23 @@ def test_positions_beyond_32_bits():
 
     def step(arrays, start, end, offset):
         """A part, whose first element has a position in the whole."""
-        arrays = {name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in arrays.items()}
-        tensors = {name: x for name, x in arrays.items() if name not in ("scale", "lowest", "highest")}
+        arrays = {
+            name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in arrays.items()
+        }
+        tensors = {
+            name: x for name, x in arrays.items() if name not in ("scale", "lowest", "highest")
+        }
         view = View((end - start, 31), (end - start, *slot.view.row_dims[1:]))
-        run_all([slot.replaced(view=view, tensors=tensors, kept_scale=arrays["scale"], offset=offset + 31 * start)])
+        run_all(
+            [
+                slot.replaced(
+                    view=view,
+                    tensors=tensors,
+                    kept_scale=arrays["scale"],
+                    offset=offset + 31 * start,
+                )
+            ]
+        )
 
     found = []
     for offset in (0, 2**32 - 100, 2**40):
@@ -154,8 +225,13 @@ def test_positions_beyond_32_bits():
 
 
 @pytest.mark.parametrize("block", [1, 70])
-@each("case", ["adamw residual8, 8 bits", "sgd, 8 bits", "lion, 8 bits", "madam", "riemannian adam, 8 bits"])
+@each(
+    "case",
+    ["adamw residual8, 8 bits", "sgd, 8 bits", "lion, 8 bits", "madam", "riemannian adam, 8 bits"],
+)
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(case, block, monkeypatch):
-    """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
+    """Eager steps run some rows at a time; of a different number of rows the same bits
+    come out.
+    """
     monkeypatch.setattr(_step, "block_on", lambda _: block)
     same_steps(*CASES[case], factors=False, steps=2)

@@ -1,4 +1,6 @@
-"""StiffnessAdamW: torch's AdamW where k = 0; its metrics, bounds and schedules.  The step oracle has its bits."""
+"""StiffnessAdamW: torch's AdamW where k = 0; its metrics, bounds and schedules. The
+step oracle has its bits.
+"""
 
 import math
 from fractions import Fraction
@@ -6,7 +8,17 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, put_gradients, record, step_from, values
+from optimizer_cases import (
+    ROWS,
+    free_weight,
+    grid_weight,
+    normal,
+    on,
+    put_gradients,
+    record,
+    step_from,
+    values,
+)
 from torch import nn
 
 import fp8manifold as fm
@@ -49,30 +61,53 @@ FIELDS = {
 @pytest.mark.parametrize("metric", FIELDS)
 @pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
 def test_every_metric_is_the_definition(metric, scale):
-    """float64, no rounding: a first step is ``lr (S / S_ref)^k``, and the spacing is that of each weight."""
+    """float64, no rounding: a first step is ``lr (S / S_ref)^k``, and the spacing is
+    that of each weight.
+    """
     given, field_of = FIELDS[metric]
     for k in (0.5, 1.0, 2.0, 0.37, -1.0):
         weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
-        before, scales = values([weight])[0], torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist()
+        before, scales = (
+            values([weight])[0],
+            torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist(),
+        )
         fmt = fm.FloatFormat(4, 3)
-        fields = [s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)]
+        fields = [
+            s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)
+        ]
         mean = float(sum(Fraction(f) for f in fields) / 15)
-        expected = torch.tensor([min(max(f / mean, 0.25), 2.0) ** k for f in fields], dtype=double).view(3, 5)
-        options = {"eps": 0.0, "weight_decay": 0.0, "stiffness": k, "metric": given, "damping": 0.25, "clip": 2.0}
+        expected = torch.tensor(
+            [min(max(f / mean, 0.25), 2.0) ** k for f in fields], dtype=double
+        ).view(3, 5)
+        options = {
+            "eps": 0.0,
+            "weight_decay": 0.0,
+            "stiffness": k,
+            "metric": given,
+            "damping": 0.25,
+            "clip": 2.0,
+        }
         optimizer = StiffnessAdamW([weight], LR, **options)
         step_from(optimizer, weight, torch.ones(3, 5, dtype=double))
         assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11, k
 
 
 def constructed():
-    """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios from 0.0015 to 6."""
+    """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios
+    from 0.0015 to 6.
+    """
     return torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double) * 2.0**-20
 
 
 def test_the_bounded_share_is_weighted_by_size():
-    weights = [free_weight(constructed(), "E7M0"), free_weight(torch.ones(18, dtype=double), "E7M0")]
+    weights = [
+        free_weight(constructed(), "E7M0"),
+        free_weight(torch.ones(18, dtype=double), "E7M0"),
+    ]
     for damping, clip, bounded in ((0.002, math.inf, 2), (0.0, 5.9, 1), (0.004, 5.0, 5)):
-        optimizer = StiffnessAdamW([*weights, nn.Parameter(torch.ones(100))], lr=0.0, damping=damping, clip=clip)
+        optimizer = StiffnessAdamW(
+            [*weights, nn.Parameter(torch.ones(100))], lr=0.0, damping=damping, clip=clip
+        )
         assert optimizer.bounded_share == 0.0
         put_gradients(weights, 1)
         optimizer.step()
@@ -104,7 +139,9 @@ def test_anneal_is_linear_and_stops():
 
 def test_a_schedule_that_leaves_its_range_changes_nothing():
     parameters = [grid_weight(), grid_weight()]
-    optimizer = fm.optim.StiffnessAdamW(parameters, stiffness=lambda step: 0.0 if step < 1 else 99.0)
+    optimizer = fm.optim.StiffnessAdamW(
+        parameters, stiffness=lambda step: 0.0 if step < 1 else 99.0
+    )
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter.detach())
     optimizer.step()
@@ -135,7 +172,9 @@ def test_rates_from_a_table_of_numpy_are_taken_as_numbers():
     for cast in (float, np.float32):
         p = fm.FP8Parameter(normal(8, 8), "E4M3", seed=0)
         optimizer = StiffnessAdamW([p], lr=cast(0.25), stiffness=lambda step, cast=cast: cast(0.5))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step, cast=cast: cast(2.0**-step))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step, cast=cast: cast(2.0**-step)
+        )
         for _ in range(3):
             step_from(optimizer, p, normal(8, 8, seed=1))
             schedule.step()

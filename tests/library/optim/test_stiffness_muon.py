@@ -1,4 +1,6 @@
-"""StiffnessMuon against torch's Muon, against a step written out, and as the rest of the family behaves."""
+"""StiffnessMuon against torch's Muon, against a step written out, and as the rest of
+the family behaves.
+"""
 
 import copy
 
@@ -24,17 +26,27 @@ torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 @each("nesterov", [True, False])
 @each("adjust", [None, "original", "match_rms_adamw"])
 def test_float_parameters_take_torchs_steps(nesterov, adjust):
-    """100 steps with decay: equal to 1e-6; without it the first averages are equal bit for bit."""
-    theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
+    """100 steps with decay: equal to 1e-6; without it the first averages are equal bit
+    for bit.
+    """
+    theirs, ours = (
+        [nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab"
+    )
     options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
-    muon, own = torch.optim.Muon(theirs, **options), StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16)
+    muon, own = (
+        torch.optim.Muon(theirs, **options),
+        StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16),
+    )
     cases.take_steps((muon, own), (theirs, ours), range(100))
     for a, b in zip(theirs, ours, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
         assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
 
 
-@each(("kind", "options"), [("OneCycleLR", {"total_steps": 10}), ("CyclicLR", {"base_lr": 0.01, "step_size_up": 6})])
+@each(
+    ("kind", "options"),
+    [("OneCycleLR", {"total_steps": 10}), ("CyclicLR", {"base_lr": 0.01, "step_size_up": 6})],
+)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, options, in_backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -49,7 +61,9 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, option
         model(torch.ones(1, 4)).square().sum().backward()
         optimizer.step()
 
-    with pytest.raises(ValueError, match=r"cycle_momentum=True, .*: give the scheduler cycle_momentum=False$"):
+    with pytest.raises(
+        ValueError, match=r"cycle_momentum=True, .*: give the scheduler cycle_momentum=False$"
+    ):
         step()
     assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
 
@@ -72,7 +86,10 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix():
     alone = [nn.Parameter(e.clone()) for e in experts]
     matrix = nn.Parameter(kernel.flatten(1).clone())
     options = {"lr": 0.01, "ns_dtype": torch.float32}
-    groups = [{"params": [batch], "matrix_shape": "batch"}, {"params": [flat], "matrix_shape": "flatten"}]
+    groups = [
+        {"params": [batch], "matrix_shape": "batch"},
+        {"params": [flat], "matrix_shape": "flatten"},
+    ]
     one, other = StiffnessMuon(groups, **options), StiffnessMuon([*alone, matrix], **options)
     for step in range(3):
         put_gradients([batch, flat], step)
@@ -86,11 +103,18 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix():
 
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
 def test_a_step_in_the_chart_is_the_one_written_out(k):
-    """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in float64 beside it."""
+    """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in
+    float64 beside it.
+    """
     weight, gradient = grid_weight("E4M3", (8, 12), 2.0**-5, std=0.1), normal(8, 12, seed=3)
-    w, stiffness = cases.value_of(weight).double(), fm.ulp(cases.value_of(weight) * 2**5, "E4M3").double() / 2**5
+    w, stiffness = (
+        cases.value_of(weight).double(),
+        fm.ulp(cases.value_of(weight) * 2**5, "E4M3").double() / 2**5,
+    )
     factor = (stiffness / stiffness.mean()).clamp(2.0**-8, 2.0**4) ** k
-    optimizer = StiffnessMuon([weight], lr=0.01, weight_decay=0.5, stiffness=k, ns_dtype=torch.float32)
+    optimizer = StiffnessMuon(
+        [weight], lr=0.01, weight_decay=0.5, stiffness=k, ns_dtype=torch.float32
+    )
     views = cases.record(optimizer)
     step_from(optimizer, weight, gradient)
     u = gradient.double() * (0.05 + 0.95 * 0.05)
@@ -102,7 +126,9 @@ def test_a_step_in_the_chart_is_the_one_written_out(k):
 
 @pytest.mark.parametrize("stiffness", [0.0, 0.5])
 def test_the_momentum_is_given_what_rounding_took(stiffness):
-    """Beside the momentum of another write-back: less by a positive multiple of (asked - stored), made up for next."""
+    """Beside the momentum of another write-back: less by a positive multiple of (asked
+    - stored), made up for next.
+    """
     momenta, stored, start = {}, {}, grid_weight("E4M3", (16, 16), 2.0**-5, std=0.1)
     options = {"lr": 2e-3, "weight_decay": 0.0, "nesterov": False, "ns_dtype": torch.float32}
     for writeback in ("nearest", "momentum"):
@@ -110,7 +136,10 @@ def test_the_momentum_is_given_what_rounding_took(stiffness):
         weight.grad = normal(16, 16, seed=9)
         optimizer = StiffnessMuon([weight], stiffness=stiffness, writeback=writeback, **options)
         optimizer.step()
-        momenta[writeback], stored[writeback] = optimizer.state[weight]["momentum_buffer"], cases.value_of(weight)
+        momenta[writeback], stored[writeback] = (
+            optimizer.state[weight]["momentum_buffer"],
+            cases.value_of(weight),
+        )
     exact = nn.Parameter(cases.value_of(start).clone())
     exact.grad = normal(16, 16, seed=9)
     StiffnessMuon([exact], **options).step()
@@ -181,20 +210,28 @@ def test_a_step_goes_along_the_factor(products, shape, storage):
     before = weight.detach().clone().double()
     optimizer = muon(weight, shape, lr=1.0, momentum=0.0, weight_decay=0.0)
     step_from(optimizer, weight, gradient.to(weight.dtype))
-    error = (before - weight.detach().double() - rate * factor.view(weight.shape)).norm() / (rate * factor.norm())
+    error = (before - weight.detach().double() - rate * factor.view(weight.shape)).norm() / (
+        rate * factor.norm()
+    )
     assert float(error) < 0.1  # that of a write-back among it
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("moments", ["8bit", "bfloat16"])
 def test_rows_are_stepped_as_the_whole(pair, moments, dtype):
-    pair.run(stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype)
+    pair.run(
+        stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype
+    )
 
 
 @each("fmt", ["E2M5", None])
 def test_autocast_changes_no_product_of_a_step(fmt):
     def stepped_in(*, autocast):
-        p = nn.Parameter(normal(32, 32)) if fmt is None else fm.FP8Parameter(normal(32, 32), fmt, seed=0)
+        p = (
+            nn.Parameter(normal(32, 32))
+            if fmt is None
+            else fm.FP8Parameter(normal(32, 32), fmt, seed=0)
+        )
         optimizer = StiffnessMuon([p], 1e-2, ns_dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             step_from(optimizer, p, normal(32, 32, seed=1))

@@ -1,4 +1,6 @@
-"""Optimizers that Trainer makes by a factory: the numbers of a plain loop, resumed to the bit, nothing overridden."""
+"""Optimizers that Trainer makes by a factory: the numbers of a plain loop, resumed to
+the bit, nothing overridden.
+"""
 
 import math
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold.huggingface import trainer_optimizer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries announce is their own business
 STEPS = 6
 
 
@@ -23,17 +27,37 @@ def quantised():
 
 
 def settings(folder, micro_batches, **more):
-    logs = {"output_dir": str(folder), "save_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
-    steps = {"max_steps": STEPS, "learning_rate": 1e-2, "max_grad_norm": 0.5, "seed": 0, "use_cpu": True}
-    parts = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 4 // micro_batches}
+    logs = {
+        "output_dir": str(folder),
+        "save_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    steps = {
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "seed": 0,
+        "use_cpu": True,
+    }
+    parts = {
+        "gradient_accumulation_steps": micro_batches,
+        "per_device_train_batch_size": 4 // micro_batches,
+    }
     return {**logs, **steps, **parts, **more}
 
 
 def by_trainer(model, arguments, rule, resume=None, **options):
     passes = []
-    hook = model.register_forward_pre_hook(lambda _, args, given: passes.append(dict(given)), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: passes.append(dict(given)), with_kwargs=True
+    )
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=Lines(), optimizer_cls_and_kwargs=trainer_optimizer(arguments, rule, **options)
+        model,
+        arguments,
+        train_dataset=Lines(),
+        optimizer_cls_and_kwargs=trainer_optimizer(arguments, rule, **options),
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     hook.remove()
@@ -49,7 +73,9 @@ def by_hand(model, passes, optimizer, micro_batches, *, clips=True):
         (loss if "num_items_in_batch" in given else loss / micro_batches).backward()
         if (i + 1) % micro_batches:
             continue
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5 if clips else math.inf)))
+        norms.append(
+            float(nn.utils.clip_grad_norm_(model.parameters(), 0.5 if clips else math.inf))
+        )
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -67,7 +93,10 @@ def made_by_hand(model, rule):
     return fm.optim.StiffnessAdamW(groups, 1e-2, betas=(0.9, 0.999), eps=1e-8, moments="8bit")
 
 
-IN_BACKWARD = {1: {"clip": "previous", "max_norm": 0.5, "first": "measure"}, 2: {"accumulate": "bfloat16"}}
+IN_BACKWARD = {
+    1: {"clip": "previous", "max_norm": 0.5, "first": "measure"},
+    2: {"accumulate": "bfloat16"},
+}
 
 
 @pytest.mark.usefixtures("products")
@@ -75,11 +104,15 @@ IN_BACKWARD = {1: {"clip": "previous", "max_norm": 0.5, "first": "measure"}, 2: 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(rule, in_backward, micro_batches, tmp_path):
+def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
+    rule, in_backward, micro_batches, tmp_path
+):
     options = {"moments": "8bit", "in_backward": in_backward}
     decay = 0.1 if rule == "adamw" else 0.0
     whole, plain, again = quantised(), quantised(), quantised()
-    arguments = transformers.TrainingArguments(**settings(tmp_path / "whole", micro_batches, weight_decay=decay))
+    arguments = transformers.TrainingArguments(
+        **settings(tmp_path / "whole", micro_batches, weight_decay=decay)
+    )
     trainer, passes = by_trainer(whole, arguments, rule, **options)
     assert len(passes) == STEPS * micro_batches
     optimizer = made_by_hand(plain, rule)
@@ -96,7 +129,9 @@ def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(rule, in_backward, m
     if in_backward and micro_batches == 1:
         assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS - 1}
         assert all(group["previous_norm"] > 0 for group in saved["param_groups"])
-    other = transformers.TrainingArguments(**settings(tmp_path / "cut", micro_batches, weight_decay=decay))
+    other = transformers.TrainingArguments(
+        **settings(tmp_path / "cut", micro_batches, weight_decay=decay)
+    )
     resumed, _ = by_trainer(again, other, rule, tmp_path / "whole" / "checkpoint-3", **options)
     assert bits(again) == bits(whole)
     assert frozen(resumed.optimizer.state_dict()) == frozen(saved)
@@ -111,7 +146,9 @@ def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path):
     optimizer = made_by_hand(plain, "muon")
     norms = by_hand(plain, passes, optimizer, 1, clips=False)
     assert bits(model) == bits(plain)
-    assert [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry] == norms
+    assert [
+        entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry
+    ] == norms
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {STEPS}
 
 
@@ -135,21 +172,35 @@ def test_sft_trainer_of_trl_trains_with_it(tmp_path):
 
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(45))])}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>")),
+        tokenizer_object=tokenizers.Tokenizer(
+            tokenizers.models.WordLevel(words, unk_token="<unk>")
+        ),
         pad_token="<pad>",
         eos_token="</s>",
     )
-    data = datasets.Dataset.from_list([{"input_ids": Lines()[i]["input_ids"].tolist()} for i in range(24)])
+    data = datasets.Dataset.from_list(
+        [{"input_ids": Lines()[i]["input_ids"].tolist()} for i in range(24)]
+    )
     ends = []
     for in_backward in (False, True, True):
         model = quantised()
         arguments = trl.SFTConfig(
-            **settings(tmp_path / str(len(ends)), 1, max_grad_norm=0.0, gradient_checkpointing=False, bf16=False),
+            **settings(
+                tmp_path / str(len(ends)),
+                1,
+                max_grad_norm=0.0,
+                gradient_checkpointing=False,
+                bf16=False,
+            ),
             max_length=8,
         )
         chosen = trainer_optimizer(arguments, "muon", moments="8bit", in_backward=in_backward)
         trainer = trl.SFTTrainer(
-            model, arguments, train_dataset=data, processing_class=tokenizer, optimizer_cls_and_kwargs=chosen
+            model,
+            arguments,
+            train_dataset=data,
+            processing_class=tokenizer,
+            optimizer_cls_and_kwargs=chosen,
         )
         resume = str(tmp_path / "1" / "checkpoint-3") if len(ends) == 2 else None
         trainer.train(resume_from_checkpoint=resume)
@@ -160,26 +211,48 @@ def test_sft_trainer_of_trl_trains_with_it(tmp_path):
 
 def test_what_is_read_of_the_arguments():
     arguments = transformers.TrainingArguments(
-        "out", learning_rate=3e-4, weight_decay=0.2, adam_beta2=0.95, adam_epsilon=1e-6, use_cpu=True, report_to=[]
+        "out",
+        learning_rate=3e-4,
+        weight_decay=0.2,
+        adam_beta2=0.95,
+        adam_epsilon=1e-6,
+        use_cpu=True,
+        report_to=[],
     )
     _, chosen = trainer_optimizer(arguments, lr=1.0)
-    wanted = {"lr": 1.0, "weight_decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-6, "rule": "adamw", "in_backward": None}
+    wanted = {
+        "lr": 1.0,
+        "weight_decay": 0.2,
+        "betas": (0.9, 0.95),
+        "eps": 1e-6,
+        "rule": "adamw",
+        "in_backward": None,
+    }
     assert chosen == wanted
     arguments.max_grad_norm = 0.0
     asked = trainer_optimizer(arguments, "muon", in_backward=True)[1]["in_backward"]
     assert asked == {"clip": "previous", "max_norm": math.inf, "first": "measure"}
     factory, chosen = trainer_optimizer(arguments, "muon", other_lr=1e-4)
     made = factory()(nn.Sequential(nn.Linear(4, 4)), **chosen)
-    assert [(group["direction"], group["lr"]) for group in made.param_groups] == [("muon", 3e-4), ("adam", 1e-4)]
+    assert [(group["direction"], group["lr"]) for group in made.param_groups] == [
+        ("muon", 3e-4),
+        ("adam", 1e-4),
+    ]
 
 
 def test_what_cannot_be_is_refused():
     arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match="rule='moun' is unknown: one of adamw, muon; did you mean 'muon'"):
+    with pytest.raises(
+        ValueError, match="rule='moun' is unknown: one of adamw, muon; did you mean 'muon'"
+    ):
         trainer_optimizer(arguments, "moun")
-    with pytest.raises(TypeError, match="arguments is a dict without learning_rate: TrainingArguments are needed"):
+    with pytest.raises(
+        TypeError, match="arguments is a dict without learning_rate: TrainingArguments are needed"
+    ):
         trainer_optimizer({})
-    some = SimpleNamespace(learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0, gradient_accumulation_steps=1)
+    some = SimpleNamespace(
+        learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0, gradient_accumulation_steps=1
+    )
     with pytest.raises(TypeError, match="arguments is a SimpleNamespace without adam_beta1"):
         trainer_optimizer(some)
     scaled = SimpleNamespace(**{**vars(arguments), "fp16": True})

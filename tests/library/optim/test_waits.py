@@ -1,4 +1,6 @@
-"""Reads of a card by the host: none of codes, and none of numbers that it knows already."""
+"""Reads of a card by the host: none of codes, and none of numbers that it knows
+already.
+"""
 
 import copy
 from collections import Counter
@@ -28,7 +30,9 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [
+            x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        ]
         coded = any(x.dtype is torch.uint8 for x in inputs)
         self.counts.update([name, *([f"{name} of codes"] if coded else [])])
         return func(*args, **(kwargs or {}))
@@ -45,7 +49,9 @@ def on_a_card(monkeypatch):
 def stochastic_layer():
     gradient = {"activation": "E5M2"}
     spec = fm.LayerSpec("E4M3", "E4M3", policy="static", rounding="stochastic", gradient=gradient)
-    return fm.quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1, storage="master")
+    return fm.quantize_model(
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1, storage="master"
+    )
 
 
 def losses(model, scale, steps):
@@ -106,7 +112,10 @@ def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_ca
 @each("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
 def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, monkeypatch):
     x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
-    fmt, ways = as_format(name), ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"})
+    fmt, ways = (
+        as_format(name),
+        ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"}),
+    )
     ways = ways if fmt.nan_code is not None else ways[:2]
     with monkeypatch.context() as patch:
         patch.setattr(grid, "is_read_at_once", lambda x: True)
@@ -127,7 +136,9 @@ def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, 
 def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card):
     """On a CPU, which stands for it here, at once."""
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
+        with pytest.raises(
+            RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"
+        ):
             fm.encode(torch.tensor([1.0, torch.nan, torch.inf], dtype=dtype), "E2M1")
     with pytest.raises(RuntimeError, match="a code is out of range for E2M1: 0 to 15"):
         fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
@@ -162,7 +173,9 @@ def inner(monkeypatch):
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
-    """Without a layer of this library's; values and gradients are those of a weight in floats."""
+    """Without a layer of this library's; values and gradients are those of a weight in
+    floats.
+    """
     w = fm.FP8Parameter(normal(16, 32), "E4M3", granularity=granularity, seed=1)
     plain, x = nn.Parameter(w.dequantize()), normal(4, 32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -171,7 +184,9 @@ def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
     assert inner
     assert not [name for name in COPIES if inner[f"{name} of codes"]], inner
     clones = inner["clone"] + inner["_to_copy"]
-    assert clones <= (granularity == "block") * 4, inner  # of exponents that are decoded, and of no counter
+    assert clones <= (granularity == "block") * 4, (
+        inner
+    )  # of exponents that are decoded, and of no counter
     with torch.autocast("cpu", torch.bfloat16):
         expected = PRODUCTS[kind](x, plain)
     expected.float().sum().backward()
@@ -195,11 +210,21 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
     w.grad = torch.ones(w.shape)
     with torch.autocast("cpu", torch.bfloat16):
         y = F.linear(x, w)
-        kept, view, own = w.to(torch.bfloat16), w.t().to(torch.bfloat16), w.to(torch.bfloat16).clone()
+        kept, view, own = (
+            w.to(torch.bfloat16),
+            w.t().to(torch.bfloat16),
+            w.to(torch.bfloat16).clone(),
+        )
         before = own.dequantize()
         assert torch.equal(kept.dequantize(), before)
         CHANGED[change](w)
-        for use in (kept.dequantize, view.dequantize, kept.detach, lambda: F.linear(x, w), y.float().sum().backward):
+        for use in (
+            kept.dequantize,
+            view.dequantize,
+            kept.detach,
+            lambda: F.linear(x, w),
+            y.float().sum().backward,
+        ):
             with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
                 use()  # autocast keeps its casts
     assert torch.equal(own.dequantize(), before)
@@ -209,7 +234,12 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
 
 @pytest.mark.parametrize(
     "write",
-    [lambda c: c.add_(1.0), lambda c: c.detach().zero_(), lambda c: c.copy_(c.clone()), lambda c: c.set_scale_(1)],
+    [
+        lambda c: c.add_(1.0),
+        lambda c: c.detach().zero_(),
+        lambda c: c.copy_(c.clone()),
+        lambda c: c.set_scale_(1),
+    ],
 )
 def test_a_cast_is_not_written_to(write):
     w = fm.FP8Tensor(normal(16, 32), "E4M3", seed=1)
@@ -256,4 +286,6 @@ def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
     with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
         model(normal(4, 32)).float().sum().backward()
     free = ("detach", "alias", "empty_like")
-    assert [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free] == []
+    assert [
+        name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free
+    ] == []

@@ -1,4 +1,6 @@
-"""StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the stiffness field."""
+"""StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the
+stiffness field.
+"""
 
 from contextlib import nullcontext
 
@@ -6,7 +8,16 @@ import optimizer_cases as cases
 import pytest
 import torch
 from laws import each
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, put_gradients, same_bits, step_from, values
+from optimizer_cases import (
+    ROWS,
+    free_weight,
+    grid_weight,
+    normal,
+    put_gradients,
+    same_bits,
+    step_from,
+    values,
+)
 from torch import nn
 
 import fp8manifold as fm
@@ -24,7 +35,9 @@ def ratio(x, scale, exponent, damping=2.0**-8, clip=16.0):
 @each("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
 def test_an_update_is_scaled_element_by_element(inner, exponent):
-    """float64 on the continuous manifold: w + scale (S / S_ref)^k (what the optimizer would have added)."""
+    """float64 on the continuous manifold: w + scale (S / S_ref)^k (what the optimizer
+    would have added).
+    """
     weight = free_weight(normal(3, 40, dtype=double), "E4M3", ROWS.double() * 1.3)
     plain = nn.Parameter(values([weight])[0])
     optimizer = StiffnessWrapper(inner([weight], lr=0.01), 0.3, exponent, damping=0.25, clip=2.0)
@@ -34,7 +47,9 @@ def test_an_update_is_scaled_element_by_element(inner, exponent):
     inner([plain], lr=0.01).step()
     optimizer.step()
     factor = 0.3 * ratio(before, ROWS.double() * 1.3, exponent, 0.25, 2.0)
-    assert torch.allclose(weight.detach(), before + factor * (plain.detach() - before), rtol=1e-12, atol=1e-14)
+    assert torch.allclose(
+        weight.detach(), before + factor * (plain.detach() - before), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
@@ -52,8 +67,12 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
             stream = optimizer.streams.get(weight)
             draws = {"seed": 9, "step": 0, "stream": stream} if writeback == "stochastic" else {}
             expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
-            assert (weight.detach() == expected).double().mean() > 0.98  # the factor may differ in its last bit
-            assert (weight.detach() - expected).abs().max() <= fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
+            assert (
+                weight.detach() == expected
+            ).double().mean() > 0.98  # the factor may differ in its last bit
+            assert (weight.detach() - expected).abs().max() <= fm.ulp(
+                before / ROWS, "E4M3"
+            ).max() * ROWS.max()
 
 
 def test_by_default_the_manifold_says_how_to_round():
@@ -69,9 +88,13 @@ def test_by_default_the_manifold_says_how_to_round():
 
 
 def test_scale_and_exponent_follow_their_schedules():
-    """Asked with the steps taken, one function each; the reference is refreshed when due."""
+    """Asked with the steps taken, one function each; the reference is refreshed when
+    due.
+    """
     weight = free_weight(normal(30, dtype=double), "E4M3")
-    optimizer = StiffnessWrapper(SGD([weight], lr=0.01), anneal(1.0, 0.5, 4), anneal(1.0, 0.0, 4), refresh_every=1)
+    optimizer = StiffnessWrapper(
+        SGD([weight], lr=0.01), anneal(1.0, 0.5, 4), anneal(1.0, 0.0, 4), refresh_every=1
+    )
     for t in range(6):
         put_gradients([weight], t)
         before = values([weight])[0]
@@ -99,7 +122,9 @@ def test_the_reference_is_kept_between_refreshes():
 def test_a_gradient_is_scaled_and_put_back():
     weight = free_weight(normal(3, 20, dtype=double), "E4M3")
     plain = nn.Parameter(values([weight])[0])
-    optimizer = StiffnessWrapper(SGD([weight], lr=0.1, momentum=0.9), 0.5, 1.0, on="gradient", refresh_every=1)
+    optimizer = StiffnessWrapper(
+        SGD([weight], lr=0.1, momentum=0.9), 0.5, 1.0, on="gradient", refresh_every=1
+    )
     reference = SGD([plain], lr=0.1, momentum=0.9)
     for t in range(5):
         put_gradients([weight], t)
@@ -139,9 +164,13 @@ def test_a_factor_on_the_gradient_of_what_normalises_it_warns(inner):
 
 @pytest.mark.parametrize("mode", ["update", "gradient"])
 def test_a_closure_is_called_by_the_optimizer(mode):
-    """LBFGS calls it several times: a quadratic is solved, and the last gradients are the closure's own."""
+    """LBFGS calls it several times: a quadratic is solved, and the last gradients are
+    the closure's own.
+    """
     weight = nn.Parameter(normal(6))
-    optimizer = StiffnessWrapper(torch.optim.LBFGS([weight], lr=0.5, max_iter=8), scale=0.9, on=mode)
+    optimizer = StiffnessWrapper(
+        torch.optim.LBFGS([weight], lr=0.5, max_iter=8), scale=0.9, on=mode
+    )
     calls = []
 
     def closure():
@@ -180,7 +209,11 @@ def test_schedulers_groups_and_state_are_the_inner_optimizers():
 def test_resume_is_exact_mid_schedule(inner):
     def make(p):
         return StiffnessWrapper(
-            inner(p, lr=0.02), exponent=anneal(1.0, 0.0, 12), writeback="stochastic", seed=3, refresh_every=5
+            inner(p, lr=0.02),
+            exponent=anneal(1.0, 0.0, 12),
+            writeback="stochastic",
+            seed=3,
+            refresh_every=5,
         )
 
     weights = [grid_weight("E4M3", (3, 7), ROWS), nn.Parameter(normal(4))]

@@ -1,4 +1,6 @@
-"""Write-backs: at the ends of the range, errors that the momentum makes up for, and parameters of 16 bits."""
+"""Write-backs: at the ends of the range, errors that the momentum makes up for, and
+parameters of 16 bits.
+"""
 
 import copy
 import math
@@ -21,7 +23,13 @@ from fp8manifold.optim._writeback import to_half
 def test_what_is_out_of_range_saturates_and_comes_back():
     for writeback in WRITEBACKS:
         p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
-        options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
+        options = {
+            "lr": 1.0,
+            "momentum": 0.5,
+            "stiffness": 0.0,
+            "writeback": writeback,
+            "refresh_every": 10**6,
+        }
         optimizer = StiffnessSGD([p], **options)
         step_from(optimizer, p, torch.tensor([-1e9, 1e9, 0.0]))
         assert p.tolist() == [448.0, -448.0, 1.0]
@@ -37,7 +45,9 @@ FIXED = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening
 
 @pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)
 def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options):
-    """Over 200 steps with given gradients: codes of E4M3 against float64, to the rounding of float32."""
+    """Over 200 steps with given gradients: codes of E4M3 against float64, to the
+    rounding of float32.
+    """
     lr, beta = 0.01, 0.9
     w = normal(40, 25, seed=1)
     p = fm.FP8Parameter(w, "E4M3")
@@ -48,7 +58,10 @@ def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options):
         step_from(optimizer, p, g)
         m = beta * m + g.double() * (1.0 if t == 0 else 1 - options.get("dampening", 0.0))
         exact = exact - lr * m
-        ours = p.dequantize().double() - lr * beta / (1 - beta) * optimizer.state[p]["momentum_buffer"].double()
+        ours = (
+            p.dequantize().double()
+            - lr * beta / (1 - beta) * optimizer.state[p]["momentum_buffer"].double()
+        )
         torch.testing.assert_close(ours, exact - lr * beta / (1 - beta) * m, rtol=0, atol=2e-5)
     assert (p.dequantize().double() - exact).abs().max() > 0.01
 
@@ -73,32 +86,65 @@ def slow(x, dtype, draw):
 
 @both
 def test_rounding_is_that_of_the_definition(dtype):
-    """Over all binades, at and beside values and powers of two, in subnormals, at and beyond the end."""
+    """Over all binades, at and beside values and powers of two, in subnormals, at and
+    beyond the end.
+    """
     largest = torch.finfo(dtype).max
-    special = [0.0, -0.0, 1.0, -1.0, largest, -largest, largest * (1 + 2.0**-12), 65519.0, 65520.0, 3.4e38, -3.4e38]
+    special = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        largest,
+        -largest,
+        largest * (1 + 2.0**-12),
+        65519.0,
+        65520.0,
+        3.4e38,
+        -3.4e38,
+    ]
     special += [1e6, math.inf, -math.inf, math.nan, 2.0**-149, 2.0**-24, 2.0**-25, 1 + 2.0**-23]
     wide = normal(300) * torch.exp2(
         torch.randint(-150, 128, (300,), generator=torch.Generator().manual_seed(1)).float()
     )
-    x = torch.cat([wide, normal(200, seed=2) * torch.exp2(torch.linspace(-30, 17, 200)), torch.tensor(special)])
-    draws = torch.randint(0, 1 << 24, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    x = torch.cat(
+        [
+            wide,
+            normal(200, seed=2) * torch.exp2(torch.linspace(-30, 17, 200)),
+            torch.tensor(special),
+        ]
+    )
+    draws = torch.randint(
+        0, 1 << 24, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(3)
+    )
     for some in (draws, torch.zeros_like(draws), torch.full_like(draws, (1 << 24) - 1)):
         found = to_half(x, dtype, some)
-        expected = torch.tensor([slow(v, dtype, d) for v, d in zip(x.tolist(), some.tolist(), strict=True)])
+        expected = torch.tensor(
+            [slow(v, dtype, d) for v, d in zip(x.tolist(), some.tolist(), strict=True)]
+        )
         assert torch.equal(found.isnan(), x.isnan())
         keep = ~x.isnan()
-        assert torch.equal(found.view(torch.int16)[keep], expected.to(dtype).view(torch.int16)[keep])
+        assert torch.equal(
+            found.view(torch.int16)[keep], expected.to(dtype).view(torch.int16)[keep]
+        )
         assert torch.equal(found.isinf(), x.isinf())
 
 
 @both
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
 def test_what_is_asked_for_arrives(name, dtype):
-    steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
+    steps, weights = (
+        12,
+        (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype),
+    )
     more = {"StiffnessSGD": {"lr": 1e-6, "momentum": 0.9}}.get(name, {"lr": 1e-5})
     more |= {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"} if name == "StiffnessMuon" else {}
     sums, lost = [], []
-    for each, options in ((weights, {}), (weights.float(), {}), (weights, {"writeback": "nearest"})):
+    for each, options in (
+        (weights, {}),
+        (weights.float(), {}),
+        (weights, {"writeback": "nearest"}),
+    ):
         parameters = [nn.Parameter(each.clone()), nn.Parameter(each[0].clone())]
         given = muon_groups(parameters) if name == "StiffnessMuon" else parameters
         optimizer = getattr(optim, name)(given, weight_decay=0.0, **more, **options)
@@ -106,9 +152,13 @@ def test_what_is_asked_for_arrives(name, dtype):
             for p in parameters:
                 p.grad = torch.ones_like(p)
             optimizer.step()
-        (sums if not options else lost).append([float((p.double() - each.double()).sum()) for p in parameters[:1]])
+        (sums if not options else lost).append(
+            [float((p.double() - each.double()).sum()) for p in parameters[:1]]
+        )
         if each.dtype is dtype:
-            assert optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1)).dtype is torch.float32
+            assert (
+                optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1)).dtype is torch.float32
+            )
     (found,), (asked,) = sums
     error = (torch.finfo(dtype).eps / 2 * abs(asked)) ** 0.5
     assert abs(found / asked - 1) < 5 * error / abs(asked)
@@ -133,14 +183,22 @@ def test_one_step_by_the_definition():
 def test_native_steps_have_the_bits_of_eager_ones(dtype, monkeypatch):
     taken = []
     run_native = _backends.run_native
-    monkeypatch.setattr(_backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots)))
+    monkeypatch.setattr(
+        _backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots))
+    )
     for writeback in ("stochastic", "nearest"):
         found = []
         for path in PATHS:
             weights = normal(300, 257).to(dtype)
-            parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
+            parameters = [
+                nn.Parameter(weights.clone()),
+                free_weight(weights.clone()),
+                nn.Parameter(weights[0].clone()),
+            ]
             options = {"lr": 1e-3, "writeback": writeback}
-            take_steps([by(path, optim.StiffnessAdamW(parameters, **options))], [parameters], range(3))
+            take_steps(
+                [by(path, optim.StiffnessAdamW(parameters, **options))], [parameters], range(3)
+            )
             found.append([p.detach().view(torch.int16) for p in parameters])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert taken == [3] * 6
@@ -148,11 +206,20 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype, monkeypatch):
 
 @both
 def test_the_wrapper_rounds_what_it_scales(dtype):
-    """A step of one spacing scaled by a quarter arrives in a quarter of the weights; ``nearest`` loses it."""
+    """A step of one spacing scaled by a quarter arrives in a quarter of the weights;
+    ``nearest`` loses it.
+    """
     eps = torch.finfo(dtype).eps
-    for writeback, scale, share in ((None, 0.25, 0.25), ("stochastic", 0.25, 0.25), ("nearest", 0.25, 0), (None, 1, 1)):
+    for writeback, scale, share in (
+        (None, 0.25, 0.25),
+        ("stochastic", 0.25, 0.25),
+        ("nearest", 0.25, 0),
+        (None, 1, 1),
+    ):
         p = nn.Parameter(torch.ones(64, 64, dtype=dtype))
-        optimizer = optim.StiffnessWrapper(torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback)
+        optimizer = optim.StiffnessWrapper(
+            torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback
+        )
         step_from(optimizer, p, -torch.ones_like(p))
         assert abs(float((p > 1).double().mean()) - share) < 0.03 * bool(share % 1) + 1e-9
 
@@ -185,7 +252,9 @@ def test_the_remainder_of_a_frozen_weight_stays_with_it_until_its_first_step():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     model = fm.quantize_model(model, "E4M3", keep_remainder=True)
     model[0].requires_grad_(False)
-    optimizer = optim.StiffnessAdamW(model.parameters(), 1e-3, weight_decay=0.0, writeback="residual8")
+    optimizer = optim.StiffnessAdamW(
+        model.parameters(), 1e-3, weight_decay=0.0, writeback="residual8"
+    )
     model(normal(4, 64)).square().mean().backward()
     optimizer.step()
     assert model[0].weight not in optimizer.state
@@ -198,7 +267,9 @@ def test_the_remainder_of_a_frozen_weight_stays_with_it_until_its_first_step():
 
 
 def test_a_copied_weight_finds_its_residual_in_the_copied_optimizer():
-    """So that the sum of weight and residual stays when other code changes the scale before the copy has stepped."""
+    """So that the sum of weight and residual stays when other code changes the scale
+    before the copy has stepped.
+    """
     weight = fm.FP8Parameter(normal(2, 320), "E4M3", seed=0)
     optimizer = optim.StiffnessAdamW([weight], lr=1e-3, writeback="residual8")
     step_from(optimizer, weight, torch.ones(2, 320))

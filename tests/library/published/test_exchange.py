@@ -1,4 +1,6 @@
-"""Quantised models in the layouts of other libraries: read back to the bit, and what is refused."""
+"""Quantised models in the layouts of other libraries: read back to the bit, and what is
+refused.
+"""
 
 import copy
 import sys
@@ -14,9 +16,17 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, export_model, exported_state_dict, quantize_model
+from fp8manifold import (
+    LayerSpec,
+    QuantizedLinear,
+    export_model,
+    exported_state_dict,
+    quantize_model,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries' imports announce is their own business
 TOKENS = torch.arange(10).view(2, 5)
 STORED = [(s, g) for s in ("fp8", "grid", "master") for g in ("tensor", "channel", "block")]
 stored = each(("storage", "granularity"), [pair for pair in STORED if pair != ("grid", "block")])
@@ -31,8 +41,13 @@ def assert_same(model: Any, other: Any, outputs: bool = True) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear) and layer.weight_format is not None:
             assert type(other.get_submodule(name)) is nn.Linear
-            theirs, ours = other.get_submodule(name).weight.detach(), layer.quantized_weight().detach()
-            theirs = (theirs.dequantize() if type(theirs).__name__ == "Float8Tensor" else theirs).float()
+            theirs, ours = (
+                other.get_submodule(name).weight.detach(),
+                layer.quantized_weight().detach(),
+            )
+            theirs = (
+                theirs.dequantize() if type(theirs).__name__ == "Float8Tensor" else theirs
+            ).float()
             ours = ours.dequantize() if isinstance(ours, fm.FP8Tensor) else ours.as_subclass(Tensor)
             assert torch.equal(theirs.view(torch.int32), ours.contiguous().view(torch.int32)), name
 
@@ -45,7 +60,11 @@ def test_transformers_reads_compressed_tensors(storage, granularity, dequantize,
     export_model(model, tmp_path)
     assert model.config.to_dict() | {"dtype": None} == settings | {"dtype": None}
     assert "hf_quantizer" not in vars(model)
-    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    options = (
+        {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+        if dequantize
+        else {}
+    )
     if granularity == "block" and not dequantize:  # whose weights become bfloat16 at the first pass
         assert_same(model, read(tmp_path, torch.bfloat16), outputs=False)
     else:
@@ -54,10 +73,18 @@ def test_transformers_reads_compressed_tensors(storage, granularity, dequantize,
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
-    """By a scale a token, which transformers emulates: the same logits as from inputs rounded by hand."""
-    model = quantize_model(llama(), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=granularity, tied="leave")
+    """By a scale a token, which transformers emulates: the same logits as from inputs
+    rounded by hand.
+    """
+    model = quantize_model(
+        llama(), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=granularity, tied="leave"
+    )
     export_model(model, tmp_path, activations="E4M3")
-    (group,) = transformers.AutoConfig.from_pretrained(tmp_path).quantization_config["config_groups"].values()
+    (group,) = (
+        transformers.AutoConfig.from_pretrained(tmp_path)
+        .quantization_config["config_groups"]
+        .values()
+    )
     weights, inputs = group["weights"], group["input_activations"]
     assert (weights["dynamic"], inputs["dynamic"]) == (False, True)
     assert all(inputs[key] == weights[key] for key in ("num_bits", "type", "symmetric"))
@@ -83,12 +110,23 @@ def rounded_by_token(x: Tensor) -> Tensor:
 @each("told", [False, True])
 @each("vocabulary", [48, 256])
 def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype, tmp_path):
-    """A head of 48 rows is one partial square; untold, transformers dequantises by itself where no GPU is."""
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "vocab_size": vocabulary}
+    """A head of 48 rows is one partial square; untold, transformers dequantises by
+    itself where no GPU is.
+    """
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 1,
+        "vocab_size": vocabulary,
+    }
     model = llama(False, **sizes)
     for i, p in enumerate(model.parameters()):
         with torch.no_grad():  # scales that differ
-            p.mul_(torch.exp2(torch.arange(p.shape[0]).remainder(128 + i % 3).div(16)).view(-1, *[1] * (p.dim() - 1)))
+            p.mul_(
+                torch.exp2(torch.arange(p.shape[0]).remainder(128 + i % 3).div(16)).view(
+                    -1, *[1] * (p.dim() - 1)
+                )
+            )
     quantize_model(model, {"*": "E4M3"}, "fp8", granularity="square")
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=0.02, moments="8bit")
     for _ in range(2):
@@ -105,7 +143,9 @@ def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype,
     assert scale.unique().numel() > 1
     if torch.cuda.is_available() and not told:
         pytest.skip("transformers keeps the codes where there is a GPU")
-    how = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if told else {}
+    how = (
+        {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if told else {}
+    )
     other = read(tmp_path, dtype, **how)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
@@ -118,9 +158,13 @@ def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype,
 
 def test_partial_squares_are_written_as_their_layout_has_them():
     layer = quantize_model(nn.Linear(300, 200), "E4M3", "fp8", granularity="square")
-    with pytest.warns(UserWarning, match=r"'0\.weight' of shape \(200, 300\) ends in partial squares"):
+    with pytest.warns(
+        UserWarning, match=r"'0\.weight' of shape \(200, 300\) ends in partial squares"
+    ):
         tensors, config = exported_state_dict(nn.Sequential(layer), "fp8")
-    with pytest.warns(UserWarning, match=r"'0\.weight' of shape .* and 2 more end in partial squares") as said:
+    with pytest.warns(
+        UserWarning, match=r"'0\.weight' of shape .* and 2 more end in partial squares"
+    ) as said:
         exported_state_dict(nn.Sequential(layer, *(copy.deepcopy(layer) for _ in range(2))), "fp8")
     assert len(said) == 1
     assert "\n" not in str(said[0].message)
@@ -138,7 +182,9 @@ def test_torchao_reads_its_own(storage, granularity, tmp_path):
         model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
         tensors, _ = exported_state_dict(model, "torchao")
         own = llama()
-        own.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True)
+        own.load_state_dict(
+            tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True
+        )
         assert_same(model, own)
         export_model(model, tmp_path / fmt, "torchao")
         assert_same(model, read(tmp_path / fmt))
@@ -155,9 +201,14 @@ def test_bfloat16_weights_are_exact_too(tmp_path):
 
 
 def test_granularities_and_layers_are_mixed(tmp_path):
-    """Float layers, scales of three kinds, an untied output layer, activations that only training quantises."""
+    """Float layers, scales of three kinds, an untied output layer, activations that
+    only training quantises.
+    """
     formats = {"*": "none", "mlp": LayerSpec("E4M3"), "lm_head": LayerSpec("E4M3")}
-    formats |= {"q_proj": LayerSpec("E4M3", granularity="tensor"), "o_proj": LayerSpec("E4M3", granularity="block")}
+    formats |= {
+        "q_proj": LayerSpec("E4M3", granularity="tensor"),
+        "o_proj": LayerSpec("E4M3", granularity="block"),
+    }
     model = quantize_model(llama(), formats, "fp8", tied="untie")
     _, described = exported_state_dict(model)
     assert described["format"] == "mixed-precision"
@@ -165,13 +216,17 @@ def test_granularities_and_layers_are_mixed(tmp_path):
     assert len(described["ignore"]) == 4
     export_model(model, tmp_path / "one")
     assert model.config.tie_word_embeddings
-    assert_same(model, read(tmp_path / "one", torch.bfloat16), outputs=False)  # dequantize=True reads one kind of scale
+    assert_same(
+        model, read(tmp_path / "one", torch.bfloat16), outputs=False
+    )  # dequantize=True reads one kind of scale
     export_model(model, tmp_path / "other", "torchao")
     assert_same(model, read(tmp_path / "other"))
 
 
 def test_what_is_held_beside_a_weight_stays_behind():
-    """Counts, measured scales and manifolds; what somebody has registered in a layer goes along."""
+    """Counts, measured scales and manifolds; what somebody has registered in a layer
+    goes along.
+    """
     spec = LayerSpec("E4M3", activation="E5M2", policy="delayed", rounding="split")
     for storage in ("master", "fp8", "grid"):
         chosen = spec if storage == "master" else LayerSpec("E4M3", activation="E5M2")
@@ -185,7 +240,9 @@ def test_what_is_held_beside_a_weight_stays_behind():
 
 def test_a_layer_by_itself_and_special_codes():
     layer: Any = quantize_model(nn.Linear(4, 2, bias=False), "E4M3", "fp8")
-    codes = torch.tensor([[0, 128, 127, 255], [1, 129, 126, 254]], dtype=torch.uint8)  # NaN and -0 among them
+    codes = torch.tensor(
+        [[0, 128, 127, 255], [1, 129, 126, 254]], dtype=torch.uint8
+    )  # NaN and -0 among them
     layer.weight.codes.copy_(codes)
     tensors, described = exported_state_dict(layer)
     assert sorted(tensors) == ["weight", "weight_scale"]
@@ -199,12 +256,18 @@ def test_a_layer_by_itself_and_special_codes():
 @each("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
 @each("layout", ["compressed-tensors", "torchao"])
 def test_formats_without_a_dtype_are_refused_by_name(name, layout):
-    allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[layout]
+    allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[
+        layout
+    ]
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
     if name in allowed:
         tensors, _ = exported_state_dict(model, layout)
         weight = tensors["0.weight"]
-        values = weight.dequantize() if layout == "torchao" else weight.float() * tensors["0.weight_scale"]
+        values = (
+            weight.dequantize()
+            if layout == "torchao"
+            else weight.float() * tensors["0.weight_scale"]
+        )
         assert torch.equal(values, model[0].weight.dequantize())
         return
     text = f"layer '0' is in {name}, and layout='{layout}' takes one of {', '.join(allowed)}$"
@@ -218,13 +281,17 @@ def test_what_no_layout_takes_is_refused(tmp_path):
     quantized[1].weight = fm.FP8Parameter(quantized[1].weight)
     written, _ = exported_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
     assert torch.equal(written["1.weight"], quantized[1].weight.dequantize())
-    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is transformers' Conv1D"):
+    with pytest.raises(
+        ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is transformers' Conv1D"
+    ):
         export_model(quantize_model(gpt2(), {"*": "E4M3"}, "fp8", tied="leave"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_block_scales_are_written_as_they_are_kept():
-    layer: Any = quantize_model(nn.Linear(64, 1, bias=False), LayerSpec("E4M3", granularity="block"), "fp8")
+    layer: Any = quantize_model(
+        nn.Linear(64, 1, bias=False), LayerSpec("E4M3", granularity="block"), "fp8"
+    )
     for exponent in (-126, 0, 127):
         layer.weight.set_scale_(2.0**exponent)
         written = exported_state_dict(layer)[0]["weight_scale"]
@@ -238,7 +305,11 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
     layer(torch.ones(1, 64))
     with torch.no_grad():
         layer.weight.zero_()
-    for scale, dtype in ((2.0**-126, torch.uint8), (2.0**-127, torch.float32), (3.0, torch.float32)):
+    for scale, dtype in (
+        (2.0**-126, torch.uint8),
+        (2.0**-127, torch.float32),
+        (3.0, torch.float32),
+    ):
         layer.weight_scaler.value.fill_(scale)
         written = exported_state_dict(layer)[0]["weight_scale"]
         assert written.tolist() == [[1, 1] if dtype is torch.uint8 else [scale, scale]]
@@ -246,10 +317,13 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("torchao.quantization", "torchao"), ("transformers.quantizers.base", "hf")]
+    ("module", "extra"),
+    [("torchao.quantization", "torchao"), ("transformers.quantizers.base", "hf")],
 )
 def test_a_missing_package_is_named(module, extra, monkeypatch, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"needs {module.split('.')[0]}: pip install 'fp8manifold\[{extra}\]'"):
+    with pytest.raises(
+        ImportError, match=rf"needs {module.split('.')[0]}: pip install 'fp8manifold\[{extra}\]'"
+    ):
         export_model(model, tmp_path, "torchao")

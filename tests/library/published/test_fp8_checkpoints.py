@@ -1,4 +1,6 @@
-"""Published FP8 models: read as they are, trained in place, saved and read again, and written back to the byte."""
+"""Published FP8 models: read as they are, trained in place, saved and read again, and
+written back to the byte.
+"""
 
 import copy
 import importlib
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import QuantizedLinear, load_fp8, save_fp8
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries announce is their own business
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -52,7 +56,9 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["squares, shards", "squares, experts", "rows, experts", "modelopt, kv", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["squares, shards", "squares, experts", "rows, experts", "modelopt, kv", "mxfp4"]
+)
 def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path / "published")
     (folder / "tokenizer.model").write_bytes(b"\0words")
@@ -63,7 +69,9 @@ def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Pat
     (folder / "pytorch_model.bin").unlink()
     train(model, adamw(model), 1)
     model.save_pretrained(tmp_path / "saved")
-    again, said = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    again, said = transformers().AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert not any(said.values()), said
     expected = written(model, tmp_path / "trained")
     assert expected.keys() == files(folder).keys()
@@ -80,29 +88,48 @@ def test_saved_settings_name_no_path_and_say_that_the_source_is_to_be_given(tmp_
     assert all(str(tmp_path).encode() not in data for data in files(tmp_path / "saved").values())
     assert str(tmp_path) not in repr(model.config)
     again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    with pytest.warns(UserWarning, match=r"tokenizer\.model; the model's settings do not say .*: give source="):
+    with pytest.warns(
+        UserWarning, match=r"tokenizer\.model; the model's settings do not say .*: give source="
+    ):
         save_fp8(again, tmp_path / "again")
     assert files(tmp_path / "again").keys() == files(folder).keys() - {"tokenizer.model"}
     (folder / "tokenizer.model").unlink()
-    with pytest.warns(UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any more: give source="):
+    with pytest.warns(
+        UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any more: give source="
+    ):
         save_fp8(model, tmp_path / "again")
     with refused(FileNotFoundError, "'nowhere' is no folder"):
         save_fp8(model, tmp_path / "again", source="nowhere")
 
 
-def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_is_not_known_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make("rows", tmp_path / "published")
     loading = importlib.import_module("transformers.core_model_loading")
-    turned = loading.WeightConverter(["down_proj.weight"], "down_proj.weight", [loading.Transpose(0, 1)])
+    turned = loading.WeightConverter(
+        ["down_proj.weight"], "down_proj.weight", [loading.Transpose(0, 1)]
+    )
     mapping = importlib.import_module("transformers.conversion_mapping")
     monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [turned])
     with refused(ValueError, "down_proj.weight", "by Transpose, which can't be read"):
         load_fp8(folder)
 
 
-def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(tmp_path: Path) -> None:
-    """T5 draws the weights of its projections itself, and finds them without values while codes are read."""
-    sizes = {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(
+    tmp_path: Path,
+) -> None:
+    """T5 draws the weights of its projections itself, and finds them without values
+    while codes are read.
+    """
+    sizes = {
+        "vocab_size": 48,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
     config = transformers().T5Config(**sizes, decoder_start_token_id=0)
     model = transformers().T5ForConditionalGeneration(config).to(torch.bfloat16)
     fm.export_model(fm.quantize_model(model, "E4M3", tied="leave"), tmp_path / "published")
@@ -115,12 +142,20 @@ def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(
 
 
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
-def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(writeback: str, tmp_path: Path) -> None:
-    """Experts whose gate and up have one scale each, and not the same: a step doubles those of single rows."""
+def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(
+    writeback: str, tmp_path: Path
+) -> None:
+    """Experts whose gate and up have one scale each, and not the same: a step doubles
+    those of single rows.
+    """
     folder = make("tensor, experts", tmp_path / "published")
     model = load_fp8(folder, dtype=torch.float32)
     weight = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
-    assert (weight.granularity, weight.scale[:, :128].unique().numel(), len(weight.scale.unique())) == ("row", 4, 8)
+    assert (
+        weight.granularity,
+        weight.scale[:, :128].unique().numel(),
+        len(weight.scale.unique()),
+    ) == ("row", 4, 8)
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, writeback=writeback)
     train(model, optimizer, 5)
     before, own = weight.scale.clone(), weight.dequantize()
@@ -132,14 +167,20 @@ def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(writebac
     assert torch.equal(weight.dequantize()[kept], own[kept])
     assert (weight.dequantize() - own).abs().max() <= weight.scale.max() * 2**-9
     assert written(model, tmp_path / "again") == files_after
-    assert torch.equal(load_fp8(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits)
+    assert torch.equal(
+        load_fp8(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits
+    )
     model.save_pretrained(tmp_path / "saved")
-    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    again = transformers().AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32
+    )
     assert written(again, tmp_path / "again", source=folder) == files_after
     train(model, optimizer, 1)
 
 
-def test_transposed_experts_are_trained_as_the_file_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_experts_are_trained_as_the_file_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make("gpt-oss", tmp_path / "published")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     model = load_fp8(folder, dtype=torch.float32, experts_implementation="eager").train()
@@ -150,11 +191,16 @@ def test_transposed_experts_are_trained_as_the_file_has_them(tmp_path: Path, mon
     assert (codes.granularity, codes.format.name, codes.shape) == ("block", "E2M1", floats.mT.shape)
     decoded, rows = [], fm.FP8Tensor.decoded_rows
     monkeypatch.setattr(
-        fm.FP8Tensor, "decoded_rows", lambda own, take: decoded.append(take(own.codes).numel()) or rows(own, take)
+        fm.FP8Tensor,
+        "decoded_rows",
+        lambda own, take: decoded.append(take(own.codes).numel()) or rows(own, take),
     )
     losses = [each(TOKENS, labels=TOKENS).loss for each in (model, plain)]
     assert losses[0].item() == losses[1].item()
-    assert set(decoded) == {codes[0].numel(), model.get_parameter(name.replace("gate_up", "down"))[0].numel()}
+    assert set(decoded) == {
+        codes[0].numel(),
+        model.get_parameter(name.replace("gate_up", "down"))[0].numel(),
+    }
     for loss in losses:
         loss.backward()
     assert torch.equal(codes.grad.mT, floats.grad)
@@ -162,11 +208,19 @@ def test_transposed_experts_are_trained_as_the_file_has_them(tmp_path: Path, mon
     assert torch.equal(exported[name], floats)
     train(model, adamw(model), 1)
     model.save_pretrained(tmp_path / "saved")
-    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    again = transformers().AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32
+    )
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
-    assert written(again, tmp_path / "again", source=folder) == written(model, tmp_path / "trained") != files(folder)
+    assert (
+        written(again, tmp_path / "again", source=folder)
+        == written(model, tmp_path / "trained")
+        != files(folder)
+    )
     fm.dequantize_model(again).save_pretrained(tmp_path / "floats")
-    floats = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    floats = transformers().AutoModelForCausalLM.from_pretrained(
+        tmp_path / "floats", dtype=torch.float32
+    )
     assert torch.equal(floats(TOKENS).logits, model(TOKENS).logits)
 
 
@@ -177,17 +231,29 @@ def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
 
     def trained(model: Any, where: str, resume: bool = False) -> Any:
         arguments = library.TrainingArguments(
-            str(tmp_path / where), max_steps=4, save_steps=2, learning_rate=1e-3, use_cpu=True, report_to=[], seed=0
+            str(tmp_path / where),
+            max_steps=4,
+            save_steps=2,
+            learning_rate=1e-3,
+            use_cpu=True,
+            report_to=[],
+            seed=0,
         )
         chosen = fm.huggingface.trainer_optimizer(arguments, "muon")
-        trainer = library.Trainer(model, arguments, train_dataset=lines, optimizer_cls_and_kwargs=chosen)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2") if resume else None)
+        trainer = library.Trainer(
+            model, arguments, train_dataset=lines, optimizer_cls_and_kwargs=chosen
+        )
+        trainer.train(
+            resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2") if resume else None
+        )
         return trainer.model
 
     model = trained(load_fp8(folder), "run")
     halfway = library.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
     again = trained(halfway, "resumed", resume=True)
-    assert written(again, tmp_path / "again") == written(model, tmp_path / "trained") != files(folder)
+    assert (
+        written(again, tmp_path / "again") == written(model, tmp_path / "trained") != files(folder)
+    )
 
 
 @pytest.mark.parametrize("name", ["tensor", "modelopt", "tensor of fp8, static"])
@@ -196,9 +262,13 @@ def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
     model = load_fp8(folder, activations="as stored")
     layer = model.model.layers[0].mlp.up_proj
     ends = ("input_scale", "activation_scale")
-    scale = next(x for key, x in tensors_of(folder).items() if "0.mlp.up_proj" in key and key.endswith(ends)).float()
+    scale = next(
+        x for key, x in tensors_of(folder).items() if "0.mlp.up_proj" in key and key.endswith(ends)
+    ).float()
     x = (torch.randn(3, 256, generator=torch.Generator().manual_seed(0)) * scale * 300).bfloat16()
-    rounded = ((x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).bfloat16()
+    rounded = (
+        (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    ).bfloat16()
     assert not torch.equal(rounded, x)
     train(model, adamw(model), 1)
     assert torch.equal(layer(x), nn.functional.linear(rounded, layer.weight.dequantize()))
@@ -207,7 +277,11 @@ def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
     assert torch.equal(model(TOKENS).logits, again(TOKENS).logits)
     save_fp8(again, tmp_path / "trained")
     after = tensors_of(tmp_path / "trained")
-    assert all(torch.equal(after[key], value) for key, value in tensors_of(folder).items() if key.endswith(ends))
+    assert all(
+        torch.equal(after[key], value)
+        for key, value in tensors_of(folder).items()
+        if key.endswith(ends)
+    )
 
 
 def test_compiled_it_warns_of_inputs_beyond_the_stored_scale(tmp_path: Path) -> None:
@@ -231,7 +305,11 @@ def test_load_quantized_reads_them_into_any_module(name: str, tmp_path: Path) ->
     assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
     states = model.state_dict(), expected.state_dict()
     assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0] if not key.endswith("_traits"))
+    assert all(
+        torch.equal(states[0][key], states[1][key])
+        for key in states[0]
+        if not key.endswith("_traits")
+    )
     with refused(ValueError, "parameter", "has values already"):
         fm.load_quantized(model, folder, "as stored")
     with refused(TypeError, "needs files"):
@@ -244,7 +322,9 @@ def test_floats_are_never_rounded(tmp_path: Path) -> None:
     folder, third = make("squares", tmp_path / "published"), torch.full((256,), 1 / 3)
     norm = "model.layers.0.input_layernorm.weight"
     rewritten(folder, lambda name, value: {name: third if name == norm else value}, None)
-    with refused(ValueError, norm, "'model.safetensors'", "F32", "torch.bfloat16", "dtype=torch.float32"):
+    with refused(
+        ValueError, norm, "'model.safetensors'", "F32", "torch.bfloat16", "dtype=torch.float32"
+    ):
         load_fp8(folder)
     model = load_fp8(folder, dtype=torch.float32)
     assert written(model, tmp_path / "same") == files(folder)
@@ -308,13 +388,23 @@ REFUSED: list[tuple[str, Change, str]] = [
         lambda name, value: {name: value, name.replace("layers.0", "layers.7"): value.clone()},
         "layers.7 & 'model.safetensors' & has no place in the model",
     ),
-    ("rows", lambda name, value: {name: value[:64] if "up_proj" in name else value}, f"{UP}' & (64, 256) & (384, 256)"),
+    (
+        "rows",
+        lambda name, value: {name: value[:64] if "up_proj" in name else value},
+        f"{UP}' & (64, 256) & (384, 256)",
+    ),
     (
         "squares, experts",
-        lambda k, v: without(f"{IN_FLOATS}_scale_inv")(k, v.bfloat16() if k.endswith(IN_FLOATS) else v),
+        lambda k, v: without(f"{IN_FLOATS}_scale_inv")(
+            k, v.bfloat16() if k.endswith(IN_FLOATS) else v
+        ),
         f"experts.1.{UP} & is not & gate_up_proj",
     ),
-    ("squares, experts", without(f"experts.3.{UP}", f"experts.3.{UP}_scale_inv"), "gate_up_proj & do not cover it"),
+    (
+        "squares, experts",
+        without(f"experts.3.{UP}", f"experts.3.{UP}_scale_inv"),
+        "gate_up_proj & do not cover it",
+    ),
     (
         "mxfp4",
         lambda name, value: {name.replace("weight_packed", "weight_blocks"): value},
@@ -324,7 +414,9 @@ REFUSED: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "said"), REFUSED)
-def test_what_does_not_fit_is_refused_by_its_name(name: str, change: Change, said: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_its_name(
+    name: str, change: Change, said: str, tmp_path: Path
+) -> None:
     folder = make(name, tmp_path / "published")
     rewritten(folder, change, None)
     with refused(ValueError, *said.split(" & ")):
@@ -332,7 +424,9 @@ def test_what_does_not_fit_is_refused_by_its_name(name: str, change: Change, sai
 
 
 def test_scales_that_do_not_align_in_a_fused_weight_are_refused(tmp_path: Path) -> None:
-    """Experts of 96 rows: a square of 128 would begin in one of two matrices and end in the other."""
+    """Experts of 96 rows: a square of 128 would begin in one of two matrices and end in
+    the other.
+    """
     folder = make("squares, experts", tmp_path / "published")
 
     def narrow(name: str, value: Tensor) -> dict[str, Tensor]:
@@ -360,11 +454,17 @@ def test_calls_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
     with refused(ValueError, "down_proj.weight", "F8_E4M3", "fm.load_fp8 can read"):
-        library.AutoModelForCausalLM.from_pretrained(folder, quantization_config=fm.huggingface.quantization_config())
+        library.AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=fm.huggingface.quantization_config()
+        )
     model = load_fp8(folder)  # tensors say what they are
-    coded = {name for name, weight in model.named_parameters() if isinstance(weight, fm.FP8Parameter)}
+    coded = {
+        name for name, weight in model.named_parameters() if isinstance(weight, fm.FP8Parameter)
+    }
     assert fm.published_weights(folder).keys() == coded
-    floats = library.LlamaForCausalLM(library.LlamaConfig(**{k: v for k, v in config.items() if k != "dtype"}))
+    floats = library.LlamaForCausalLM(
+        library.LlamaConfig(**{k: v for k, v in config.items() if k != "dtype"})
+    )
     for other in (floats, torch.nn.Linear(2, 2)):
         with refused(ValueError, "was not read by fm.load_fp8", "fm.export_model"):
             save_fp8(other, tmp_path / "trained")

@@ -1,4 +1,6 @@
-"""Models of transformers read into codes, experts too: what is held meanwhile, and what is refused."""
+"""Models of transformers read into codes, experts too: what is held meanwhile, and what
+is refused.
+"""
 
 import copy
 import gc
@@ -21,17 +23,28 @@ import fp8manifold as fm
 from fp8manifold import FP8Parameter, huggingface, quantize_model
 from fp8manifold.nn import _loading, _tensor_files
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries announce is their own business
 
 
 MAKERS = {
     "llama": llama,
     "gpt2": gpt2,
-    "qwen": lambda tied: seeded("Qwen2", transformers.Qwen2Config(**SIZES, tie_word_embeddings=tied)),
+    "qwen": lambda tied: seeded(
+        "Qwen2", transformers.Qwen2Config(**SIZES, tie_word_embeddings=tied)
+    ),
 }
 
 
-def read(folder: Path, formats: Any = "E4M3", *, dtype: Any = "auto", storage: str = "fp8", **options: Any) -> Any:
+def read(
+    folder: Path,
+    formats: Any = "E4M3",
+    *,
+    dtype: Any = "auto",
+    storage: str = "fp8",
+    **options: Any,
+) -> Any:
     config = huggingface.quantization_config(formats, storage, **options)
     return read_whole(folder, quantization_config=config, dtype=dtype)
 
@@ -43,15 +56,22 @@ def plain(folder: Path, dtype: Any = "auto", **options: Any) -> Any:
 @pytest.mark.parametrize("kind", sorted(MAKERS))
 @each("tied", ["leave", "untie", "was not"])
 @each(("saved", "asked"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
-def test_the_bits_of_quantising_the_float_model(kind: str, tied: str, saved: str, asked: str, tmp_path: Path) -> None:
+def test_the_bits_of_quantising_the_float_model(
+    kind: str, tied: str, saved: str, asked: str, tmp_path: Path
+) -> None:
     tmp_path = tmp_path / f"{tied} {saved} {asked}"
     options = {} if tied == "was not" else {"tied": tied}
     dtype = "auto" if asked == "auto" else getattr(torch, asked)
-    formats = {"*": "E4M3", "mlp": {"weight": "E5M2", "activation": "E4M3", "granularity": "tensor"}}
+    formats = {
+        "*": "E4M3",
+        "mlp": {"weight": "E5M2", "activation": "E4M3", "granularity": "tensor"},
+    }
     model = MAKERS[kind](tied != "was not").to(getattr(torch, saved))
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    wanted = quantize_model(plain(tmp_path, dtype), formats, "fp8", seed=3, keep_remainder=True, **options)
+    wanted = quantize_model(
+        plain(tmp_path, dtype), formats, "fp8", seed=3, keep_remainder=True, **options
+    )
     other = read(tmp_path, formats, dtype=dtype, seed=3, keep_remainder=True, **options)
     assert bits(other) == bits(wanted)
     head, embedding = other.get_output_embeddings().weight, other.get_input_embeddings().weight
@@ -63,10 +83,14 @@ def test_the_bits_of_quantising_the_float_model(kind: str, tied: str, saved: str
 @pytest.mark.parametrize("storage", ["grid", "master"])
 def test_other_storages_are_quantised_at_the_end(storage: Any, tmp_path: Path) -> None:
     llama(False).save_pretrained(tmp_path)
-    assert bits(read(tmp_path, storage=storage)) == bits(quantize_model(plain(tmp_path), "E4M3", storage))
+    assert bits(read(tmp_path, storage=storage)) == bits(
+        quantize_model(plain(tmp_path), "E4M3", storage)
+    )
 
 
-def test_each_tensor_is_encoded_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tensor_is_encoded_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama(True).save_pretrained(tmp_path)
     before, alive, own = [], [], _loading.Reader.encoded
 
@@ -81,7 +105,9 @@ def test_each_tensor_is_encoded_in_its_turn(tmp_path: Path, monkeypatch: pytest.
     assert alive == [1] * sum(isinstance(m, fm.QuantizedLinear) for m in model.modules())
 
 
-def test_pages_are_given_back_unless_they_were_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_given_back_unless_they_were_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not _tensor_files._MAPPINGS.exists():
         pytest.skip("this system does not say what is mapped")
     path = tmp_path / "some.bin"
@@ -117,7 +143,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
     config = huggingface.quantization_config(tied="leave")
     with pytest.raises(ValueError, match="device_map has 'disk'"):
-        plain(tmp_path, quantization_config=config, device_map={"": "disk"}, offload_folder=str(tmp_path))
+        plain(
+            tmp_path,
+            quantization_config=config,
+            device_map={"": "disk"},
+            offload_folder=str(tmp_path),
+        )
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "nan")
@@ -142,7 +173,10 @@ def folder_of(model: Any, layout: str, folder: Path, **how: Any) -> Path:
     return folder
 
 
-@each(("layout", "storage"), [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")])
+@each(
+    ("layout", "storage"),
+    [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")],
+)
 def test_from_pretrained(layout: str, storage: str, tmp_path: Path) -> None:
     folder = folder_of(llama(False), layout, tmp_path)
     line = said(layout, "model.layers.0.mlp.down_proj.weight", "model.safetensors")
@@ -155,7 +189,9 @@ def test_from_pretrained_of_shards_pickles_and_bases(layout: str, tmp_path: Path
     model = llama(False)
     with pytest.raises(ValueError, match=r"of 'model-\d+-of-\d+\.safetensors' holds codes"):
         read(folder_of(model, layout, tmp_path / "shards", max_shard_size="40KB"))
-    with pytest.raises(ValueError, match=r"^layers\.0\.mlp\.down_proj\.weight of 'model\.safetensors' holds codes"):
+    with pytest.raises(
+        ValueError, match=r"^layers\.0\.mlp\.down_proj\.weight of 'model\.safetensors' holds codes"
+    ):
         read(folder_of(model.model, layout, tmp_path / "base"))
     pickled = tmp_path / "pickled"
     model.save_pretrained(pickled)
@@ -173,7 +209,10 @@ def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> No
     model = llama(False)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    extra = {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "position_ids": torch.arange(4)[None]}
+    extra = {
+        "h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "position_ids": torch.arange(4)[None],
+    }
     save_file(load_file(path) | extra, path, {"format": "pt"})
     huggingface.check_floats(model, tmp_path)
     other = plain(tmp_path, quantization_config=huggingface.quantization_config())
@@ -182,8 +221,13 @@ def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> No
 
 def test_tensors_in_memory_are_cast_before_anybody_is_asked() -> None:
     model = llama(False)
-    given = {"state_dict": model.state_dict(), "quantization_config": huggingface.quantization_config()}
-    with pytest.raises(ValueError, match=r"^state_dict= does not go with quantization_config=: call quantize_model"):
+    given = {
+        "state_dict": model.state_dict(),
+        "quantization_config": huggingface.quantization_config(),
+    }
+    with pytest.raises(
+        ValueError, match=r"^state_dict= does not go with quantization_config=: call quantize_model"
+    ):
         type(model).from_pretrained(None, config=model.config, **given)
 
 
@@ -239,7 +283,9 @@ def test_they_are_saved_and_read(kind: str, tmp_path: Path) -> None:
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
     huggingface.attach(model).save_pretrained(tmp_path)
-    other, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    other, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(said.values()), said
     assert bits(other) == bits(model)
     other.save_pretrained(tmp_path / "again")

@@ -1,4 +1,6 @@
-"""Quantised models of transformers: saved, read back and trained on to the bit, by its own means."""
+"""Quantised models of transformers: saved, read back and trained on to the bit, by its
+own means.
+"""
 
 import copy
 import json
@@ -19,17 +21,24 @@ import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
 from fp8manifold.nn._saved import spec_as_json
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries announce is their own business
 TOKENS = torch.arange(12).view(2, 6)
 DELAYED = LayerSpec(
-    "E4M3", activation={"format": "E4M3", "policy": "delayed", "history": 16}, gradient="E5M2", rounding="split"
+    "E4M3",
+    activation={"format": "E4M3", "policy": "delayed", "history": 16},
+    gradient="E5M2",
+    rounding="split",
 )
 MAKERS = pytest.mark.parametrize("maker", [llama, gpt2])
 huggingface.register()
 
 
 def learnt(model: Any, steps: int = 2) -> Any:
-    """The model after a few steps, so that its counts, histories and draws are not those of the start."""
+    """The model after a few steps, so that its counts, histories and draws are not
+    those of the start.
+    """
     optimizer = fm.optim.StiffnessAdamW(model.train().parameters(), lr=1e-2)
     for _ in range(steps):
         model(TOKENS, labels=TOKENS).loss.backward()
@@ -57,11 +66,24 @@ def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
 
 
 def test_each_part_of_a_weight_is_named_whole():
-    """transformers before 5.22 takes a name for a weight's that only begins as its name does."""
-    model = quantize_model(llama(), DELAYED, tied="leave", parameters={"*embed_tokens.weight": "E4M3"})
+    """transformers before 5.22 takes a name for a weight's that only begins as its name
+    does.
+    """
+    model = quantize_model(
+        llama(), DELAYED, tied="leave", parameters={"*embed_tokens.weight": "E4M3"}
+    )
     huggingface.attach(model)
-    patterns = [p for made in model.hf_quantizer.get_weight_conversions() for p in made.source_patterns]
-    for part, count in (("", 1), ("_scale", 1), ("_counter", 1), ("_traits", 1), ("_scaler.value", 0), ("s", 0)):
+    patterns = [
+        p for made in model.hf_quantizer.get_weight_conversions() for p in made.source_patterns
+    ]
+    for part, count in (
+        ("", 1),
+        ("_scale", 1),
+        ("_counter", 1),
+        ("_traits", 1),
+        ("_scaler.value", 0),
+        ("s", 0),
+    ):
         found = [p for p in patterns if re.search(p, f"model.layers.0.mlp.up_proj.weight{part}")]
         assert len(found) == count, (part, found)
 
@@ -103,13 +125,18 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     huggingface.attach(learnt(model, 3)).save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == "fp8manifold"
-    assert [len(group["seeds"]) for group in said["layers"]] == ([2, 6] if maker is llama else [2, 4])
+    assert [len(group["seeds"]) for group in said["layers"]] == (
+        [2, 6] if maker is llama else [2, 4]
+    )
     other = read(tmp_path)
     assert bits(other) == bits(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             mine, its = (vars(each.get_submodule(name)) for each in (model, other))
-            assert all(mine[key] == its[key] for key in ("_headroom", "_keep_remainder", "_defers", "_seed"))
+            assert all(
+                mine[key] == its[key]
+                for key in ("_headroom", "_keep_remainder", "_defers", "_seed")
+            )
     assert bits(learnt(other)) == bits(learnt(model))
 
 
@@ -123,7 +150,9 @@ def test_a_model_is_read_in_the_dtype_asked_for(maker, storage, saved, wanted, t
     assert {p.dtype for p in other.parameters()} == {wanted}
     for name, p in model.to(wanted).named_parameters():
         assert torch.equal(other.get_parameter(name), p)
-    torch.testing.assert_close(logits(other), logits(model), rtol=0.05, atol=0.05)  # .to() casts positions, too
+    torch.testing.assert_close(
+        logits(other), logits(model), rtol=0.05, atol=0.05
+    )  # .to() casts positions, too
     learnt(other, 1)
 
 
@@ -132,7 +161,9 @@ def test_scales_are_not_cast_with_the_model(tmp_path):
     model: Any = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
     scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(1 / 3)
     huggingface.attach(model).save_pretrained(tmp_path)
-    assert torch.equal(read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale)
+    assert torch.equal(
+        read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale
+    )
 
 
 class Lines(torch.utils.data.Dataset):
@@ -144,9 +175,17 @@ class Lines(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trained(model: Any, folder: Path, optimizer: str, resume: Path | None = None, **more: Any) -> Any:
-    """A Trainer that has taken six steps of four sequences, with a checkpoint after three."""
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+def trained(
+    model: Any, folder: Path, optimizer: str, resume: Path | None = None, **more: Any
+) -> Any:
+    """A Trainer that has taken six steps of four sequences, with a checkpoint after
+    three.
+    """
+    sizes = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1.0,
+    }
     makers: dict[str, Any] = {
         "8bit": lambda p: fm.optim.StiffnessAdamW(p, lr=1e-2, moments="8bit"),
         "residual8": lambda p: fm.optim.StiffnessAdamW(p, lr=1e-2, writeback="residual8"),
@@ -170,11 +209,18 @@ def losses(trainer: Any) -> list[float]:
 @MAKERS
 @pytest.mark.parametrize("optimizer", ["8bit", "residual8", "muon", "wrapper", "adamw"])
 def test_a_trainer_goes_on_where_it_was(maker, optimizer, tmp_path):
-    """A checkpoint that a model made anew takes up is an uninterrupted run: losses, weights and states."""
+    """A checkpoint that a model made anew takes up is an uninterrupted run: losses,
+    weights and states.
+    """
     storage: Any = "master" if optimizer == "adamw" else "fp8"
-    whole, again = (quantize_model(maker(), {"*": DELAYED, "mlp": "E4M3"}, storage, tied="leave") for _ in range(2))
+    whole, again = (
+        quantize_model(maker(), {"*": DELAYED, "mlp": "E4M3"}, storage, tied="leave")
+        for _ in range(2)
+    )
     ended = trained(huggingface.attach(whole), tmp_path / "whole", optimizer)
-    resumed = trained(huggingface.attach(again), tmp_path / "cut", optimizer, tmp_path / "whole" / "checkpoint-3")
+    resumed = trained(
+        huggingface.attach(again), tmp_path / "cut", optimizer, tmp_path / "whole" / "checkpoint-3"
+    )
     assert losses(resumed)[-3:] == losses(ended)[-3:]
     assert bits(again) == bits(whole)
     assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
@@ -183,9 +229,13 @@ def test_a_trainer_goes_on_where_it_was(maker, optimizer, tmp_path):
 
 @pytest.mark.parametrize("more", [{"bf16": True}, {"gradient_checkpointing": True}])
 def test_a_trainer_goes_on_from_what_was_read(more, tmp_path):
-    """Under autocast, and with activations computed again where no scale is delayed, of a model out of a folder."""
+    """Under autocast, and with activations computed again where no scale is delayed, of
+    a model out of a folder.
+    """
     spec = DELAYED if "bf16" in more else LayerSpec("E4M3", activation="E4M3", gradient="E5M2")
-    huggingface.attach(quantize_model(llama(), {"*": spec}, "fp8", tied="leave")).save_pretrained(tmp_path / "start")
+    huggingface.attach(quantize_model(llama(), {"*": spec}, "fp8", tied="leave")).save_pretrained(
+        tmp_path / "start"
+    )
     whole, again = read(tmp_path / "start"), read(tmp_path / "start")
     trained(whole, tmp_path / "whole", "8bit", **more)
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3", **more)
@@ -199,7 +249,10 @@ def test_layers_are_placed_by_accelerate(device_map, tmp_path):
     model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
     model.save_pretrained(tmp_path)
     assert bits(read(tmp_path, device_map=device_map)) == bits(model)
-    sizes = {name: model.hf_quantizer.param_element_size(model, name, x) for name, x in model.named_parameters()}
+    sizes = {
+        name: model.hf_quantizer.param_element_size(model, name, x)
+        for name, x in model.named_parameters()
+    }
     assert {size for name, size in sizes.items() if "_proj" in name} == {1}
     assert sizes["model.embed_tokens.weight"] == 4
 
@@ -210,7 +263,9 @@ def test_what_is_saved_is_what_the_model_is_now(tmp_path):
     model.save_pretrained(tmp_path / "more")
     assert bits(read(tmp_path / "more")) == bits(model)
     fm.dequantize_model(model).save_pretrained(tmp_path / "floats")
-    assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "floats" / "config.json").read_text()
+    )
     assert torch.equal(logits(read(tmp_path / "floats")), logits(model))
 
 
@@ -221,7 +276,9 @@ def test_the_base_of_a_model_is_read_and_written(tmp_path):
     assert bits(base) == bits(model.model)
     base.save_pretrained(tmp_path / "base")
     huggingface.register()
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # its output layer is drawn
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base"
+    )  # its output layer is drawn
     assert bits(other.model) == bits(base)
     assert type(other.lm_head) is nn.Linear
 
@@ -267,24 +324,34 @@ def test_what_can_not_be_attached_is_refused():
     model = quantize_model(llama(), {"*": "none", "q_proj": "E4M3"}, "grid")
     layer = model.model.layers[0].self_attn.q_proj
     layer.manifold = fm.StiffnessManifold("E4M3", layer.weight_scale())
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.q_proj' is on a StiffnessManifold"):
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0\.self_attn\.q_proj' is on a StiffnessManifold"
+    ):
         huggingface.attach(model)
 
 
 TAMPERED: list[tuple[dict[str, Any], str]] = [
     ({"seeds": {"model.nowhere": 0}}, "the model has no float layer 'model.nowhere'"),
     ({"seeds": {"model.embed_tokens": 0}}, "the model has no float layer 'model.embed_tokens'"),
-    ({"seeds": {"model.layers.0.mlp.up_proj": -1}}, "seed of 'model.layers.0.mlp.up_proj'=-1 is out of range"),
+    (
+        {"seeds": {"model.layers.0.mlp.up_proj": -1}},
+        "seed of 'model.layers.0.mlp.up_proj'=-1 is out of range",
+    ),
     ({"storage": "fp4"}, "storage='fp4' is unknown"),
     ({"more": 1}, "unknown key 'more'"),
     ({"spec": {"weight": {"format": "E9M9"}}}, "E9M9"),
-    ({"spec": {"weight": {"format": "E5M2"}}}, "automatic conversion"),  # as transformers says of any such error
+    (
+        {"spec": {"weight": {"format": "E5M2"}}},
+        "automatic conversion",
+    ),  # as transformers says of any such error
 ]
 
 
 @each(("changes", "message"), TAMPERED)
 def test_a_folder_that_was_tampered_with_is_refused(changes, message, tmp_path):
-    huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8")).save_pretrained(tmp_path)
+    huggingface.attach(
+        quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8")
+    ).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())
     settings["quantization_config"]["layers"][0] |= changes

@@ -58,7 +58,9 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("tied", ["leave", "untie", "was not"])
 @each("granularity", ["tensor", "channel", "block", "square"])
-def test_the_bits_of_quantising_the_float_model(dtype: Any, tied: Any, granularity: Any, tmp_path: Path) -> None:
+def test_the_bits_of_quantising_the_float_model(
+    dtype: Any, tied: Any, granularity: Any, tmp_path: Path
+) -> None:
     options = {"granularity": granularity, "seed": 3, "keep_remainder": True, "headroom": 4.0}
     if tied != "was not":
         options["tied"] = tied
@@ -78,22 +80,34 @@ def test_the_bits_of_quantising_the_float_model(dtype: Any, tied: Any, granulari
 
 
 def test_shards_of_another_dtype(tmp_path: Path) -> None:
-    state = {name: x.bfloat16() if x.is_floating_point() else x for name, x in state_of(made(tied=False)).items()}
+    state = {
+        name: x.bfloat16() if x.is_floating_point() else x
+        for name, x in state_of(made(tied=False)).items()
+    }
     names = sorted(state)
     parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
     for file, its in parts.items():
         safetensors.save_file({name: state[name] for name in its}, tmp_path / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, its in parts.items() for name in its}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, its in parts.items() for name in its},
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     model = made(tied=False)
     model.load_state_dict(state)
     wanted = bits(quantize_model(model, "E4M3", "fp8"))
-    for source in (tmp_path, [tmp_path / file for file in parts], tmp_path / "model.safetensors.index.json"):
+    for source in (
+        tmp_path,
+        [tmp_path / file for file in parts],
+        tmp_path / "model.safetensors.index.json",
+    ):
         assert bits(load_quantized(bare(tied=False), source)) == wanted
 
 
 class Watched(Mapping[str, Tensor]):
-    """Makes each tensor when it is asked for, and counts how many floats of those are alive then."""
+    """Makes each tensor when it is asked for, and counts how many floats of those are
+    alive then.
+    """
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state, self.alive, self.most = state, [], 0
@@ -129,14 +143,19 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
     ({"two.weight": None}, "the model has 'two.weight', which the source lacks"),
     (
         {"two.weight": None, "tow.weight": torch.zeros(1)},
-        "the model has 'two.weight', which the source lacks (it has 'tow.weight', which the model lacks)",
+        "the model has 'two.weight', which the source lacks (it has 'tow.weight', which the model "
+        "lacks)",
     ),
     ({"extra": torch.zeros(1)}, "the source has 'extra', which the model lacks"),
-    ({"one.weight": torch.zeros(64, 31)}, "'one.weight' has shape (64, 31) in the source, and (64, 32) in the model"),
+    (
+        {"one.weight": torch.zeros(64, 31)},
+        "'one.weight' has shape (64, 31) in the source, and (64, 32) in the model",
+    ),
     ({"count": torch.zeros(3)}, "'count' holds floats in the source, and no floats in the model"),
     (
         {"two.weight": torch.full((32, 64), float("nan"))},
-        "the weight of 'two': weights of shape (32, 64) hold NaN or Inf: they can't be stored in E4M3",
+        "the weight of 'two': weights of shape (32, 64) hold NaN or Inf: they can't be stored in "
+        "E4M3",
     ),
     (
         {"head.weight": torch.zeros(12, 32)},
@@ -146,7 +165,9 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
 
 
 @each(("changes", "line"), UNFIT)
-def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(changes: Any, line: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(
+    changes: Any, line: str, tmp_path: Path
+) -> None:
     changed = state_of(made()) | {"head.weight": None} | changes
     state = {name: x for name, x in changed.items() if x is not None}
     safetensors.save_file(state, tmp_path / "model.safetensors")
@@ -172,7 +193,9 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         safetensors.save_file({"w": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="give one of them"):
-        load_quantized(bare(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tied="leave")
+        load_quantized(
+            bare(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tied="leave"
+        )
 
 
 def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
@@ -198,7 +221,8 @@ def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.full(shape, value).to(dtype)
 
 
-#: scales as the layouts have them: of squares, of rows, of the tensor, of blocks as E8M0, of bitsandbytes' rows
+#: scales as the layouts have them: of squares, of rows, of the tensor, of blocks as
+#: E8M0, of bitsandbytes' rows
 SCALES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: filled(0.0003, torch.float32, -(-x.shape[0] // 128), -(-x.shape[1] // 128)),
     "row": lambda x: filled(0.0003, torch.bfloat16, x.shape[0], 1),
@@ -229,7 +253,11 @@ def in_codes(state: Mapping[str, Tensor], layout: str, end: str) -> dict[str, Te
     """The state with codes where a name ends so, and their scales."""
     dtype, _, beside, kind = LAYOUTS[layout]
     chosen = {name: value for name, value in state.items() if name.endswith(end)}
-    scales = {name.removesuffix("weight") + beside: SCALES[kind](x) for name, x in chosen.items() if beside}
+    scales = {
+        name.removesuffix("weight") + beside: SCALES[kind](x)
+        for name, x in chosen.items()
+        if beside
+    }
     return {**state, **{name: codes(x, dtype) for name, x in chosen.items()}, **scales}
 
 
@@ -255,13 +283,19 @@ def test_load_quantized(layout: str, tmp_path: Path) -> None:
 
 
 @each("storage", ["fp8", "grid", "master", "embedded"])
-@each("layout", [name for name in LAYOUTS if "weight_scale" not in LAYOUTS[name][2] or "int8" in name])
+@each(
+    "layout", [name for name in LAYOUTS if "weight_scale" not in LAYOUTS[name][2] or "int8" in name]
+)
 def test_load_state_dict(layout: str, storage: Any) -> None:
-    """Float8 with scales beside it that are called ``weight_scale`` or ``weight_scale_inv`` is read."""
+    """Float8 with scales beside it that are called ``weight_scale`` or
+    ``weight_scale_inv`` is read.
+    """
     net, embedded = made(tied=False), storage == "embedded"
     net.one = nn.Embedding(64, 32) if embedded else net.one
     state = in_codes(state_of(net), layout, NAME)
-    model: Any = quantize_model(net, "E4M3", "fp8" if embedded else storage, embeddings="E4M3" if embedded else None)
+    model: Any = quantize_model(
+        net, "E4M3", "fp8" if embedded else storage, embeddings="E4M3" if embedded else None
+    )
     before = torch.as_tensor(model.one.weight.detach()).clone()
     with pytest.raises(RuntimeError, match=re.escape(said(layout, NAME))):
         model.load_state_dict(state, strict=False)
@@ -273,5 +307,7 @@ def test_load_state_dict(layout: str, storage: Any) -> None:
 def test_layers_of_codes_are_not_quantised(dtype: torch.dtype, storage: Any) -> None:
     layer = nn.Linear(32, 4)
     layer.weight = nn.Parameter(codes(torch.ones(4, 32), dtype), requires_grad=False)
-    with pytest.raises(TypeError, match=f"a weight has dtype {re.escape(str(dtype))}: float64, float32"):
+    with pytest.raises(
+        TypeError, match=f"a weight has dtype {re.escape(str(dtype))}: float64, float32"
+    ):
         quantize_model(nn.Sequential(layer), "E4M3", storage)

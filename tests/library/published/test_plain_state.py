@@ -1,4 +1,6 @@
-"""States of one-byte weights: through safetensors and back to the bit, files of other libraries, what is refused."""
+"""States of one-byte weights: through safetensors and back to the bit, files of other
+libraries, what is refused.
+"""
 
 import copy
 import json
@@ -17,7 +19,9 @@ import fp8manifold as fm
 from fp8manifold import exported_state_dict, quantize_model
 
 
-def made(fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any) -> Any:
+def made(
+    fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any
+) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 4, bias=False))
@@ -38,12 +42,18 @@ def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_
     with torch.no_grad():
         model[0].weight.mul_(0.7)
     before = copy.deepcopy(model)
-    assert other.load_state_dict(through_file(model, tmp_path / "m"), assign=assign).missing_keys == []
+    assert (
+        other.load_state_dict(through_file(model, tmp_path / "m"), assign=assign).missing_keys == []
+    )
     for ours, theirs in ((model, other), (before, other)):
         assert same_store(ours[0].weight, theirs[0].weight)
         assert same_store(ours[2].weight, theirs[2].weight)
     own, others = model[0].weight, other[0].weight
-    assert (own.seed, int(own.counter), own.by_operator) == (others.seed, int(others.counter), others.by_operator)
+    assert (own.seed, int(own.counter), own.by_operator) == (
+        others.seed,
+        int(others.counter),
+        others.by_operator,
+    )
     for weight in (own, others):  # the same draws follow
         with torch.no_grad():
             weight.add_(normal(4, 64) * 1e-3)
@@ -64,14 +74,19 @@ def test_every_trait_survives(tmp_path: Path) -> None:
 def test_the_names_and_what_is_left_as_it_is() -> None:
     model = made()
     names = ["weight", "weight_scale", "weight_counter", "weight_traits"]
-    assert set(model.state_dict()) == {"0.bias", *(f"{index}.{name}" for name in names for index in (0, 2))}
+    assert set(model.state_dict()) == {
+        "0.bias",
+        *(f"{index}.{name}" for name in names for index in (0, 2)),
+    }
     assert all(type(x) is Tensor for x in model.state_dict().values())
     assert model.state_dict()["0.weight"].dtype == torch.uint8
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
     assert model.state_dict()["0.weight_scale"].data_ptr() == model[0].weight.scale.data_ptr()
     for storage in ("grid", "master"):
         keys = (plain := made(storage=storage)).state_dict().keys()
-        assert keys == quantize_model(fm.dequantize_model(plain), "E4M3", storage).state_dict().keys()
+        assert (
+            keys == quantize_model(fm.dequantize_model(plain), "E4M3", storage).state_dict().keys()
+        )
 
 
 @each("storage", ["grid", "master", "fp8"])
@@ -91,7 +106,9 @@ def test_every_storage_takes_them(storage: Any) -> None:
 def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     model, other = made(granularity=granularity), made(granularity=granularity, seed=1)
     tensors, _ = exported_state_dict(model)
-    assert tensors["0.weight_scale"].dtype == (torch.uint8 if granularity == "block" else torch.float32)
+    assert tensors["0.weight_scale"].dtype == (
+        torch.uint8 if granularity == "block" else torch.float32
+    )
     other.load_state_dict(tensors)
     assert same_store(other[0].weight, model[0].weight)
     assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)
@@ -106,7 +123,9 @@ def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
     accelerate.load_checkpoint_in_model(other, tmp_path)
     assert same_store(other[0].weight, model[0].weight)
-    with pytest.raises(ValueError, match="does not have a parameter or a buffer named weight_counter"):
+    with pytest.raises(
+        ValueError, match="does not have a parameter or a buffer named weight_counter"
+    ):
         accelerate.load_checkpoint_in_model(placed, tmp_path, device_map={"": "cpu"})
     assert placed[0].weight.seed == kept.seed
 
@@ -121,7 +140,9 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
     for load in (False, True):
         accelerator = accelerate.Accelerator(cpu=True)
         model = made()
-        model, steps = accelerator.prepare(model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options))
+        model, steps = accelerator.prepare(
+            model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options)
+        )
         if load:
             accelerator.load_state(tmp_path)
         for step in range(2, 4) if load else range(4):
@@ -140,7 +161,9 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
 @each("storage", ["fp8", "grid", "master", "embedded"])
 @each("name", ["E4M3", "E2M5"])
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
-    """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
+    """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other
+    parts pass.
+    """
     model: Any = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4))
     if storage == "embedded":
         first = second = quantize_model(model, name, "fp8", embeddings=name).state_dict()
@@ -158,7 +181,9 @@ def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: b
 def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) -> None:
     """Codes in a module of somebody else's, and values of a float model from its state."""
     first, second = (nn.Linear(4, 2, bias=False) for _ in range(2))
-    first.weight, second.weight = (fm.FP8Parameter(normal(2, 4, seed=i), "E3M4", seed=i) for i in range(2))
+    first.weight, second.weight = (
+        fm.FP8Parameter(normal(2, 4, seed=i), "E3M4", seed=i) for i in range(2)
+    )
     state = through_file(first, tmp_path / "m")
     second.load_state_dict(state)
     assert same_store(first.weight, second.weight)
@@ -167,19 +192,38 @@ def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) 
     assert torch.equal(floats.weight.detach(), first.weight.dequantize())
     with pytest.raises(RuntimeError, match=r"Unexpected key.* .weight_scale"):
         floats.load_state_dict(state)
-    assert fm.unflatten_state_dict({"b": torch.ones(1)}, {"fp8": "no prefix", "format": "pt"}).keys() == {"b"}
+    assert fm.unflatten_state_dict(
+        {"b": torch.ones(1)}, {"fp8": "no prefix", "format": "pt"}
+    ).keys() == {"b"}
 
 
 @each("name", FORMATS)
 @each("granularity", GRANULARITIES)
 def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None:
-    """Whose header has in JSON what the numbers of a state say, and whose codes have a dtype of torch's."""
+    """Whose header has in JSON what the numbers of a state say, and whose codes have a
+    dtype of torch's.
+    """
     p = made(name, granularity=granularity, rounding="nearest")[0].weight
-    said = {"format": name, "block_size": p.block_size, "rounding": "nearest", "seed": p.seed, "by_operator": True}
-    header = {"fp8:a.w": json.dumps(said | {"draws": "independent", "dtype": "float32", "remainder": True})}
+    said = {
+        "format": name,
+        "block_size": p.block_size,
+        "rounding": "nearest",
+        "seed": p.seed,
+        "by_operator": True,
+    }
+    header = {
+        "fp8:a.w": json.dumps(
+            said | {"draws": "independent", "dtype": "float32", "remainder": True}
+        )
+    }
     codes = p.codes.view(torch.float8_e4m3fn) if name == "E4M3" else p.codes
     left = torch.ones(4, 64, dtype=torch.int8)
-    tensors = {"a.w": codes, "a.w_scale": p.kept_scale, "a.w_counter": torch.tensor(3), "a.w_remainder": left}
+    tensors = {
+        "a.w": codes,
+        "a.w_scale": p.kept_scale,
+        "a.w_counter": torch.tensor(3),
+        "a.w_remainder": left,
+    }
     state = fm.unflatten_state_dict(tensors, header)
     own: Any = state.pop("a.w")
     assert state == {}
@@ -198,4 +242,6 @@ def test_published_scales_are_looked_up_by_name() -> None:
         state[f"{name}_scale"] = torch.rand(4, 1) + 0.5
     module.load_state_dict(state)
     for name in names:
-        assert torch.equal(module.get_parameter(name).dequantize(), state[name].float() * state[f"{name}_scale"])
+        assert torch.equal(
+            module.get_parameter(name).dequantize(), state[name].float() * state[f"{name}_scale"]
+        )

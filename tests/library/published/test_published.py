@@ -1,4 +1,6 @@
-"""Layouts of published files of codes: found by headers alone, read, and written back to the byte."""
+"""Layouts of published files of codes: found by headers alone, read, and written back
+to the byte.
+"""
 
 import pytest
 import torch
@@ -26,25 +28,39 @@ from fp8manifold._published import quantization_of, read_parts, stored_weights
 FITTED = [(kind, shape) for kind, (_, shapes) in SHAPES.items() for shape in shapes]
 
 
-@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0], ids=str)
+@pytest.mark.parametrize(
+    "scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0], ids=str
+)
 @pytest.mark.parametrize(("kind", "shape"), FITTED)
-def test_every_shape_of_scales_is_read_and_written(kind: str, shape: tuple[int, ...], scale: torch.dtype) -> None:
+def test_every_shape_of_scales_is_read_and_written(
+    kind: str, shape: tuple[int, ...], scale: torch.dtype
+) -> None:
     tensors = {"a.weight": codes(SHAPES[kind][0]), "a.weight_scale": scales(shape, scale)}
     stored = only(tensors)
-    assert (stored.name, stored.granularity, stored.shape) == ("a.weight", kind.split()[0], SHAPES[kind][0])
-    values = decode(tensors["a.weight"].view(torch.uint8), "E4M3") * scale_at(stored, tensors["a.weight_scale"])
+    assert (stored.name, stored.granularity, stored.shape) == (
+        "a.weight",
+        kind.split()[0],
+        SHAPES[kind][0],
+    )
+    values = decode(tensors["a.weight"].view(torch.uint8), "E4M3") * scale_at(
+        stored, tensors["a.weight_scale"]
+    )
     for dtype in (torch.float32, torch.bfloat16):
         read = weight_of(stored, tensors, dtype).dequantize()
         torch.testing.assert_close(read, values.to(dtype), rtol=0, atol=0, equal_nan=True)
     assert_written_as_read(stored, tensors)
 
 
-@pytest.mark.parametrize("dtype", [d for d in NAMES if NAMES[d].startswith("F8") and d != E8M0], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [d for d in NAMES if NAMES[d].startswith("F8") and d != E8M0], ids=str
+)
 def test_every_float8_is_read_and_written(dtype: torch.dtype) -> None:
     tensors = {"a.weight": codes((5, 64), dtype), "a.weight_scale": scales((5, 1), torch.float32)}
     stored = only(tensors)
     values = tensors["a.weight"].float() * tensors["a.weight_scale"]
-    torch.testing.assert_close(weight_of(stored, tensors).dequantize(), values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        weight_of(stored, tensors).dequantize(), values, rtol=0, atol=0, equal_nan=True
+    )
     assert_written_as_read(stored, tensors)
 
 
@@ -55,7 +71,9 @@ def test_every_float8_is_read_and_written(dtype: torch.dtype) -> None:
     lead=st.sampled_from([(), (2,)]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, E8M0]),
 )
-def test_partial_squares_of_any_size(rows: int, columns: int, lead: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_partial_squares_of_any_size(
+    rows: int, columns: int, lead: tuple[int, ...], dtype: torch.dtype
+) -> None:
     shape = (*lead, -(-rows // 128), -(-columns // 128))
     tensors = {"w": codes((*lead, rows, columns)), "w_scale_inv": scales(shape, dtype)}
     stored = only(tensors)
@@ -76,11 +94,21 @@ def test_partial_squares_of_any_size(rows: int, columns: int, lead: tuple[int, .
     ],
 )
 @pytest.mark.parametrize("scale", [torch.uint8, E8M0])
-def test_packed_codes(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[int, ...], scale: torch.dtype) -> None:
+def test_packed_codes(
+    dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[int, ...], scale: torch.dtype
+) -> None:
     packed = torch.randint(0, 256, shape, dtype=torch.uint8)
-    tensors = {"e.down_blocks": packed.view(dtype), "e.down_scales": scales((*stored[:-1], 2), scale)}
+    tensors = {
+        "e.down_blocks": packed.view(dtype),
+        "e.down_scales": scales((*stored[:-1], 2), scale),
+    }
     found = only(tensors)
-    assert (found.name, found.format.name, found.granularity, found.shape) == ("e.down", "E2M1", "block", stored)
+    assert (found.name, found.format.name, found.granularity, found.shape) == (
+        "e.down",
+        "E2M1",
+        "block",
+        stored,
+    )
     flat = [code for byte in packed.flatten().tolist() for code in (byte % 16, byte // 16)]
     assert read_parts(found, tensors.__getitem__)[0].flatten().tolist() == flat
     assert_written_as_read(found, tensors)
@@ -89,10 +117,17 @@ def test_packed_codes(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[
 @pytest.mark.parametrize(
     ("codes_name", "scale_name", "name"),
     [
-        *(("a.weight", f"a.{scale}", "a.weight") for scale in ("weight_scale_inv", "weight_scale", "scale")),
+        *(
+            ("a.weight", f"a.{scale}", "a.weight")
+            for scale in ("weight_scale_inv", "weight_scale", "scale")
+        ),
         ("a.weight", "a.qscale_weight", "a.weight"),
         ("a._weight_qdata", "a._weight_scale", "a.weight"),
-        ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_scale_inv", "mlp.experts.gate_up_proj"),
+        (
+            "mlp.experts.gate_up_proj",
+            "mlp.experts.gate_up_proj_scale_inv",
+            "mlp.experts.gate_up_proj",
+        ),
         ("weight", "weight_scale", "weight"),
     ],
 )
@@ -109,7 +144,10 @@ def test_one_scale_that_may_have_two_names_has_that_of_its_layout() -> None:
     squares = {"config_groups": {"g": {"weights": {"block_structure": [128, 128]}}}}
     assert only({"a.weight": small, "a.weight_scale": one}, squares).granularity == "square"
     assert only({"a.weight": small, "a.weight_scale": torch.ones(5, 1)}).granularity == "channel"
-    assert only({"a.weight": small, "a.weight_scale": torch.ones(5, 1).to(E8M0)}).granularity == "block"
+    assert (
+        only({"a.weight": small, "a.weight_scale": torch.ones(5, 1).to(E8M0)}).granularity
+        == "block"
+    )
 
 
 def test_extras_go_with_the_weight_whose_they_are() -> None:
@@ -118,7 +156,9 @@ def test_extras_go_with_the_weight_whose_they_are() -> None:
         for k in ("q_proj", "k_proj")
         for n, x in {"weight": W, "weight_scale": S, "input_scale": ONE}.items()
     }
-    experts = {f"l.experts.{k}{n}": x for k in ("up", "down") for n, x in {"": W, "_scale": S}.items()}
+    experts = {
+        f"l.experts.{k}{n}": x for k in ("up", "down") for n, x in {"": W, "_scale": S}.items()
+    }
     others = {
         "l.attn.k_proj.k_scale": ONE,
         "l.attn.v_scale": ONE,

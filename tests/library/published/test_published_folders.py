@@ -1,4 +1,6 @@
-"""Published FP8 folders read, trained in place, written: the same bytes after no step, the trainer's model after 20."""
+"""Published FP8 folders read, trained in place, written: the same bytes after no step,
+the trainer's model after 20.
+"""
 
 import functools
 import importlib
@@ -18,8 +20,11 @@ from watched import watched
 
 import fp8manifold as fm
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
-#: transformers reads partial squares as equal parts, these codes without their scales, and the rest not at all
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what other libraries announce is their own business
+#: transformers reads partial squares as equal parts, these codes without their scales,
+#: and the rest not at all
 NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"}
 NOT_SERVED |= {"blocks, experts", "mxfp8, experts", "rows, flat"}
 READ = list(LAYOUTS)
@@ -41,14 +46,19 @@ def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
 
 
 def widest(name: str) -> torch.dtype:
-    """The widest dtype into which the layout's library decodes: compressed-tensors multiplies in that of its scales."""
+    """The widest dtype into which the layout's library decodes: compressed-tensors
+    multiplies in that of its scales.
+    """
     _, write, _, options = LAYOUTS[name]
     exact = write is not torchao and "scheme" not in options
     return torch.float32 if exact or options.get("wide") else torch.bfloat16
 
 
 def some(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
-    return [pytest.param(*pair, marks=[pytest.mark.slow] * (at >= default)) for at, pair in enumerate(pairs)]
+    return [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (at >= default))
+        for at, pair in enumerate(pairs)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +77,9 @@ def logits(model: Any) -> Tensor:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """The bytes of every file; of tensors, with the header read, in which the order of torchao's metadata varies."""
+    """The bytes of every file; of tensors, with the header read, in which the order of
+    torchao's metadata varies.
+    """
     found = {}
     for path in folder.iterdir():
         data = path.read_bytes()
@@ -97,14 +109,18 @@ def test_the_model_is_the_one_that_others_decode(published, name, tmp_path):
         turned = model.config.quantization_config.published.get("turned", ())
         assert any(isinstance(value, fm.FP8Tensor) for value in values.values())
         for key, expected in other.named_parameters():
-            mine = values[key].dequantize() if isinstance(values[key], fm.FP8Tensor) else values[key]
+            mine = (
+                values[key].dequantize() if isinstance(values[key], fm.FP8Tensor) else values[key]
+            )
             mine = mine.mT if key in turned else mine
             assert torch.equal(mine.to(expected.dtype), expected), key
         assert torch.equal(logits(model), logits(other))
 
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
-    "muon": lambda m, lr: fm.optim.StiffnessMuon.for_model(m, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit"),
+    "muon": lambda m, lr: fm.optim.StiffnessMuon.for_model(
+        m, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit"
+    ),
     "adamw": lambda m, lr: fm.optim.StiffnessAdamW(m.parameters(), lr=lr, weight_decay=0.0),
     "adamw residual": lambda m, lr: fm.optim.StiffnessAdamW(
         m.parameters(), lr=lr, weight_decay=0.0, writeback="residual8"
@@ -112,17 +128,27 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     "lion": lambda m, lr: fm.optim.StiffnessLion(m.parameters(), lr=lr),
     "sgd": lambda m, lr: fm.optim.StiffnessSGD(m.parameters(), lr=300 * lr, momentum=0.9),
     "madam": lambda m, lr: fm.optim.Madam(m.parameters(), lr=lr, float_lr=lr),
-    "fisher": lambda m, lr: fm.optim.FisherNaturalGradient(m.parameters(), m, [tokens(1)], lr=lr, refresh=10),
-    "wrapper": lambda m, lr: fm.optim.StiffnessWrapper(torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.0)),
-    "riemannian adam": lambda m, lr: fm.optim.RiemannianAdam(m.parameters(), lr=300 * lr, float_lr=lr),
-    "riemannian sgd": lambda m, lr: fm.optim.RiemannianSGD(m.parameters(), lr=3e5 * lr, float_lr=lr),
+    "fisher": lambda m, lr: fm.optim.FisherNaturalGradient(
+        m.parameters(), m, [tokens(1)], lr=lr, refresh=10
+    ),
+    "wrapper": lambda m, lr: fm.optim.StiffnessWrapper(
+        torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.0)
+    ),
+    "riemannian adam": lambda m, lr: fm.optim.RiemannianAdam(
+        m.parameters(), lr=300 * lr, float_lr=lr
+    ),
+    "riemannian sgd": lambda m, lr: fm.optim.RiemannianSGD(
+        m.parameters(), lr=3e5 * lr, float_lr=lr
+    ),
 }
 
 
 PAIRS = [
     (name, optimizer)
     for start in range(len(OPTIMIZERS))
-    for name, optimizer in zip(READ, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False)
+    for name, optimizer in zip(
+        READ, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False
+    )
 ]
 
 
@@ -142,7 +168,11 @@ def test_gradients_of_zero_and_the_same_files(published, name, optimizer, tmp_pa
 def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optimizer, tmp_path):
     dtype = widest(name)
     model = fm.load_fp8(published(name), dtype=dtype)
-    before = {key: value.codes.clone() for key, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
+    before = {
+        key: value.codes.clone()
+        for key, value in model.named_parameters()
+        if isinstance(value, fm.FP8Tensor)
+    }
     stepping = OPTIMIZERS[optimizer](model.train(), 1e-3)
     for step in range(20):
         stepping.zero_grad()
@@ -156,11 +186,15 @@ def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optim
     assert torch.equal(logits(other), logits(model))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says how large a process was")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="Linux alone says how large a process was"
+)
 def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
-    """50M codes: their bytes, pages of files that are given back every 16 MiB, and one tensor of 4 MiB as float32.
+    """50M codes: their bytes, pages of files that are given back every 16 MiB, and one
+    tensor of 4 MiB as float32.
 
-    The last 8 MiB are what glibc's arenas of threads hold: 68 to 87 MB in all from run to run, and 49 with one arena.
+    The last 8 MiB are what glibc's arenas of threads hold: 68 to 87 MB in all from run
+    to run, and 49 with one arena.
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     importlib.import_module("loading").write(tmp_path / "fp8", "50M", 3)
@@ -169,7 +203,9 @@ def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
         model = fm.load_fp8(tmp_path / "fp8")
         return sum(p.codes.numel() for p in model.parameters() if isinstance(p, fm.FP8Tensor))
 
-    fm.save_fp8(fm.load_fp8(make("squares", tmp_path / "squares")), tmp_path / "other")  # what is imported on the way
+    fm.save_fp8(
+        fm.load_fp8(make("squares", tmp_path / "squares")), tmp_path / "other"
+    )  # what is imported on the way
     found = watched(read)
     assert found.returned == 3 * 2**24, found.raised
     assert found.grown < 3 * 2**24 + 2**24 + 2**24 + 2**23

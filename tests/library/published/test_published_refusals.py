@@ -1,4 +1,6 @@
-"""Scales of published files that stand for nothing, and what is refused by tensor and file."""
+"""Scales of published files that stand for nothing, and what is refused by tensor and
+file.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +36,9 @@ NAN, MINUS_ZERO = 127, 128
 
 
 def emptied(kind: str, scale: torch.dtype, code: int) -> tuple[Tensors, Any, Tensor]:
-    """A weight whose first scale is 0, as it is stored, and a mask of the codes of that scale, all the same."""
+    """A weight whose first scale is 0, as it is stored, and a mask of the codes of that
+    scale, all the same.
+    """
     shape, (first, *_) = SHAPES[kind]
     tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
     drawn = tensors["w"].view(torch.uint8)
@@ -49,26 +53,40 @@ def emptied(kind: str, scale: torch.dtype, code: int) -> tuple[Tensors, Any, Ten
 @each("kind", ["tensor", "channel", "square", "block"])
 @each("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0])
 @each("code", [0, MINUS_ZERO, NAN])
-def test_a_scale_of_zero_over_zeros_or_nan_comes_back(kind: str, scale: torch.dtype, code: int) -> None:
+def test_a_scale_of_zero_over_zeros_or_nan_comes_back(
+    kind: str, scale: torch.dtype, code: int
+) -> None:
     """0 / 0 gives NaN, and E8M0 has no zero; the values do not depend on it."""
     tensors, stored, group = emptied(kind, scale, code)
     values = weight_of(stored, tensors).dequantize()
-    assert torch.equal(values[group].isnan(), torch.full_like(values[group], code == NAN, dtype=torch.bool))
-    assert code == NAN or torch.equal(values[group].signbit(), (values[group] == 0) & (code == MINUS_ZERO))
+    assert torch.equal(
+        values[group].isnan(), torch.full_like(values[group], code == NAN, dtype=torch.bool)
+    )
+    assert code == NAN or torch.equal(
+        values[group].signbit(), (values[group] == 0) & (code == MINUS_ZERO)
+    )
     assert_written_as_read(stored, tensors)
 
 
 @each("scale", [torch.float32, torch.bfloat16, torch.float16, E8M0])
 @each("kind", ["tensor", "channel", "square", "block"])
-def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(kind: str, scale: torch.dtype) -> None:
-    """Nothing where it has no gradient, and not one byte; otherwise at a scale that the file's dtype has."""
+def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(
+    kind: str, scale: torch.dtype
+) -> None:
+    """Nothing where it has no gradient, and not one byte; otherwise at a scale that the
+    file's dtype has.
+    """
     tensors, stored, group = emptied(kind, scale, 0)
     read, at = read_parts(stored, tensors.__getitem__)
-    weight = FP8Parameter.from_codes(read.clone(), at.clone(), stored.format, block_size=stored.block_size, seed=1)
+    weight = FP8Parameter.from_codes(
+        read.clone(), at.clone(), stored.format, block_size=stored.block_size, seed=1
+    )
     optimizer = StiffnessAdamW([weight.requires_grad_()], lr=0.01, weight_decay=0.0)
     step_from(optimizer, weight, torch.zeros(weight.shape))
     made = written_parts(stored, weight)
-    assert {name: as_bytes(x) for name, x in made.items()} == {name: as_bytes(tensors[name]) for name in made}
+    assert {name: as_bytes(x) for name, x in made.items()} == {
+        name: as_bytes(tensors[name]) for name in made
+    }
     step_from(optimizer, weight, torch.ones(weight.shape))
     again = written_parts(stored, weight)
     assert torch.equal(weight_of(stored, again).dequantize(), weight.dequantize())
@@ -110,12 +128,16 @@ def test_other_scales_are_refused_by_tensor_and_file(kind: str, empty: bool) -> 
     if empty and kind in ("0", "E8M0 0"):
         assert_written_as_read(stored, tensors)
         return
-    with pytest.raises(ValueError, match=r"a\.weight_scale, of the codes a\.weight of 'model\.safetensors', holds"):
+    with pytest.raises(
+        ValueError, match=r"a\.weight_scale, of the codes a\.weight of 'model\.safetensors', holds"
+    ):
         read_parts(stored, tensors.__getitem__)
 
 
 @pytest.mark.parametrize(("dtype", "mark"), [(torch.float32, 1 + 2.0**-7), (torch.uint8, 128)])
-def test_a_scale_that_stands_for_zero_is_refused_over_zeros_alone(dtype: torch.dtype, mark: float) -> None:
+def test_a_scale_that_stands_for_zero_is_refused_over_zeros_alone(
+    dtype: torch.dtype, mark: float
+) -> None:
     tensors = {"w": codes((4, 64)), "w_scale": scales((4, 1), dtype)}
     tensors["w_scale"][2] = mark
     assert_written_as_read(only(tensors), tensors)
@@ -126,7 +148,9 @@ def test_a_scale_that_stands_for_zero_is_refused_over_zeros_alone(dtype: torch.d
 
 def test_an_inf_among_the_codes_is_refused_by_tensor_and_file() -> None:
     tensors = {"w": torch.full((2, 2), torch.inf).to(torch.float8_e5m2), "w_scale": ONE}
-    with pytest.raises(ValueError, match=r"w of 'model\.safetensors': codes hold 124, which is Inf in E5M2"):
+    with pytest.raises(
+        ValueError, match=r"w of 'model\.safetensors': codes hold 124, which is Inf in E5M2"
+    ):
         read_parts(only(tensors), tensors.__getitem__)
 
 
@@ -145,30 +169,60 @@ REFUSED: dict[str, tuple[Tensors, str]] = {
     "columns": (a(scale=scales((1, 64), F32)), r"shape \(1, 64\)"),
     "halves": (a(codes((2, 6, 64)), scale_inv=scales((2, 2, 1), F32)), r"shape \(2, 2, 1\)"),
     "a second scale": (a(scale=S, scale_2=ONE), "and at a.weight_scale_2"),
-    "a scale of scales": ({"w": W, "w_scale": S, "w_outer_scale_denominator": ONE}, "and at w_outer_scale_denominator"),
+    "a scale of scales": (
+        {"w": W, "w_scale": S, "w_outer_scale_denominator": ONE},
+        "and at w_outer_scale_denominator",
+    ),
     "both scales": (a(scale=S, scale_inv=S), "and at a.weight_scale:"),
     "zero points": (a(scale=S, zero_point=S), "and at a.weight_zero_point"),
     "INT8": (a(EIGHT, scale=S), "a.weight of .* holds I8"),
-    "bitsandbytes of 4 bits": ({"a.weight": BYTES[:, :1], "a.weight.absmax": S}, r"at a\.weight\.absmax"),
+    "bitsandbytes of 4 bits": (
+        {"a.weight": BYTES[:, :1], "a.weight.absmax": S},
+        r"at a\.weight\.absmax",
+    ),
     "GPTQ": ({"a.qweight": WORDS, "a.scales": S, "a.qzeros": WORDS}, "a.qweight of .* holds I32"),
-    "NVFP4": (a(BYTES, scale=F8, scale_2=ONE), "holds U8 .* at a.weight_scale of F8_E4M3 .*, and at a.weight_scale_2"),
+    "NVFP4": (
+        a(BYTES, scale=F8, scale_2=ONE),
+        "holds U8 .* at a.weight_scale of F8_E4M3 .*, and at a.weight_scale_2",
+    ),
     "NVFP4 of compressed-tensors": (
         a(None, packed=BYTES, scale=F8, global_scale=ONE),
         "a.weight_packed of .* and at a.weight_global_scale",
     ),
-    "integers of 4 bits": (a(None, packed=WORDS, scale=S, shape=WORDS), "a.weight_packed of .* holds I32"),
+    "integers of 4 bits": (
+        a(None, packed=WORDS, scale=S, shape=WORDS),
+        "a.weight_packed of .* holds I32",
+    ),
     "scales in float64": (a(scale=codes((4, 1))), "at a.weight_scale of F8_E4M3"),
     "a scale of floats": (a(torch.ones(4, 64), scale=S), "a.weight_scale of .* a.weight is F32"),
-    "a scale of nothing": (a(None, scale_inv=S), "a.weight_scale_inv of .* as a scale, and a.weight is missing"),
+    "a scale of nothing": (
+        a(None, scale_inv=S),
+        "a.weight_scale_inv of .* as a scale, and a.weight is missing",
+    ),
     "exponents of nothing": ({"a.s": S.to(E8M0)}, "a.s of .* holds F8_E8M0"),
-    "codes called a scale": ({"a.upscale": W, "a.upscale_scale": S}, "a.upscale of .* holds F8_E4M3"),
+    "codes called a scale": (
+        {"a.upscale": W, "a.upscale_scale": S},
+        "a.upscale of .* holds F8_E4M3",
+    ),
     "E8M0 as codes": (a(S.to(E8M0), scale=S), "a.weight of .* holds F8_E8M0"),
-    "our own": (a(W.view(torch.uint8), scale=S, traits=WORDS), "codes of this library's own states"),
+    "our own": (
+        a(W.view(torch.uint8), scale=S, traits=WORDS),
+        "codes of this library's own states",
+    ),
     "bytes without a scale": (a(EIGHT), "a.weight of .* holds I8 .* its scale is missing"),
     "experts without a scale": ({"e.gate_up": W}, "e.gate_up of .* its scale is missing"),
-    "MXFP6": (a(None, packed=BYTES[:, :48], scale=scales((4, 2), torch.uint8)), "a.weight_packed of .* holds U8"),
-    "FP4 at floats": (a(None, packed=BYTES, scale=scales((4, 4), F32)), "a.weight_packed of .* holds U8"),
-    "FP4 in groups of 16": (a(EIGHT.view(torch.float4_e2m1fn_x2), scale=scales((4, 8), E8M0)), "a.weight .* holds F4"),
+    "MXFP6": (
+        a(None, packed=BYTES[:, :48], scale=scales((4, 2), torch.uint8)),
+        "a.weight_packed of .* holds U8",
+    ),
+    "FP4 at floats": (
+        a(None, packed=BYTES, scale=scales((4, 4), F32)),
+        "a.weight_packed of .* holds U8",
+    ),
+    "FP4 in groups of 16": (
+        a(EIGHT.view(torch.float4_e2m1fn_x2), scale=scales((4, 8), E8M0)),
+        "a.weight .* holds F4",
+    ),
 }
 #: likewise, with the method of config.json
 OF_METHODS: dict[str, tuple[Tensors, str]] = {
@@ -191,13 +245,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a transform_config": {"transform_config": {"config_groups": {"u": {}}}},
     "a sparsity_config": {"sparsity_config": {"format": "sparse-24-bitmask"}},
 }
-CASES: list[tuple[Tensors, Any, str]] = [(tensors, None, said) for tensors, said in REFUSED.values()]
-CASES += [(tensors, {"quant_method": method}, said) for method, (tensors, said) in OF_METHODS.items()]
-CASES += [(a(scale=S), {"quant_method": "compressed-tensors", **given}, said) for said, given in SETTINGS.items()]
+CASES: list[tuple[Tensors, Any, str]] = [
+    (tensors, None, said) for tensors, said in REFUSED.values()
+]
+CASES += [
+    (tensors, {"quant_method": method}, said) for method, (tensors, said) in OF_METHODS.items()
+]
+CASES += [
+    (a(scale=S), {"quant_method": "compressed-tensors", **given}, said)
+    for said, given in SETTINGS.items()
+]
 
 
-@pytest.mark.parametrize(("tensors", "config", "said"), CASES, ids=[*REFUSED, *OF_METHODS, *SETTINGS])
-def test_what_is_not_known_is_refused_by_tensor_and_file(tensors: Tensors, config: Any, said: str) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "config", "said"), CASES, ids=[*REFUSED, *OF_METHODS, *SETTINGS]
+)
+def test_what_is_not_known_is_refused_by_tensor_and_file(
+    tensors: Tensors, config: Any, said: str
+) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         stored_weights(headers_of(tensors), config)
     (line,) = str(caught.value).splitlines()
@@ -226,9 +291,13 @@ def test_a_weight_in_another_layout_is_not_written() -> None:
             written_parts(stored, other)
 
 
-@pytest.mark.parametrize(("dtype", "entry"), [("BF16", 1 + 2.0**-20), ("F16", 2.0**-30), ("U8", 3.0)])
+@pytest.mark.parametrize(
+    ("dtype", "entry"), [("BF16", 1 + 2.0**-20), ("F16", 2.0**-30), ("U8", 3.0)]
+)
 def test_a_scale_that_the_file_has_no_number_for_is_not_written(dtype: str, entry: float) -> None:
     stored, weight = only(PLAIN), weight_of(only(PLAIN), PLAIN)
     weight.set_scale_(entry)
-    with pytest.raises(ValueError, match=f"w has the scale {entry}.*: {dtype} of w_scale can't hold it"):
+    with pytest.raises(
+        ValueError, match=f"w has the scale {entry}.*: {dtype} of w_scale can't hold it"
+    ):
         written_parts(replace(stored, scale_dtype=dtype), weight)

@@ -42,7 +42,9 @@ SPOILED = {
 
 
 def refused(name, shards, later):
-    """The error of a step in this process, and True where the model has stayed as it was."""
+    """The error of a step in this process, and True where the model has stayed as it
+    was.
+    """
     net = sharded(matrices()) if shards else synced(matrices())
     optimizer, twin = muon(net), matrices()
     if later:
@@ -78,7 +80,9 @@ def test_what_differs_is_refused_in_every_process(pair, name, shards, later):
 
 
 def refused_alone():
-    """An option out of range, and a sparse gradient, in one process only: the other does not wait."""
+    """An option out of range, and a sparse gradient, in one process only: the other
+    does not wait.
+    """
     net = synced(matrices())
     optimizer = muon(net)
     loss_of(net, torch.ones(4, 16)).backward()
@@ -99,7 +103,9 @@ def test_a_refusal_in_one_process_ends_the_step_in_all(pair):
 
 
 def of_another_state(kind):
-    """States of the same length whose averages differ, or not; a remainder that one process lacks."""
+    """States of the same length whose averages differ, or not; a remainder that one
+    process lacks.
+    """
     net = synced(model(keep_remainder=kind == "remainder"))
     options = {"lr": 0.01, "writeback": "residual8" if kind == "remainder" else "stochastic"}
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), **options)
@@ -115,7 +121,9 @@ def of_another_state(kind):
     return said, stored(net) == before
 
 
-@pytest.mark.parametrize(("kind", "name"), [("averages", "0.weight"), ("remainder", "2.weight"), ("the same", "")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("averages", "0.weight"), ("remainder", "2.weight"), ("the same", "")]
+)
 def test_loaded_states_and_remainders_are_compared(pair, kind, name):
     for said, unchanged in pair.run(of_another_state, kind):
         assert (f"'{name}' is not the same in every process" in said) == unchanged == bool(name)
@@ -141,11 +149,15 @@ def passed(made, x, again):
 
 
 def trained(fmt, spec, options, *, again=False):
-    """Passes of rows and of the whole, from one input in all processes, and steps, which widen scales of rows."""
+    """Passes of rows and of the whole, from one input in all processes, and steps,
+    which widen scales of rows.
+    """
     policy = options.get("mp_policy")
     dtype = torch.float32 if policy is None else policy.param_dtype
     whole, parts = net(fmt, **spec).to(dtype), sharded(net(fmt, **spec), **options)
-    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)]
+    optimizers = [
+        fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)
+    ]
     for step in range(3):
         x = normal(2, 16, 64, seed=step).to(dtype)
         ours, its = (passed(each, x, again) for each in (parts, whole))
@@ -175,32 +187,48 @@ CASES = {
     "INT8": ("E1M6", {"products": "int8"}, {}, {}),
     "whole between passes": ("E4M3", FP8, {"reshard_after_forward": False}, {}),
     "offloaded": ("E4M3", FP8, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
-    "bfloat16": ("E4M3", FP8, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {}),
+    "bfloat16": (
+        "E4M3",
+        FP8,
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {},
+    ),
     "computed again": ("E4M3", FP8, {}, {"again": True}),
 }
 
 
-@pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in CASES), ("rows", 3), ("one scale", 3)])
+@pytest.mark.parametrize(
+    ("case", "size"), [*((case, 2) for case in CASES), ("rows", 3), ("one scale", 3)]
+)
 def test_passes_and_steps_are_those_of_one_process(pair, pool, case, size):
     fmt, spec, options, how = CASES[case]
     (pair if size == 2 else pool).run(trained, fmt, spec, options, **how)
 
 
 def given_away(fmt, products):
-    """The dtype that products take as the weight's operand, and True where its memory is what was gathered."""
+    """The dtype that products take as the weight's operand, and True where its memory
+    is what was gathered.
+    """
     made, taken = sharded(net(fmt, products=products)), []
     operand = _products._operand
 
     def seen(weight, units):
         codes, scale = operand(weight, units)
-        taken.append((type(weight).__name__, codes.dtype, codes.data_ptr() == weight.codes.data_ptr()))
+        taken.append(
+            (type(weight).__name__, codes.dtype, codes.data_ptr() == weight.codes.data_ptr())
+        )
         return codes, scale
 
-    with mock.patch.object(_products, "_operand", seen), mock.patch.object(fm.FP8Tensor, "dequantize", None):
+    with (
+        mock.patch.object(_products, "_operand", seen),
+        mock.patch.object(fm.FP8Tensor, "dequantize", None),
+    ):
         passed(made, normal(16, 64, seed=1), False)
     return taken
 
 
 def test_codes_are_multiplied_where_they_were_gathered(pair):
     for fmt, units, dtype in (("E4M3", "fp8", torch.float8_e4m3fn), ("E1M6", "int8", torch.int8)):
-        assert pair.run(given_away, fmt, units) == [[("FP8Parameter", dtype, units == "fp8")] * 2] * 2
+        assert (
+            pair.run(given_away, fmt, units) == [[("FP8Parameter", dtype, units == "fp8")] * 2] * 2
+        )

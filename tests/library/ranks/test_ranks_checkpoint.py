@@ -1,6 +1,8 @@
-"""Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit.
+"""Distributed checkpoints of rows: saved by two processes, loaded by one, two or three,
+which go on to the bit.
 
-Their digest: one number for any number of processes, which no damage to the state or its files leaves.
+Their digest: one number for any number of processes, which no damage to the state or
+its files leaves.
 """
 
 import os
@@ -31,12 +33,24 @@ pytestmark = pytest.mark.skipif(
 
 
 KINDS = {
-    "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual8", "moments": "8bit", "refresh_every": 3}),
-    "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
+    "adamw": (
+        fm.optim.StiffnessAdamW,
+        {"lr": 0.01, "writeback": "residual8", "moments": "8bit", "refresh_every": 3},
+    ),
+    "muon": (
+        fm.optim.StiffnessMuon.for_model,
+        {"lr": 0.02, "moments": "8bit", "writeback": "residual8"},
+    ),
     "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual8", "draws": "dither"}),
-    "momentum": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16"}),
+    "momentum": (
+        fm.optim.StiffnessAdamW,
+        {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16"},
+    ),
     "blocks": (fm.optim.StiffnessAdamW, {"lr": 0.05, "writeback": "stochastic", "moments": "8bit"}),
-    "riemannian": (fm.optim.RiemannianAdam, {"float_lr": 0.01, "writeback": "stochastic", "amsgrad": True}),
+    "riemannian": (
+        fm.optim.RiemannianAdam,
+        {"float_lr": 0.01, "writeback": "stochastic", "amsgrad": True},
+    ),
 }
 
 
@@ -62,7 +76,13 @@ def saved(kind, folder, flat, background):
     parts, whole, *optimizers = prepared(kind, 0)
     step_on(parts, whole, optimizers, range(3))
     options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
-    state = dict(zip(("model", "optimizer"), states.get_state_dict(parts, optimizers[0], options=options), strict=True))
+    state = dict(
+        zip(
+            ("model", "optimizer"),
+            states.get_state_dict(parts, optimizers[0], options=options),
+            strict=True,
+        )
+    )
     if background:
         apart = dist.new_group()  # the steps' own collectives go on meanwhile
         future = dcp.async_save(state, checkpoint_id=folder, process_group=apart)
@@ -81,7 +101,9 @@ def loaded(kind, folder, flat):
     options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
     state, optimizer = states.get_state_dict(parts, ours, options=options)
     dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
-    states.set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options)
+    states.set_state_dict(
+        parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options
+    )
     check_same(parts, whole, seeds=False)
     step_on(parts, whole, (ours, its), range(3, 6))
     check_same(parts, whole, seeds=False)
@@ -98,7 +120,12 @@ def step_whole(nets, optimizers, step):
 @pytest.mark.parametrize(
     ("kind", "flat", "background"),
     [
-        *[("adamw", False, False), ("adamw", True, True), ("muon", True, False), ("momentum", False, False)],
+        *[
+            ("adamw", False, False),
+            ("adamw", True, True),
+            ("muon", True, False),
+            ("momentum", False, False),
+        ],
         *[("lion", False, False), ("blocks", False, True), ("riemannian", True, False)],
     ],
 )
@@ -109,7 +136,9 @@ def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, backgrou
 
 
 def gathered(kind):
-    """Full states of rows are those of the whole, and load into a model of one process, which goes on."""
+    """Full states of rows are those of the whole, and load into a model of one process,
+    which goes on.
+    """
     parts, whole, *optimizers = prepared(kind, 0)
     step_on(parts, whole, optimizers, range(3))
     options = states.StateDictOptions(full_state_dict=True)
@@ -133,7 +162,9 @@ def test_full_states_are_the_wholes(pools, kind):
 
 
 def taken_whole(kind, broadcast):
-    """A full state into shards by torch's helper: what each rank says of it, and what codes it has then."""
+    """A full state into shards by torch's helper: what each rank says of it, and what
+    codes it has then.
+    """
     parts, whole, other = sharded(model(seed=0)), model(seed=0), model(seed=3)
     state = other.state_dict() if dist.get_rank() == 0 or not broadcast else {}
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
@@ -153,7 +184,9 @@ def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools, broad
 
 
 def cut(kind, from_rows):
-    """Rows of a whole model and of a whole state, or of one that rows had been gathered to, go on as the whole."""
+    """Rows of a whole model and of a whole state, or of one that rows had been gathered
+    to, go on as the whole.
+    """
     parts, whole, ours, its = prepared(kind, 0)
     _, other, _, theirs = prepared(kind, 5)
     others = list(zip(other.parameters(), whole.parameters(), strict=True))
@@ -165,8 +198,15 @@ def cut(kind, from_rows):
             optimizer.step()
     alone, stepping = (whole, its) if from_rows else (other, theirs)
     state = get_whole(ours) if from_rows else theirs.state_dict()
-    own, codes = parts.state_dict(), torch.uint8 if from_rows else None  # load_state_dict takes whole codes too
-    rows = {name: fm.distributed.rows_of(x, own[name]) for name, x in alone.state_dict().items() if x.dtype != codes}
+    own, codes = (
+        parts.state_dict(),
+        torch.uint8 if from_rows else None,
+    )  # load_state_dict takes whole codes too
+    rows = {
+        name: fm.distributed.rows_of(x, own[name])
+        for name, x in alone.state_dict().items()
+        if x.dtype != codes
+    }
     parts.load_state_dict(alone.state_dict() | rows)
     ours.load_state_dict(fm.optim.rows_of_state(state, ours))
     check_same(parts, alone, seeds=False)
@@ -177,7 +217,9 @@ def cut(kind, from_rows):
 def get_whole(optimizer):
     state = optimizer.state_dict()
     entries = {
-        index: {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in entry.items()}
+        index: {
+            name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in entry.items()
+        }
         for index, entry in state["state"].items()
     }
     return state | {"state": entries}
@@ -191,12 +233,16 @@ def test_rows_are_cut_from_the_whole(pools, kind, from_rows):
 
 
 def filled():
-    """A model that was sharded before it had values takes whole codes, and its own rows of the rest."""
+    """A model that was sharded before it had values takes whole codes, and its own rows
+    of the rest.
+    """
     with torch.device("meta"):
         parts = model(seed=5)
     parts = sharded(parts).to_empty(device="cpu")
     whole, own = model(seed=0), parts.state_dict()
-    parts.load_state_dict({name: fm.distributed.rows_of(x, own[name]) for name, x in whole.state_dict().items()})
+    parts.load_state_dict(
+        {name: fm.distributed.rows_of(x, own[name]) for name, x in whole.state_dict().items()}
+    )
     check_same(parts, whole)
 
 
@@ -221,7 +267,12 @@ def digests(kind):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "riemannian"])
 def test_rows_have_the_digest_of_the_whole(pools, kind):
-    assert len({one for size in (1, 2, 3) for found in pools[size].run(digests, kind) for one in found}) == 1
+    assert (
+        len(
+            {one for size in (1, 2, 3) for found in pools[size].run(digests, kind) for one in found}
+        )
+        == 1
+    )
 
 
 def tensors(value):
@@ -238,8 +289,20 @@ def plain_state():
     weight = torch.nn.ParameterDict({"w": fm.FP8Parameter(values, "E4M3", seed=1)}).state_dict()
     other = torch.randn(5, generator=torch.Generator().manual_seed(1))
     return {
-        "model": {**weight, "b": other, "half": other.bfloat16(), "wide": other.double(), "flag": torch.ones(3) > 0},
-        "optimizer": {"step": torch.tensor(3.0), "lr": 0.1, "name": "x", "none": None, "betas": (0.9, 0.99)},
+        "model": {
+            **weight,
+            "b": other,
+            "half": other.bfloat16(),
+            "wide": other.double(),
+            "flag": torch.ones(3) > 0,
+        },
+        "optimizer": {
+            "step": torch.tensor(3.0),
+            "lr": 0.1,
+            "name": "x",
+            "none": None,
+            "betas": (0.9, 0.99),
+        },
     }
 
 
@@ -258,7 +321,9 @@ def test_every_bit_counts():
         for _ in range(12):
             place = random.randrange(flat.numel())
             before = flat[place].clone()
-            flat[place] = ~before if flat.dtype is torch.bool else before ^ (1 << random.randrange(8))
+            flat[place] = (
+                ~before if flat.dtype is torch.bool else before ^ (1 << random.randrange(8))
+            )
             with pytest.raises(RuntimeError, match="what was read is damaged"):
                 check_digest(state)
             seen.add(int(digest(state)))
@@ -306,7 +371,9 @@ def read(folder, kind):
 
 
 def flipped(folder, kind, copies):
-    """Read the files of two processes with one bit flipped at a time; what became of it."""
+    """Read the files of two processes with one bit flipped at a time; what became of
+    it.
+    """
     good, random, found = [*map(bits_of, tensors(read(folder, kind)))], Random(1), Counter()
     files = [*3 * sorted(Path(folder).glob("*.distcp")), Path(folder) / ".metadata"]
     for turn in range(FLIPS):
@@ -340,7 +407,9 @@ def test_no_flipped_bit_is_read_as_a_number(pools, tmp_path):
 
 
 def killed_while_saving(folder, kind):
-    """The last process dies when it has written its part, before all is said to be whole."""
+    """The last process dies when it has written its part, before all is said to be
+    whole.
+    """
     state = state_of(kind, 0)
 
     class Dying(dcp.FileSystemWriter):

@@ -1,4 +1,6 @@
-"""Replicas in several processes: an exact start, ranks that stay identical, and steps that are one process' own."""
+"""Replicas in several processes: an exact start, ranks that stay identical, and steps
+that are one process' own.
+"""
 
 import copy
 import gc
@@ -65,7 +67,9 @@ def test_every_rank_starts_from_the_first_ones_model(pool, granularity):
 def started_by_ddp(storage):
     """Models that are others in every rank after DDP's own start, and after two steps."""
     rank = dist.get_rank()
-    net = model(storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {}))
+    net = model(
+        storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {})
+    )
     wrapped = DistributedDataParallel(net)
     if storage == "fp8":
         assert held(net) == held(model(seed=0, keep_remainder=True))
@@ -83,7 +87,13 @@ def test_ddps_own_start_sends_codes(pool, storage):
 
 def as_launched():  # the variables by which libraries find a launcher's processes
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        ACCELERATE_USE_CPU="true",
+    )
 
 
 def prepared():
@@ -92,7 +102,9 @@ def prepared():
     as_launched()
     accelerator = Accelerator(cpu=True)
     net = model(seed=dist.get_rank())
-    wrapped, optimizer = accelerator.prepare(net, fm.optim.StiffnessAdamW(net.parameters(), lr=0.01))
+    wrapped, optimizer = accelerator.prepare(
+        net, fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    )
     assert isinstance(wrapped, DistributedDataParallel)
     for step in range(2):
         optimizer.zero_grad()
@@ -118,13 +130,19 @@ def trained_by_others(folder):
     as_launched()
     runs = []
     for name in ("whole", "cut"):
-        net = fm.quantize_model(llama(), {"*": DELAYED, "mlp": "E4M3"}, "fp8", tied="leave", seed=dist.get_rank())
+        net = fm.quantize_model(
+            llama(), {"*": DELAYED, "mlp": "E4M3"}, "fp8", tied="leave", seed=dist.get_rank()
+        )
         resume = Path(folder, "whole", "checkpoint-3") if name == "cut" else None
         trainer = trained(fm.huggingface.attach(net), Path(folder, name), "muon", resume)
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
         runs.append((bits(net)["held"], losses(trainer)[-3:]))
     assert runs[0][0] == runs[1][0]
-    return {name: held for name, held in runs[0][0].items() if not name.endswith("gradient_scaler.value")}
+    return {
+        name: held
+        for name, held in runs[0][0].items()
+        if not name.endswith("gradient_scaler.value")
+    }
 
 
 @pytest.mark.slow
@@ -134,10 +152,15 @@ def test_a_trainer_runs_and_resumes_in_several_processes(pair, tmp_path):
 
 def another(what, start):
     rank = dist.get_rank()
-    net = model("tensor" if what == "granularity" and rank else "channel", rows=7 if what == "rows" and rank else 22)
+    net = model(
+        "tensor" if what == "granularity" and rank else "channel",
+        rows=7 if what == "rows" and rank else 22,
+    )
     if what == "format" and rank:
         net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
-    return refusal(lambda: fm.distributed.sync(net) if start == "sync" else DistributedDataParallel(net))
+    return refusal(
+        lambda: fm.distributed.sync(net) if start == "sync" else DistributedDataParallel(net)
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +203,9 @@ def backward_beside(wrapped, alone, step):
 
 
 def trained(name, writeback, moments, granularity, border=False, **more):
-    """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
+    """Ranks under DDP, and in each of them one process that steps the averaged
+    gradients.
+    """
     net = synced(model(granularity, seed=dist.get_rank(), keep_remainder=True))
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
@@ -217,7 +242,9 @@ def test_ranks_stay_identical_in_every_combination(pool, combination):
         equal_everywhere(pool.run(trained, *combination, granularity))
 
 
-@combined("RiemannianAdam-stochastic-8bit StiffnessMuon-stochastic-8bit StiffnessAdamW-residual8-bfloat16")
+@combined(
+    "RiemannianAdam-stochastic-8bit StiffnessMuon-stochastic-8bit StiffnessAdamW-residual8-bfloat16"
+)
 def test_ranks_dither_as_one_process(pool, combination):
     equal_everywhere(pool.run(trained, *combination, "channel", border=True, draws="dither"))
 
@@ -247,7 +274,9 @@ def test_tensors_that_dither_do_so_in_every_process(pool):
 
 
 def with_nan_in_one(on_nonfinite, kind):
-    """A gradient that is not finite in the last rank only, and no averaging that would spread it."""
+    """A gradient that is not finite in the last rank only, and no averaging that would
+    spread it.
+    """
     net = synced(model())
     optimizer = make(kind, net.parameters(), on_nonfinite=on_nonfinite)
     before, said = stored(net), ""
@@ -270,7 +299,9 @@ def test_no_rank_skips_a_step_alone(pair, kind):
 
 
 def magnitudes(scale):
-    """The history of delayed scales, over ranks with batches of other sizes, and over one with all of them."""
+    """The history of delayed scales, over ranks with batches of other sizes, and over
+    one with all of them.
+    """
     delayed = fm.OperandSpec("E4M3", policy="delayed", history=4)
     gradient = delayed if scale == "delayed" else fm.OperandSpec("E4M3", scale="global")
     spec = fm.LayerSpec("E4M3", activation=delayed, gradient=gradient)
@@ -282,7 +313,11 @@ def magnitudes(scale):
         seen.append(max(float(x.abs().max()) for x in batches))
         loss_of(wrapped, batches[dist.get_rank()]).backward()
     assert net[0].activation_scaler.history.tolist() == [0.0, *seen]
-    return {name: bits_of(x) for name, x in net.state_dict().items() if name.endswith((".history", "amax.value"))}
+    return {
+        name: bits_of(x)
+        for name, x in net.state_dict().items()
+        if name.endswith((".history", "amax.value"))
+    }
 
 
 @pytest.mark.parametrize("scale", ["delayed", "global"])
@@ -293,7 +328,9 @@ def test_delayed_scales_remember_the_largest_of_all_ranks(pool, scale):
 
 
 class Choosing(nn.Module):
-    """Two layers, of which each process may run others: experts, or layers that are left out."""
+    """Two layers, of which each process may run others: experts, or layers that are
+    left out.
+    """
 
     def __init__(self):
         super().__init__()
@@ -314,13 +351,19 @@ SHARED = {
 
 
 def remembered(net):
-    return {name: bits_of(x) for name, x in net.named_buffers() if name.endswith(("history", "running"))}
+    return {
+        name: bits_of(x) for name, x in net.named_buffers() if name.endswith(("history", "running"))
+    }
 
 
 def with_other_layers(spec, each):
     """The error where ranks run these layers, or else their histories."""
     rank = dist.get_rank()
-    net = synced(fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master"))
+    net = synced(
+        fm.quantize_model(
+            Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master"
+        )
+    )
     wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
     wrapped(batch(0, rank), "first second").square().sum().backward()
     before = remembered(net)
@@ -330,7 +373,9 @@ def with_other_layers(spec, each):
         assert remembered(net) == before or each[0].split()[0] == each[1].split()[0]
         return str(error)
     net.eval()
-    net(batch(rank, rank), "first" if rank else "second")  # in evaluation a rank may run what it likes
+    net(
+        batch(rank, rank), "first" if rank else "second"
+    )  # in evaluation a rank may run what it likes
     return remembered(net)
 
 
@@ -380,9 +425,18 @@ def test_a_broadcast_sends_every_part(pool, asynchronous):
 
 
 def moved_after_the_start(storage, differs):
-    """A model that is moved between ``sync`` and its first step is the same model still, in step with its replicas."""
+    """A model that is moved between ``sync`` and its first step is the same model
+    still, in step with its replicas.
+    """
     rank = dist.get_rank()
-    net = synced(model(seed=rank, storage=storage)).to("cpu").float().to(torch.bfloat16).float().share_memory()
+    net = (
+        synced(model(seed=rank, storage=storage))
+        .to("cpu")
+        .float()
+        .to(torch.bfloat16)
+        .float()
+        .share_memory()
+    )
     optimizer = fm.optim.StiffnessAdamW([net[0].weight, net[4].weight], lr=0.01)
     if differs and rank:
         net[4].weight.codes[0, 0] ^= 1
@@ -419,9 +473,15 @@ def test_nothing_keeps_a_model_alive(pair):
 
 
 def with_uneven_inputs(scales, **options):
-    """The error where a process has a batch less than another, the steps until then, and the weights."""
+    """The error where a process has a batch less than another, the steps until then,
+    and the weights.
+    """
     activation = None if scales == "none" else {"format": "E4M3", "policy": scales}
-    net = synced(fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8"))
+    net = synced(
+        fm.quantize_model(
+            model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8"
+        )
+    )
     fm.distributed.sync(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
@@ -439,7 +499,9 @@ def with_uneven_inputs(scales, **options):
 def test_joining_processes_are_refused_before_anybody_waits_unless_they_end_together(pair):
     for scales in ("none", "delayed"):
         for said, steps, _ in pair.run(with_uneven_inputs, scales, limit=60):
-            assert said.endswith("give each the same number of batches, or Join throw_on_early_termination=True")
+            assert said.endswith(
+                "give each the same number of batches, or Join throw_on_early_termination=True"
+            )
             assert steps == 0
     each = pair.run(with_uneven_inputs, "delayed", throw_on_early_termination=True)
     assert {steps for _, steps, _ in each} == {2}
@@ -455,7 +517,9 @@ def test_one_process_joins_itself():
 
 
 def sharded_state(name, writeback, moments):
-    """Each rank steps some of the parameters and sends them; one process steps them all."""
+    """Each rank steps some of the parameters and sends them; one process steps them
+    all.
+    """
     rank = dist.get_rank()
     net = synced(model(seed=rank))
     alone = copy.deepcopy(net)
@@ -474,13 +538,15 @@ def sharded_state(name, writeback, moments):
         optimizer.step()
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         # the noise of floats' moments is told apart by their order in the optimizer
-        assert bits_of(p) == bits_of(q) or (moments != "float32" and not isinstance(p, fm.FP8Tensor))
+        assert bits_of(p) == bits_of(q) or (
+            moments != "float32" and not isinstance(p, fm.FP8Tensor)
+        )
     return stored(net)
 
 
 @combined(
-    "StiffnessAdamW-residual8-float32 StiffnessAdamW-stochastic-8bit StiffnessLion-stochastic-float32 "
-    "RiemannianAdam-nearest-float32"
+    "StiffnessAdamW-residual8-float32 StiffnessAdamW-stochastic-8bit "
+    "StiffnessLion-stochastic-float32 RiemannianAdam-nearest-float32"
 )
 def test_zero_redundancy_is_one_process(pair, combination):
     equal_everywhere(pair.run(sharded_state, *combination))
@@ -492,12 +558,18 @@ def in_buckets():
 
 
 def with_one_parameter(what):
-    """Two ranks and one parameter: one of them steps it, the other agrees on the step and receives it."""
+    """Two ranks and one parameter: one of them steps it, the other agrees on the step
+    and receives it.
+    """
     rank, gradient = dist.get_rank(), torch.full((8, 64), 0.5)
-    net = synced(fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank))
+    net = synced(
+        fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank)
+    )
     alone = copy.deepcopy(net)
     options = {"lr": 0.01, "on_nonfinite": "raise" if what == "raises" else "skip"}
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=fm.optim.StiffnessAdamW, **options)
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), optimizer_class=fm.optim.StiffnessAdamW, **options
+    )
     its = fm.optim.StiffnessAdamW(alone.parameters(), **options)
     for step in range(3):
         net[0].weight.grad, alone[0].weight.grad = gradient.clone(), gradient.clone()

@@ -1,4 +1,6 @@
-"""Weights that several processes hold by rows: one byte a weight, and the steps of one process to the bit."""
+"""Weights that several processes hold by rows: one byte a weight, and the steps of one
+process to the bit.
+"""
 
 import copy
 
@@ -49,11 +51,15 @@ def check_same(net, alone, *, seeds=True):
 
 
 def put_equal_gradients(net, alone, step):
-    """Gradients as a reduction leaves them: the same bits, by rows here and whole there."""
+    """Gradients as a reduction leaves them: the same bits, by rows here and whole
+    there.
+    """
     for i, (p, q) in enumerate(zip(net.parameters(), alone.parameters(), strict=True)):
         q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.device, q.dtype)
         part = own_rows(q.grad, p._local_tensor).clone()
-        p.grad = DTensor.from_local(part, p.device_mesh, p.placements, shape=q.shape, stride=q.stride())
+        p.grad = DTensor.from_local(
+            part, p.device_mesh, p.placements, shape=q.shape, stride=q.stride()
+        )
 
 
 def step_alike(parts, whole, optimizers, step):
@@ -63,24 +69,32 @@ def step_alike(parts, whole, optimizers, step):
     check_same(parts, whole)
 
 
-#: writes that are behind each parameter when the steps begin that are compared: the third is of another epoch
+#: writes that are behind each parameter when the steps begin that are compared: the
+#: third is of another epoch
 BORDER = EPOCH - 2
 
 
 def near_the_border(*optimizers):
-    """Let states that have begun be as far as the last writes of an epoch of dithered draws."""
+    """Let states that have begun be as far as the last writes of an epoch of dithered
+    draws.
+    """
     for optimizer in optimizers:
         for state in optimizer.state.values():
             assert int(state["step"]) == 1
             state["step"] += BORDER - 1
 
 
-def stepped(name, writeback, moments, net, path="native", border=False, dtype=torch.float32, **more):
-    """Steps of rows and of the whole from equal gradients, natively unless told otherwise; how many scales widened.
+def stepped(
+    name, writeback, moments, net, path="native", border=False, dtype=torch.float32, **more
+):
+    """Steps of rows and of the whole from equal gradients, natively unless told
+    otherwise; how many scales widened.
 
     On request they pass a border between epochs of dithered draws.
     """
-    whole, parts = (model(**net, keep_remainder=writeback.startswith("residual")).to(dtype) for _ in range(2))
+    whole, parts = (
+        model(**net, keep_remainder=writeback.startswith("residual")).to(dtype) for _ in range(2)
+    )
     parts = sharded(parts)
     options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}
     optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
@@ -99,7 +113,9 @@ def stepped(name, writeback, moments, net, path="native", border=False, dtype=to
 
 
 def same_count(ours, its, name="widened_scales"):
-    """The count of widened scales: as many in all processes together as in one with everything."""
+    """The count of widened scales: as many in all processes together as in one with
+    everything.
+    """
     count = torch.tensor(getattr(ours, name))
     torch.distributed.all_reduce(count)
     assert int(count) == getattr(its, name)
@@ -107,13 +123,17 @@ def same_count(ours, its, name="widened_scales"):
 
 
 def stepped_from_zeros(name, granularity, options):
-    """Parameters of zeros, parameters with rows of zeros, and a scale that is far too large."""
+    """Parameters of zeros, parameters with rows of zeros, and a scale that is far too
+    large.
+    """
     whole = model(granularity=granularity)
     for i, p in enumerate(p for p in whole.parameters() if isinstance(p, fm.FP8Tensor)):
         p.codes[i:].zero_()
         p.scale[0 if p.scale.dim() and i else ...] *= 2.0**12
     parts = sharded(copy.deepcopy(whole))
-    optimizers = [make(name, each.parameters(), writeback="residual8", **options) for each in (parts, whole)]
+    optimizers = [
+        make(name, each.parameters(), writeback="residual8", **options) for each in (parts, whole)
+    ]
     for step in range(4):
         step_alike(parts, whole, optimizers, step)
     assert same_count(*optimizers, "fitted_scales") > 0
@@ -122,7 +142,10 @@ def stepped_from_zeros(name, granularity, options):
 
 
 @each("granularity", ["tensor", "channel"])
-@each(("name", "stiffness"), [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)])
+@each(
+    ("name", "stiffness"),
+    [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)],
+)
 def test_rows_of_zeros_begin_as_the_whole_does(pool, name, stiffness, granularity):
     options = {"stiffness": stiffness, "moments": "8bit", "refresh_every": 2}
     pool.run(stepped_from_zeros, name, granularity, options)
@@ -131,7 +154,8 @@ def test_rows_of_zeros_begin_as_the_whole_does(pool, name, stiffness, granularit
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 #: every optimizer, every write-back and every kind of averages, in the default run
 SOME = COMBINATIONS[1::5]
-#: of these, steps by torch's own operators; the others are native, as they are for who sets nothing
+#: of these, steps by torch's own operators; the others are native, as they are for who
+#: sets nothing
 EAGER = [*SOME[2::5], ("StiffnessMuon", "residual8", "8bit"), ("Madam", "residual8", "bfloat16")]
 
 
@@ -141,7 +165,9 @@ def path_of(combination):
 
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
 def test_rows_are_stepped_as_the_whole(pool, combination):
-    """22, 64 and 5 rows in 3 processes: none has as many as the others; every other case has scales of any kind."""
+    """22, 64 and 5 rows in 3 processes: none has as many as the others; every other
+    case has scales of any kind.
+    """
     net = {"granularity": "channel", "factors": SOME.index(combination) % 2 == 0}
     pool.run(stepped, *combination, net, path_of(combination))
 
@@ -197,7 +223,9 @@ def test_every_combination(pool, pair, combination, granularity):
 
 def trained(net, options, *, nested=True, clip=False):
     whole, parts = model(**net), sharded(model(**net), nested=nested, **options)
-    optimizers = [fm.optim.StiffnessMuon.for_model(each, 0.02, moments="8bit") for each in (parts, whole)]
+    optimizers = [
+        fm.optim.StiffnessMuon.for_model(each, 0.02, moments="8bit") for each in (parts, whole)
+    ]
     losses = []
     for step in range(4):
         for optimizer in optimizers:
@@ -211,8 +239,12 @@ def trained(net, options, *, nested=True, clip=False):
             norms = [nn.utils.clip_grad_norm_(each.parameters(), 1e-3) for each in (parts, whole)]
             torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-6, atol=0)
             parts.reshard()
-            for p, q in zip(parts.parameters(), whole.parameters(), strict=True):  # but for the norm's last bit
-                torch.testing.assert_close(p.grad._local_tensor, own_rows(q.grad, p._local_tensor), rtol=1e-5, atol=0)
+            for p, q in zip(
+                parts.parameters(), whole.parameters(), strict=True
+            ):  # but for the norm's last bit
+                torch.testing.assert_close(
+                    p.grad._local_tensor, own_rows(q.grad, p._local_tensor), rtol=1e-5, atol=0
+                )
                 p.grad._local_tensor.copy_(own_rows(q.grad, p._local_tensor))
         for optimizer in optimizers:
             optimizer.step()
@@ -223,7 +255,8 @@ def trained(net, options, *, nested=True, clip=False):
 
 
 @pytest.mark.skipif(
-    torch.__version__ < (2, 9), reason="products of torch 2.8 depend in their last bit on where a tensor lies"
+    torch.__version__ < (2, 9),
+    reason="products of torch 2.8 depend in their last bit on where a tensor lies",
 )
 @pytest.mark.parametrize(
     ("net", "options", "how"),
@@ -243,7 +276,9 @@ def test_a_run_of_two_processes_is_one_processs(pair, net, options, how):
 
 
 def in_bfloat16():
-    """Weights appear in bfloat16 while they are whole; the shards and the gradients stay what they are."""
+    """Weights appear in bfloat16 while they are whole; the shards and the gradients
+    stay what they are.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     whole, parts = model().to(torch.bfloat16), sharded(model(), mp_policy=policy)
     loss = loss_of(parts, batch(0))
@@ -265,12 +300,17 @@ def test_mixed_precision(pair):
 
 
 class Vectors(nn.Module):
-    """One-byte vectors and a one-byte batch of matrices beside floats like them; odd ones, one row, and few rows."""
+    """One-byte vectors and a one-byte batch of matrices beside floats like them; odd
+    ones, one row, and few rows.
+    """
 
     def __init__(self):
         super().__init__()
         for i, shape in enumerate([(50,), (4, 6, 64), (1, 64), (2, 3), (51,)]):
-            values, how = normal(*shape, seed=i, std=0.1), {"granularity": "block" if i == 1 else "channel"}
+            values, how = (
+                normal(*shape, seed=i, std=0.1),
+                {"granularity": "block" if i == 1 else "channel"},
+            )
             setattr(self, f"codes{i}", fm.FP8Parameter(values, "E4M3", seed=i, headroom=2.0, **how))
             setattr(self, f"floats{i}", nn.Parameter(values.clone()))
 
@@ -279,12 +319,17 @@ class Vectors(nn.Module):
 
 
 def vectors_stepped(name, writeback, moments, path):
-    whole, parts = Vectors(), fully_shard(Vectors(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    whole, parts = (
+        Vectors(),
+        fully_shard(Vectors(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+    )
     options = {"writeback": writeback, "moments": moments, "refresh_every": 1}
     optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
     for step in range(5):
         put_equal_gradients(parts, whole, step)
-        for p, q in zip(parts.parameters(), whole.parameters(), strict=True):  # one way, so that scales get too narrow
+        for p, q in zip(
+            parts.parameters(), whole.parameters(), strict=True
+        ):  # one way, so that scales get too narrow
             q.grad.abs_().neg_()
             p.grad._local_tensor.abs_().neg_()
         for optimizer in optimizers:
@@ -296,7 +341,9 @@ def vectors_stepped(name, writeback, moments, path):
     for (p, state), twin in zip(ours.state.items(), its.state.values(), strict=True):
         for key, value in state.items():
             if isinstance(value, DTensor):
-                assert torch.equal(value.full_tensor()[: p.shape[0]].flatten(), twin[key].flatten()), key
+                assert torch.equal(
+                    value.full_tensor()[: p.shape[0]].flatten(), twin[key].flatten()
+                ), key
             else:
                 assert frozen(value) == frozen(twin[key]), key
     return same_count(ours, its), ours.bounded_share

@@ -1,4 +1,6 @@
-"""Shards: the bytes that they take and send, compiled passes, averages, what ranks agree on, and what is refused."""
+"""Shards: the bytes that they take and send, compiled passes, averages, what ranks
+agree on, and what is refused.
+"""
 
 import copy
 import re
@@ -52,7 +54,9 @@ def bytes_counted(storage, products="decoded"):
     parts = [x.codes if storage == "fp8" else x for x in held]
     group = net._get_fsdp_state()._fsdp_param_group
     outputs = [x for p in group.fsdp_params for x in p.all_gather_outputs]
-    assert sum(x.untyped_storage().nbytes() for x in outputs) == 0  # the whole weights are gone after the pass
+    assert (
+        sum(x.untyped_storage().nbytes() for x in outputs) == 0
+    )  # the whole weights are gone after the pass
     return {
         "wire": dict(wire.sent),
         "shards": sum(x.untyped_storage().nbytes() for x in parts),
@@ -68,9 +72,13 @@ def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
     assert floats["shards"] == 4 * weights // 2
     assert codes["shards"] == weights // 2
     assert codes["scales"] == 4 * (48 + 96) // 2
-    ours, theirs = [{k: v for k, v in each["wire"].items() if "gather" in k} for each in (codes, floats)]
+    ours, theirs = [
+        {k: v for k, v in each["wire"].items() if "gather" in k} for each in (codes, floats)
+    ]
     assert ours.keys() == theirs.keys()
-    passes = sum(theirs.values()) // (4 * weights // 2)  # one in the forward pass; the root is kept for the other
+    passes = sum(theirs.values()) // (
+        4 * weights // 2
+    )  # one in the forward pass; the root is kept for the other
     assert passes in (1, 2)
     assert sum(theirs.values()) == passes * 4 * weights // 2
     assert sum(ours.values()) == passes * (weights // 2 + 4 * (48 + 96) // 2)
@@ -78,7 +86,9 @@ def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
 
 def guarded(what):
     rank = dist.get_rank()
-    net = sharded(model("tensor" if what == "scale" else "channel", seed=rank if what == "scale" else 0))
+    net = sharded(
+        model("tensor" if what == "scale" else "channel", seed=rank if what == "scale" else 0)
+    )
     if what == "seed" and rank:
         net[0].weight._local_tensor.seed += 1
     optimizer = fm.optim.StiffnessAdamW(net.named_parameters(), lr=0.01)
@@ -106,7 +116,9 @@ def on_devices():
     whole, parts = model().cuda(), model().cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     fully_shard(parts, mesh=mesh)
-    optimizers = [make("StiffnessMuon", each.parameters(), moments="8bit") for each in (parts, whole)]
+    optimizers = [
+        make("StiffnessMuon", each.parameters(), moments="8bit") for each in (parts, whole)
+    ]
     for step in range(3):
         step_alike(parts, whole, optimizers, step)
         with torch.no_grad():
@@ -115,16 +127,23 @@ def on_devices():
 
 
 def test_rows_are_gathered_in_the_order_of_the_tensors():
-    """Collectives pair by their order: that of a set of names differs between interpreters."""
+    """Collectives pair by their order: that of a set of names differs between
+    interpreters.
+    """
     p = fm.FP8Parameter(torch.linspace(-1, 1, 64), "E4M3", seed=1)
     p.grad = torch.ones(64)
     optimizer = fm.optim.StiffnessAdamW([p], moments="8bit", writeback="residual8")
     (slot,) = optimizer._begin(optimizer._slots())
     home, gathered = dict(slot.tensors), []
     slot.whole = True
-    slot.share = SimpleNamespace(gathered=lambda own: (gathered.append(own), own.clone())[1], own=lambda whole: whole)
+    slot.share = SimpleNamespace(
+        gathered=lambda own: (gathered.append(own), own.clone())[1], own=lambda whole: whole
+    )
     with gathered_rows([slot]):
-        assert all(slot.tensors[name] is not home[name] for name in ("weight", "gradient", "exp_avg", "exp_avg_sq"))
+        assert all(
+            slot.tensors[name] is not home[name]
+            for name in ("weight", "gradient", "exp_avg", "exp_avg_sq")
+        )
         slot.tensors["exp_avg"].fill_(7)
     expected = [home[name] for name in ("weight", "exp_avg", "exp_avg_sq", "residual", "gradient")]
     assert all(ours is its for ours, its in zip(gathered, expected, strict=True))
@@ -146,7 +165,10 @@ def columns_stepped():
     for i, p in enumerate(whole.parameters()):
         p.data = normal(*p.shape, seed=i, std=0.1)
     parts = sharded(copy.deepcopy(whole))
-    optimizers = [fm.optim.StiffnessMuon([{"params": list(each.parameters())}], lr=0.1) for each in (parts, whole)]
+    optimizers = [
+        fm.optim.StiffnessMuon([{"params": list(each.parameters())}], lr=0.1)
+        for each in (parts, whole)
+    ]
     for step in range(2):
         step_alike(parts, whole, optimizers, step)
 
@@ -157,7 +179,9 @@ def test_matrices_of_one_column_and_of_one_row(pair):
 
 def compiled(granularity, rows):
     torch._dynamo.reset()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # dynamo asks for it
     parts, whole = sharded(model(granularity, rows=rows)), model(granularity, rows=rows)
     graph = torch.compile(parts, backend="aot_eager")
     optimizer = fm.optim.StiffnessAdamW(parts.parameters(), lr=0.01)
@@ -172,7 +196,9 @@ def compiled(granularity, rows):
 
 @pytest.mark.parametrize(("granularity", "rows"), [("channel", 7), ("tensor", 24)])
 def test_passes_in_a_graph(pair, granularity, rows):
-    """Scales that FSDP does not fill are written between a graph's forward and its backward pass."""
+    """Scales that FSDP does not fill are written between a graph's forward and its
+    backward pass.
+    """
     pair.run(compiled, granularity, rows)
 
 
@@ -223,7 +249,10 @@ def test_averages_of_other_rows_are_refused_in_every_process(pair):
     first, second = pair.run(refused_averages)
     assert first == second
     for line in first:
-        assert "call averaged_model before fully_shard, then fully_shard on the average's module" in line
+        assert (
+            "call averaged_model before fully_shard, then fully_shard on the average's module"
+            in line
+        )
         assert "\n" not in line
 
 
@@ -232,7 +261,9 @@ def refusals():
     net, other = sharded(model()), model()
     weight, mesh = net[0].weight, init_device_mesh("cpu", (size,))
     fully_shard(other, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    hybrid = fully_shard(model(), mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard")))
+    hybrid = fully_shard(
+        model(), mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
+    )
     columns = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)])
     blocks = nn.Module()
     blocks.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
@@ -247,18 +278,29 @@ def refusals():
         (net[0].weight_scale, "unshard"),
         (lambda: model().load_state_dict(net.state_dict()), f"{one_process} full_state_dict=True"),
         (lambda: fm.distributed.sync(net), "call sync.model. before fully_shard"),
-        (lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)), "StiffnessWrapper.*sharded"),
-        (lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]), "FisherNaturalGradient.*sharded"),
+        (
+            lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)),
+            "StiffnessWrapper.*sharded",
+        ),
+        (
+            lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]),
+            "FisherNaturalGradient.*sharded",
+        ),
         (lambda: other(batch(0)), "storage='fp8' is no longer in codes"),
         (lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1), "HSDP"),
         (lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1), "tensor parallelism"),
         (lambda: fully_shard(blocks, mesh=mesh), "granularity='tensor'"),
-        (lambda: fm.distributed.rows_of(batch(0)[:3], weight), r"^whole has shape \(3, 64\): 22 rows are needed$"),
+        (
+            lambda: fm.distributed.rows_of(batch(0)[:3], weight),
+            r"^whole has shape \(3, 64\): 22 rows are needed$",
+        ),
     ]
     for call, pattern in calls:
         said = refusal(call)
         assert re.search(pattern, said), (pattern, said)
-        assert "\n" not in said or one_process in said  # of torch's, which says it a parameter a line
+        assert (
+            "\n" not in said or one_process in said
+        )  # of torch's, which says it a parameter a line
 
 
 def test_what_is_not_supported_says_so(pair):

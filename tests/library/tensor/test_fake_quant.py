@@ -1,4 +1,6 @@
-"""fake_quantize: the round trip's values, and the four gradients that stand in for its own."""
+"""fake_quantize: the round trip's values, and the four gradients that stand in for its
+own.
+"""
 
 import math
 
@@ -42,7 +44,9 @@ def test_without_a_scale_amax_gives_it(granularity, axis, pow2) -> None:
     scale = amax_scale(x, "E4M3", granularity, axis=axis, pow2=pow2)
     y = fake_quantize(x, "E4M3", granularity=granularity, axis=axis, pow2=pow2)
     assert torch.equal(y, fake_quantize(x, "E4M3", scale))
-    assert ((y - x).abs() <= x.abs() / 16 + scale * 2.0**-10).all()  # half an ULP: nothing has saturated
+    assert (
+        (y - x).abs() <= x.abs() / 16 + scale * 2.0**-10
+    ).all()  # half an ULP: nothing has saturated
 
 
 @each("size", [1e60, 1e-60, 1e300, 1e-300])
@@ -74,7 +78,9 @@ def test_special_values() -> None:
 @each("rounding", ["nearest", "stochastic", "toward_zero", "up", "down"])
 @each("scale", ["tensor", "row", "column", "block"])
 def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale, rounding) -> None:
-    """Division, rounding and multiplication walk over it together; the definition does one after the other."""
+    """Division, rounding and multiplication walk over it together; the definition does
+    one after the other.
+    """
     x = normal(600, 320, std=3.0)
     shapes = {"tensor": (), "row": (600, 1), "column": (1, 320), "block": (600, 10)}
     scales = normal(*shapes[scale], seed=1).abs() * 0.1 + 0.01
@@ -94,12 +100,24 @@ def gradient_of(x, upstream, **options) -> torch.Tensor:
     return leaf.grad
 
 
-@each(("ste", "kept"), [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)])
+@each(
+    ("ste", "kept"),
+    [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)],
+)
 def test_the_four_gradients(ste, kept) -> None:
     """With a scale of blocks, too; and finite at special values."""
-    x, upstream = torch.tensor([-1000.0, -224, -3, -0.0, 0, 2.0**-20, 3, 224, 224.5, 1000]), normal(10)
-    assert torch.equal(gradient_of(x, upstream, scale=0.5, ste=ste), upstream * torch.tensor([*map(int, kept)]))
-    x, ones, scale = normal(4, 64, std=3.0), torch.ones(4, 64), 2.0 ** -torch.arange(4.0, 12).view(4, 2)
+    x, upstream = (
+        torch.tensor([-1000.0, -224, -3, -0.0, 0, 2.0**-20, 3, 224, 224.5, 1000]),
+        normal(10),
+    )
+    assert torch.equal(
+        gradient_of(x, upstream, scale=0.5, ste=ste), upstream * torch.tensor([*map(int, kept)])
+    )
+    x, ones, scale = (
+        normal(4, 64, std=3.0),
+        torch.ones(4, 64),
+        2.0 ** -torch.arange(4.0, 12).view(4, 2),
+    )
     wide = gradient_of(x, ones, scale=scale.repeat_interleave(32, 1), ste=ste)
     assert torch.equal(gradient_of(x, ones, scale=scale, granularity="block", ste=ste), wide)
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 2.0**-149, 3e38])
@@ -121,7 +139,14 @@ def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
     assert gradient_of(x, upstream, scale=1.0, ste="clipped").tolist() == [0.0, 0.0, 1.0]
     assert gradient_of(-x, upstream, scale=1.0, ste="none").tolist() == [0.0, 0.0, 0.0]
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 2.0**-149, 3e38])
-    assert gradient_of(x, torch.ones(6), ste="clipped", scale=1.0).tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    assert gradient_of(x, torch.ones(6), ste="clipped", scale=1.0).tolist() == [
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_chain_rule_and_scale_without_gradient() -> None:
@@ -132,9 +157,13 @@ def test_chain_rule_and_scale_without_gradient() -> None:
     assert scale.grad is None
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 compiles the backward pass to other bits")
+@pytest.mark.skipif(
+    torch.__version__ < (2, 9), reason="torch 2.8 compiles the backward pass to other bits"
+)
 @pytest.mark.usefixtures("cpp_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own doing
 def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
     def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         clipped = fake_quantize(x, "E4M3", ste="clipped", granularity="channel")
@@ -142,7 +171,10 @@ def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
 
     results = []
     for function in (both, torch.compile(both, fullgraph=True, dynamic=False)):
-        x, y = normal(3, 500, seed=1).requires_grad_(), normal(3, 500, seed=2, std=10.0).requires_grad_()
+        x, y = (
+            normal(3, 500, seed=1).requires_grad_(),
+            normal(3, 500, seed=2, std=10.0).requires_grad_(),
+        )
         z = function(x, y)
         z.backward(normal(3, 500, seed=3))
         results.append([bits_of(t) for t in (z, x.grad, y.grad)])

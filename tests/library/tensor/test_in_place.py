@@ -1,4 +1,6 @@
-"""Parameters in one byte where they are: convolutions, embeddings, experts; the model's code knows nothing of it."""
+"""Parameters in one byte where they are: convolutions, embeddings, experts; the model's
+code knows nothing of it.
+"""
 
 import copy
 
@@ -17,7 +19,9 @@ from fp8manifold.tensor import FP8Tensor
 
 
 class Language(nn.Module):
-    """An embedding, experts that one parameter holds, and a head that may share the embedding."""
+    """An embedding, experts that one parameter holds, and a head that may share the
+    embedding.
+    """
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -33,7 +37,9 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.inner(self.tokens(tokens))
         up = self.experts.up
-        mixed = [nn.functional.linear(x, up[index], self.experts.bias) @ up[index] for index in range(3)]
+        mixed = [
+            nn.functional.linear(x, up[index], self.experts.bias) @ up[index] for index in range(3)
+        ]
         return self.head(x + sum(mixed))
 
 
@@ -66,14 +72,21 @@ def same_as_its_values(model: nn.Module, *inputs: Tensor) -> None:
 @each("tied", [True, False])
 def test_a_model_computes_with_the_values_of_its_codes(granularity, tied) -> None:
     model = quantize_model(
-        seeded(Language, tied), "E4M3", "fp8", granularity=granularity, parameters="experts.*", embeddings="E4M3"
+        seeded(Language, tied),
+        "E4M3",
+        "fp8",
+        granularity=granularity,
+        parameters="experts.*",
+        embeddings="E4M3",
     )
     assert model.experts.up.granularity == ("row" if granularity == "channel" else granularity)
     assert model.tokens.weight.granularity == granularity
     assert (model.head.weight is model.tokens.weight) == tied
     assert isinstance(model.head, QuantizedLinear) != tied
     assert not isinstance(model.experts.bias, FP8Parameter)
-    assert len({p.seed for p in model.parameters() if isinstance(p, FP8Parameter)}) == (3 if tied else 4)
+    assert len({p.seed for p in model.parameters() if isinstance(p, FP8Parameter)}) == (
+        3 if tied else 4
+    )
     same_as_its_values(model, TOKENS)
 
 
@@ -98,7 +111,13 @@ def test_of_some_experts_or_rows_no_others_are_decoded(granularity, monkeypatch)
     own = FP8Parameter(seeded(torch.randn, 3, 4, 64), "E4M3", granularity=granularity, seed=1)
     table = FP8Parameter(seeded(torch.randn, 12, 32), "E5M2", granularity=granularity)
     values, rows = own.dequantize(), table.dequantize()[TOKENS]
-    takes = [lambda x: x[1], lambda x: x[-1], lambda x: x[torch.tensor(2)], lambda x: x[1:], lambda x: x[::2]]
+    takes = [
+        lambda x: x[1],
+        lambda x: x[-1],
+        lambda x: x[torch.tensor(2)],
+        lambda x: x[1:],
+        lambda x: x[::2],
+    ]
     takes += [lambda x: x[1:][0], lambda x: x[1].t(), lambda x: x[1][2:3], lambda x: x.unbind()[2]]
     takes += [lambda x: x.split(2)[1]]
     monkeypatch.setattr(FP8Tensor, "dequantize", None)
@@ -117,7 +136,10 @@ def test_of_some_experts_or_rows_no_others_are_decoded(granularity, monkeypatch)
 @each("options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}])
 def test_experts_step_as_the_rows_that_they_are(options) -> None:
     weight = seeded(torch.randn, 3, 4, 32)
-    own, flat = (FP8Parameter(weight.view(s), "E4M3", granularity="row", seed=1) for s in ((3, 4, 32), (12, 32)))
+    own, flat = (
+        FP8Parameter(weight.view(s), "E4M3", granularity="row", seed=1)
+        for s in ((3, 4, 32), (12, 32))
+    )
     steppers = [fm.optim.StiffnessAdamW([p], lr=3e-2, **options) for p in (own, flat)]
     for step in range(4):
         gradient = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(step))
@@ -156,7 +178,9 @@ CONVOLUTIONS = [
 
 @each(("layer", "shape"), CONVOLUTIONS)
 def test_convolutions(layer, shape) -> None:
-    model = quantize_model(nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight")
+    model = quantize_model(
+        nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight"
+    )
     weight = model[0].weight
     assert weight.scale.shape == (layer.weight.shape[0], *(1 for _ in layer.weight.shape[1:]))
     x, before = seeded(torch.randn, *shape), weight.codes.clone()
@@ -168,18 +192,24 @@ def test_convolutions(layer, shape) -> None:
 
 
 def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
-    model = quantize_model(seeded(Language), "E4M3", "fp8", parameters="*.up", embeddings="E4M3", tied="leave")
+    model = quantize_model(
+        seeded(Language), "E4M3", "fp8", parameters="*.up", embeddings="E4M3", tied="leave"
+    )
     ours, theirs = gradients(model, TOKENS), gradients(valued(model), TOKENS)
     assert torch.equal(ours["tokens.weight"], theirs["tokens.weight"])  # of both places, summed
     optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
-    group = next(g for g in optimizer.param_groups if any(p is model.tokens.weight for p in g["params"]))
+    group = next(
+        g for g in optimizer.param_groups if any(p is model.tokens.weight for p in g["params"])
+    )
     assert group["direction"] == "adam"
     before = model.head.weight.codes.clone()
     optimizer.step()
     assert model.head.weight is model.tokens.weight
     assert not torch.equal(model.head.weight.codes, before)
     state = optimizer.state[model.tokens.weight]
-    held = [x for x in state.values() if isinstance(x, Tensor) and x.shape == model.tokens.weight.shape]
+    held = [
+        x for x in state.values() if isinstance(x, Tensor) and x.shape == model.tokens.weight.shape
+    ]
     assert [x.dtype for x in held] == [torch.uint8, torch.uint8]
 
 
@@ -218,8 +248,15 @@ def test_the_report_and_the_way_back() -> None:
     model = seeded(Language)
     quantize_model(model, "E4M3", "fp8", parameters=["*.up"], embeddings="E5M2", tied="leave")
     report = fm.quantization_report(model)
-    details, embedded = {layer.name: layer.detail for layer in report.quantized}, "weight=E5M2, storage=fp8"
-    assert [details[name] for name in ("experts", "tokens", "head")] == ["up=E4M3, storage=fp8", embedded, embedded]
+    details, embedded = (
+        {layer.name: layer.detail for layer in report.quantized},
+        "weight=E5M2, storage=fp8",
+    )
+    assert [details[name] for name in ("experts", "tokens", "head")] == [
+        "up=E4M3, storage=fp8",
+        embedded,
+        embedded,
+    ]
     assert report.quantized_parameters == 12 * 32 + 32 * 32 + 3 * 16 * 32
     assert report.left == ()
     values, tensors = valued(model), dict(fm.exported_state_dict(model)[0])
@@ -236,7 +273,9 @@ def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
     model.experts.up.requires_grad_(False)
     model.tokens.weight.mark = "mine"
     model.tokens.weight.register_hook(lambda gradient: seen.append("seen"))
-    quantize_model(model, {"*": "none"}, "fp8", parameters={"*.up": "E4M3"}, embeddings={"tokens": "E4M3"})
+    quantize_model(
+        model, {"*": "none"}, "fp8", parameters={"*.up": "E4M3"}, embeddings={"tokens": "E4M3"}
+    )
     assert (model.experts.up.requires_grad, model.tokens.weight.mark) == (False, "mine")
     model(TOKENS).sum().backward()
     assert seen == ["seen"]
@@ -246,7 +285,9 @@ def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
 @each("granularity", GRANULARITIES)
 @each("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name, granularity) -> None:
-    """The same values, codes and scales as storage grid, where that has the granularity, at one headroom."""
+    """The same values, codes and scales as storage grid, where that has the
+    granularity, at one headroom.
+    """
     linear, x = nn.Linear(64, 6), normal(3, 64)
     twin = copy.deepcopy(linear)
     layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "fp8", headroom=2.0)
@@ -268,7 +309,9 @@ def begun(model: nn.Module) -> list[Tensor]:
     """The residuals that a first step of nothing begins with."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=1e-9, momentum=0.9, writeback="residual8")
+    optimizer = fm.optim.StiffnessSGD(
+        model.parameters(), lr=1e-9, momentum=0.9, writeback="residual8"
+    )
     optimizer.step()
     return [optimizer.state[layer.weight]["residual"] for layer in layers(model)]
 
@@ -276,9 +319,14 @@ def begun(model: nn.Module) -> list[Tensor]:
 @each("assign", [False, True])
 @each("way", [dict, through_disk, lambda state: through_disk(fm.unflatten_state_dict(state))])
 def test_what_rounding_left_is_part_of_the_state(way, assign) -> None:
-    """Until an optimizer has taken it: residuals begin with it after a state was loaded, as they do before."""
+    """Until an optimizer has taken it: residuals begin with it after a state was
+    loaded, as they do before.
+    """
     model, other = stored(keep_remainder=True), stored(seed=1)
-    state, expected = way(model.state_dict()), [layer.weight.remainder.clone() for layer in layers(model)]
+    state, expected = (
+        way(model.state_dict()),
+        [layer.weight.remainder.clone() for layer in layers(model)],
+    )
     other.load_state_dict(state if assign is False else copy.deepcopy(state), assign=assign)
     for net in (other, model):
         for residual, remainder in zip(begun(net), expected, strict=True):
@@ -287,17 +335,23 @@ def test_what_rounding_left_is_part_of_the_state(way, assign) -> None:
     assert not any("remainder" in name for name in model.state_dict())
     assert model.state_dict(keep_vars=True)["lm_head.weight"] is model.lm_head.weight
     model = stored(keep_remainder=True)
-    model.load_state_dict({name: 0.7 * x for name, x in Model().state_dict().items()}, assign=assign)
+    model.load_state_dict(
+        {name: 0.7 * x for name, x in Model().state_dict().items()}, assign=assign
+    )
     assert all(r.count_nonzero() > 0 for r in begun(model))  # what floats leave
 
 
 @each("writeback", ["stochastic", "nearest", "residual8"])
 def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback) -> None:
-    """Codes that were written again have left something else, which no later optimizer may begin with."""
+    """Codes that were written again have left something else, which no later optimizer
+    may begin with.
+    """
     model = stored(keep_remainder=True)
     shared = model.state_dict()["lm_head.weight_remainder"]
     assert shared.count_nonzero() > 0
-    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=0.01, momentum=0.9, writeback=writeback)
+    optimizer = fm.optim.StiffnessSGD(
+        model.parameters(), lr=0.01, momentum=0.9, writeback=writeback
+    )
     model(TOKENS).sum().backward()
     optimizer.step()
     assert model.lm_head.weight.remainder is None
@@ -315,4 +369,8 @@ def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign, scale) -> N
     expected = quantize_model(floats, "E4M3", "fp8", headroom=8.0, seed=4)
     for a, b in zip(layers(model), layers(expected), strict=True):
         assert same_store(a.weight, b.weight)
-        assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (fm.FP8Parameter, b.weight.seed, True)
+        assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (
+            fm.FP8Parameter,
+            b.weight.seed,
+            True,
+        )

@@ -1,4 +1,6 @@
-"""Tensors whose memory is not that of their indices: what is computed of them has the bits of a contiguous copy's."""
+"""Tensors whose memory is not that of their indices: what is computed of them has the
+bits of a contiguous copy's.
+"""
 
 import geoopt
 import pytest
@@ -61,7 +63,9 @@ def stepped(name, storage, shape, change, path) -> list[bytes]:
                 x.data = change(x)
         optimizer.step()
     parts = [weight.codes, weight.scale] if storage == "codes" else [weight]
-    return [as_bytes(x) for x in (*parts, *optimizer.state[weight].values()) if isinstance(x, Tensor)]
+    return [
+        as_bytes(x) for x in (*parts, *optimizer.state[weight].values()) if isinstance(x, Tensor)
+    ]
 
 
 @pytest.mark.covering(2)
@@ -71,7 +75,9 @@ def stepped(name, storage, shape, change, path) -> list[bytes]:
 @each("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
 @each("name", [name for name in NAMES if name != "FisherNaturalGradient"])
 def test_steps(name, storage, shape, path, change, products) -> None:
-    assert stepped(name, storage, shape, change, path) == stepped(name, storage, shape, torch.clone, path)
+    assert stepped(name, storage, shape, change, path) == stepped(
+        name, storage, shape, torch.clone, path
+    )
 
 
 def quantized_gradient(x, granularity) -> Tensor:
@@ -87,7 +93,9 @@ FUNCTIONS = {
     "ulp": lambda x: fm.ulp(x, "E4M3"),
     "tensor": lambda x: fm.fake_quantize(x, "E4M3"),
     "channel": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel"),
-    "channel, stochastic": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel", rounding="stochastic", seed=3),
+    "channel, stochastic": lambda x: fm.fake_quantize(
+        x, "E4M3", granularity="channel", rounding="stochastic", seed=3
+    ),
     "block": lambda x: fm.fake_quantize(x, "E4M3", granularity="block"),
     "gradient": lambda x: quantized_gradient(x, "channel"),
 }

@@ -1,4 +1,6 @@
-"""No two tensors round with the same draws, and none draws the same twice, however they came to be."""
+"""No two tensors round with the same draws, and none draws the same twice, however they
+came to be.
+"""
 
 import copy
 import itertools
@@ -19,7 +21,9 @@ VALUE = torch.full((N,), 1.03)  # 0.24 of a step above 1 in E4M3
 
 
 def byte(seed: int | None) -> fm.FP8Parameter:
-    return fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, **({} if seed is None else {"seed": seed}))
+    return fm.FP8Parameter(
+        torch.ones(N), "E4M3", scale=1.0, **({} if seed is None else {"seed": seed})
+    )
 
 
 def stepped(parameters, optimizers) -> list[Tensor]:
@@ -28,7 +32,9 @@ def stepped(parameters, optimizers) -> list[Tensor]:
         p.grad = torch.ones(N)
     for optimizer in optimizers:
         optimizer.step()
-    return [(p.detach() - old).as_subclass(Tensor) for p, old in zip(parameters, before, strict=True)]
+    return [
+        (p.detach() - old).as_subclass(Tensor) for p, old in zip(parameters, before, strict=True)
+    ]
 
 
 def assert_unrelated(moves: list[Tensor]) -> None:
@@ -43,21 +49,32 @@ def make(parameters, **options):
 
 def wrapped(parameters):
     """Half of what SGD does, which is one step of E4M3 below 1."""
-    return optim.StiffnessWrapper(torch.optim.SGD(parameters, lr=2.0**-4), 0.5, writeback="stochastic")
+    return optim.StiffnessWrapper(
+        torch.optim.SGD(parameters, lr=2.0**-4), 0.5, writeback="stochastic"
+    )
 
 
 @each("make", [make, wrapped])
 def test_one_optimizer_for_each_parameter(make) -> None:
-    """Manifolds of weights on a grid have seeds; two with one seed are told apart by what they hold."""
+    """Manifolds of weights on a grid have seeds; two with one seed are told apart by
+    what they hold.
+    """
     seeds = ((1, 1.0), (2, 1.0), (1, 2.0))
-    grid = [on(fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed), torch.full((N,), x)) for seed, x in seeds]
+    grid = [
+        on(fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed), torch.full((N,), x))
+        for seed, x in seeds
+    ]
     for parameters in ([byte(seed) for seed in range(4)], grid):
         assert_unrelated(stepped(parameters, [make([p]) for p in parameters]))
 
 
 def test_averages_of_ordinary_parameters_with_an_optimizer_each() -> None:
     torch.manual_seed(0)
-    parameters, gradient, noise = [torch.nn.Parameter(torch.randn(N)) for _ in range(3)], torch.randn(N), []
+    parameters, gradient, noise = (
+        [torch.nn.Parameter(torch.randn(N)) for _ in range(3)],
+        torch.randn(N),
+        [],
+    )
     spacing = 2.0 ** torch.frexp(gradient * (1 - 0.9)).exponent
     for p in parameters:
         p.grad = gradient.clone()
@@ -131,7 +148,9 @@ def test_bare_parameters_have_seeds_of_their_own() -> None:
     with torch.no_grad():
         for p in parameters:
             p.copy_(VALUE)
-    assert_unrelated([(p.detach() - 1).dequantize() if isinstance(p, fm.FP8Tensor) else p for p in parameters])
+    assert_unrelated(
+        [(p.detach() - 1).dequantize() if isinstance(p, fm.FP8Tensor) else p for p in parameters]
+    )
 
 
 def test_a_wrapper_draws_apart_from_an_optimizer_that_draws_itself() -> None:
@@ -144,12 +163,16 @@ def test_a_wrapper_draws_apart_from_an_optimizer_that_draws_itself() -> None:
     assert len({*optimizer.streams.values(), *(inner.state[p]["stream"] for p in parameters)}) == 6
 
 
-def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_and_exported() -> None:
+def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_and_exported() -> (
+    None
+):
     new = byte(4)
     own = fm.FP8Parameter.from_codes(new.codes, new.scale, "E4M3", seed=4, by_operator=False)
     loaded = torch.nn.ParameterList([byte(1)])
     loaded.load_state_dict({"0": copy.deepcopy(own)})
-    exported = fm.unflatten_state_dict(torch.nn.ParameterList([copy.deepcopy(own)]).state_dict())["0"]
+    exported = fm.unflatten_state_dict(torch.nn.ParameterList([copy.deepcopy(own)]).state_dict())[
+        "0"
+    ]
     expected = fm.encode(VALUE, "E4M3", "stochastic", seed=4, step=0)
     for one in (own, loaded[0], exported):
         with torch.no_grad():
@@ -177,12 +200,16 @@ def quantized(rounding) -> torch.nn.Module:
     return fm.quantize_model(model, "E4M3", "fp8", rounding=rounding)
 
 
-both = each("options", [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}])
+both = each(
+    "options", [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
+)
 
 
 @both
 def test_an_average_of_codes_is_refused(options) -> None:
-    with pytest.raises(TypeError, match=r"'0\.weight' in codes, where .*: use fp8manifold\.averaged_model\(model\)"):
+    with pytest.raises(
+        TypeError, match=r"'0\.weight' in codes, where .*: use fp8manifold\.averaged_model\(model\)"
+    ):
         AveragedModel(quantized("nearest"), **options)
     AveragedModel(fm.quantize_model(Averaged(), "E4M3", "master"), **options)
 
@@ -203,14 +230,18 @@ def test_an_average_of_bare_parameters_is_in_floats() -> None:
 @each("kind", ["bfloat16", "codes", "codes and bfloat16"])
 def test_an_average_of_bfloat16_or_codes_is_in_float32(kind) -> None:
     """An average in their own numbers would drop what is below half a spacing of them."""
-    model = quantized("nearest") if "codes" in kind else torch.nn.Sequential(torch.nn.Linear(64, 32))
+    model = (
+        quantized("nearest") if "codes" in kind else torch.nn.Sequential(torch.nn.Linear(64, 32))
+    )
     model = model.to(torch.bfloat16 if "bfloat16" in kind else torch.float32)
     average, wanted = fm.averaged_model(model), [torch.zeros(p.shape) for p in model.parameters()]
     for seen in range(4):
         for seed, (p, mean) in enumerate(zip(model.parameters(), wanted, strict=True)):
             with torch.no_grad():
                 p.copy_(normal(*p.shape, seed=10 * seen + seed))
-            mean += ((p.dequantize() if isinstance(p, fm.FP8Tensor) else p).detach().float() - mean) / (seen + 1)
+            mean += (
+                (p.dequantize() if isinstance(p, fm.FP8Tensor) else p).detach().float() - mean
+            ) / (seen + 1)
         average.update_parameters(model)
     for ours, mean in zip(average.module.parameters(), wanted, strict=True):
         assert (ours.dtype, type(ours)) == (torch.float32, torch.nn.Parameter)
@@ -219,11 +250,17 @@ def test_an_average_of_bfloat16_or_codes_is_in_float32(kind) -> None:
 
 
 class Averaged(torch.nn.Module):
-    """Linear layers, one of them hung with a buffer, and a norm with running statistics between them."""
+    """Linear layers, one of them hung with a buffer, and a norm with running statistics
+    between them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+        self.first, self.norm, self.last = (
+            torch.nn.Linear(8, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Linear(8, 8),
+        )
         self.first.register_buffer("hung", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +270,9 @@ class Averaged(torch.nn.Module):
 SPECS = {
     "weights": fm.LayerSpec("E4M3"),
     "measured": fm.LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split"),
-    "delayed": fm.LayerSpec("E4M3", activation={"format": "E4M3", "policy": "delayed"}, gradient="E5M2"),
+    "delayed": fm.LayerSpec(
+        "E4M3", activation={"format": "E4M3", "policy": "delayed"}, gradient="E5M2"
+    ),
 }
 
 
@@ -241,7 +280,9 @@ SPECS = {
 @each("spec", SPECS.values(), ids=SPECS)
 @each("storage", ["master", "grid", "fp8"])
 def test_an_average_is_the_plain_average(storage, spec, options) -> None:
-    """Every storage, and layers with scales, counts and manifolds, to the bit; buffers are copied."""
+    """Every storage, and layers with scales, counts and manifolds, to the bit; buffers
+    are copied.
+    """
     torch.manual_seed(0)
     net = Averaged()
     plain = AveragedModel(copy.deepcopy(net), **options)
@@ -267,11 +308,15 @@ def test_an_average_is_the_plain_average(storage, spec, options) -> None:
 
 @each("storage", ["master", "grid", "fp8"])
 def test_an_average_of_transposed_weights(storage) -> None:
-    """GPT-2 has such weights; square ones would silently be averaged in the wrong layout."""
+    """GPT-2 has such weights; square ones would silently be averaged in the wrong
+    layout.
+    """
     from transformers import pytorch_utils as layers
 
     torch.manual_seed(0)
-    model = fm.quantize_model(torch.nn.Sequential(layers.Conv1D(8, 8), layers.Conv1D(4, 8)), "E4M3", storage)
+    model = fm.quantize_model(
+        torch.nn.Sequential(layers.Conv1D(8, 8), layers.Conv1D(4, 8)), "E4M3", storage
+    )
     average = fm.averaged_model(model)
     for _ in range(2):
         average.update_parameters(model)

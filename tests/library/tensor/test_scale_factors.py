@@ -1,4 +1,6 @@
-"""Scales `2^e f` as published files have them: stores of every granularity against the exact products."""
+"""Scales `2^e f` as published files have them: stores of every granularity against the
+exact products.
+"""
 
 import copy
 
@@ -18,7 +20,9 @@ from fp8manifold import reference
 from fp8manifold._native import _arrays
 from fp8manifold.exchange import exported_state_dict
 
-every_granularity = pytest.mark.parametrize("granularity", ["tensor", "channel", "row", "block", "square"])
+every_granularity = pytest.mark.parametrize(
+    "granularity", ["tensor", "channel", "row", "block", "square"]
+)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -26,17 +30,25 @@ def made(granularity, fmt="E4M3", shape=(2, 140, 160), **options) -> fm.FP8Tenso
     p = fm.FP8Tensor(normal(*shape, std=0.1), fmt, granularity=granularity)
     codes = p.codes.masked_fill(p.codes == p.format.sign_bit, 0)
     scale = p.scale * (1 + torch.rand(p.scale.shape, generator=torch.Generator().manual_seed(0)))
-    return fm.FP8Tensor.from_codes(codes, scale, fmt, **{"seed": 3, "block_size": p.block_size, **options})
+    return fm.FP8Tensor.from_codes(
+        codes, scale, fmt, **{"seed": 3, "block_size": p.block_size, **options}
+    )
 
 
 @every_dtype
 @every_granularity
 @pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6"])
-def test_values_are_code_times_scale_rounded_as_servers_do(fmt, granularity, dtype, monkeypatch) -> None:
-    """To float32, and then to the dtype; a product of 8 bits and 24 is exact in float64."""
+def test_values_are_code_times_scale_rounded_as_servers_do(
+    fmt, granularity, dtype, monkeypatch
+) -> None:
+    """To float32, and then to the dtype; a product of 8 bits and 24 is exact in
+    float64.
+    """
     p = made(granularity, fmt, (2, 3, 64), dtype=dtype)
     assert p.kept_scale.dtype is torch.float32
-    known = torch.tensor([float(reference.decode(code, p.format)) for code in p.codes.flatten().tolist()])
+    known = torch.tensor(
+        [float(reference.decode(code, p.format)) for code in p.codes.flatten().tolist()]
+    )
     wide = (known.view(p.shape).double() * p.expanded_scale().double()).float()
     assert (wide.bfloat16() != wide).any()
     torch._dynamo.reset()
@@ -81,7 +93,9 @@ def stepped(p):
 @every_granularity
 @each("rounding", ["nearest", "stochastic"])
 @each("fmt", ["E4M3", "E1M6"])
-def test_an_operator_that_changes_no_value_changes_no_code(fmt, rounding, granularity, dtype) -> None:
+def test_an_operator_that_changes_no_value_changes_no_code(
+    fmt, rounding, granularity, dtype
+) -> None:
     """Stochastic rounding too, of a quotient that may be a hair off the code's value."""
     p = made(granularity, fmt, dtype=dtype, rounding=rounding)
     codes, scale = p.codes.clone(), p.scale.clone()
@@ -115,7 +129,10 @@ def test_a_scale_is_described_with_its_factor() -> None:
 
 @each("granularity", ["block", "square"])
 def test_exponents_become_floats_for_all_that_share_them(granularity) -> None:
-    p, q = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity), made(granularity, shape=(140, 160))
+    p, q = (
+        fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity),
+        made(granularity, shape=(140, 160)),
+    )
     twin, version = p.detach(), p._version
     assert p.exponents is not None
     p.copy_(q)
@@ -125,7 +142,10 @@ def test_exponents_become_floats_for_all_that_share_them(granularity) -> None:
     assert same_store(twin, q)
     p.set_scale_(0.5)
     assert (p.exponents, p.scale.unique().tolist()) == (None, [0.5])
-    assert fm.FP8Tensor.from_codes(p.codes, p.scale, "E4M3", block_size=p.block_size).exponents is not None
+    assert (
+        fm.FP8Tensor.from_codes(p.codes, p.scale, "E4M3", block_size=p.block_size).exponents
+        is not None
+    )
     exponents = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity)
     with pytest.raises(Exception, match="can't set scales other than powers of two"):
         torch.compile(lambda a, b: a.copy_(b), backend="aot_eager")(exponents, q)
@@ -143,12 +163,18 @@ def layers(granularity, seed, **options):
 def test_layers_are_saved_and_read_again(granularity) -> None:
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     state = net.state_dict()
-    others = [layers(granularity, 2), layers(granularity, 2, keep_remainder=True), copy.deepcopy(net)]
+    others = [
+        layers(granularity, 2),
+        layers(granularity, 2, keep_remainder=True),
+        copy.deepcopy(net),
+    ]
     others[0].load_state_dict(through_disk(state))
     others[1].load_state_dict({name: part.clone() for name, part in state.items()}, assign=True)
     for other in others:
         assert torch.equal(other(x), net(x))
-        assert {name: part.dtype for name, part in other.state_dict().items()} == {n: x.dtype for n, x in state.items()}
+        assert {name: part.dtype for name, part in other.state_dict().items()} == {
+            n: x.dtype for n, x in state.items()
+        }
     assert same_store(fm.unflatten_state_dict(state)["0.weight"], net[0].weight)
     assert same_store(through_disk({"w": net[0].weight.detach()})["w"], net[0].weight)
 
@@ -157,19 +183,33 @@ def test_layers_are_saved_and_read_again(granularity) -> None:
 @each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each(
     ("granularity", "shapes"),
-    [("tensor", [(), (1,), (1, 1)]), ("channel", [(200, 1), (200,)]), ("block", [(200, 5)]), ("square", [(2, 2)])],
+    [
+        ("tensor", [(), (1,), (1, 1)]),
+        ("channel", [(200, 1), (200,)]),
+        ("block", [(200, 5)]),
+        ("square", [(2, 2)]),
+    ],
 )
-def test_codes_of_other_libraries_are_read_with_their_scales(granularity, shapes, dtype, exported) -> None:
+def test_codes_of_other_libraries_are_read_with_their_scales(
+    granularity, shapes, dtype, exported
+) -> None:
     whole = with_factors(layers(granularity, 1))[0]
     codes, bias = whole.weight.codes.view(torch.float8_e4m3fn), whole.bias.detach()
     for shape in shapes:
         layer = layers(granularity, 2)[0]
-        layer.load_state_dict({"weight": codes, "bias": bias, exported: whole.weight.scale.to(dtype).view(shape)})
+        layer.load_state_dict(
+            {"weight": codes, "bias": bias, exported: whole.weight.scale.to(dtype).view(shape)}
+        )
         assert torch.equal(layer.weight.codes, whole.weight.codes)
         assert torch.equal(layer.weight.scale, whole.weight.scale.to(dtype).float())
     for more in ("weight_scale_2", "weight_zero_point", "weight_scale", "weight_scale_inv"):
         if more != exported:
-            said = {"weight": codes, "bias": bias, exported: whole.weight.scale, more: torch.ones(())}
+            said = {
+                "weight": codes,
+                "bias": bias,
+                exported: whole.weight.scale,
+                more: torch.ones(()),
+            }
             with pytest.raises(RuntimeError, match=r"at weight_scale.* and at weight_"):
                 layers(granularity, 2)[0].load_state_dict(said)
 
@@ -188,14 +228,20 @@ def test_what_was_exported_is_read_again(granularity, layout) -> None:
 @each("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each("granularity", ["tensor", "channel", "block"])
 def test_master_weights_in_half_precision_are_exported(granularity, dtype) -> None:
-    layer = fm.QuantizedLinear(nn.Linear(64, 4).to(dtype), fm.LayerSpec("E4M3", granularity=granularity), "master")
-    assert exported_state_dict(layer, "torchao" if granularity == "tensor" else "compressed-tensors")[0]
+    layer = fm.QuantizedLinear(
+        nn.Linear(64, 4).to(dtype), fm.LayerSpec("E4M3", granularity=granularity), "master"
+    )
+    assert exported_state_dict(
+        layer, "torchao" if granularity == "tensor" else "compressed-tensors"
+    )[0]
 
 
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("granularity", ["block", "square"])
 def test_compiled_code_reads_the_scales_of_the_moment(granularity) -> None:
-    """Code compiled for exponents is compiled once more for floats; the second matrix ends in partial squares."""
+    """Code compiled for exponents is compiled once more for floats; the second matrix
+    ends in partial squares.
+    """
     torch._dynamo.reset()
     net, x = layers(granularity, 1), normal(4, 160)
     counter = CompileCounterWithBackend("inductor")
@@ -210,18 +256,26 @@ def test_compiled_code_reads_the_scales_of_the_moment(granularity) -> None:
 @each("products", ["fp8", "int8"])
 def test_products_of_codes_take_the_scales_that_there_are(products) -> None:
     fmt = "E4M3" if products == "fp8" else "E1M6"
-    net = with_factors(fm.quantize_model(nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "fp8"))
+    net = with_factors(
+        fm.quantize_model(
+            nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "fp8"
+        )
+    )
     x = normal(5, 64).requires_grad_()
     y, weight = net(x), net[0].weight
     y.sum().backward()
     taken = net[0].quantized_input(x).double()
-    torch.testing.assert_close(y, (taken @ weight.dequantize().double().t() + net[0].bias.double()).float())
+    torch.testing.assert_close(
+        y, (taken @ weight.dequantize().double().t() + net[0].bias.double()).float()
+    )
     exact = torch.ones(5, 32) @ weight.dequantize()
     assert (x.grad - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 def gathered(granularity) -> None:
-    """Rows that two processes hold, of which one has powers of two alone: both hold floats, and gather them."""
+    """Rows that two processes hold, of which one has powers of two alone: both hold
+    floats, and gather them.
+    """
     whole = with_factors(model(granularity))
     first = whole[0].weight
     if granularity != "tensor":
@@ -234,8 +288,14 @@ def gathered(granularity) -> None:
     parts.reshard()
     loss_of(parts, batch(1)).backward()
     loaded = sharded(model(granularity, seed=5))
-    loaded.load_state_dict({name: _like(part, loaded.state_dict()[name]) for name, part in state.items()})
-    kinds = [x.kept_scale.dtype for p in loaded.parameters() if isinstance(x := p._local_tensor, fm.FP8Tensor)]
+    loaded.load_state_dict(
+        {name: _like(part, loaded.state_dict()[name]) for name, part in state.items()}
+    )
+    kinds = [
+        x.kept_scale.dtype
+        for p in loaded.parameters()
+        if isinstance(x := p._local_tensor, fm.FP8Tensor)
+    ]
     assert set(kinds) == {torch.float32}
     with torch.no_grad():
         assert torch.equal(loaded(batch(0)), whole(batch(0)))
@@ -244,13 +304,21 @@ def gathered(granularity) -> None:
         name: part.full_tensor() if hasattr(part, "full_tensor") else part
         for name, part in get_model_state_dict(parts).items()
     }
-    assert all(torch.equal(full[name], part) for name, part in state.items() if not name.endswith("_counter"))
+    assert all(
+        torch.equal(full[name], part)
+        for name, part in state.items()
+        if not name.endswith("_counter")
+    )
 
 
 def _like(part, own) -> Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    return distribute_tensor(part, own.device_mesh, own.placements) if isinstance(own, DTensor) else part
+    return (
+        distribute_tensor(part, own.device_mesh, own.placements)
+        if isinstance(own, DTensor)
+        else part
+    )
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])

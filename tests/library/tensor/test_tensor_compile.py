@@ -35,9 +35,13 @@ def test_forward_and_backward_in_one_graph(name, options) -> None:
         net.zero_grad()
         loss = loss_of(model, dtype)
         loss.backward()
-        assert all(type(p.grad) is (Tensor if p.requires_grad else type(None)) for p in net.parameters())
+        assert all(
+            type(p.grad) is (Tensor if p.requires_grad else type(None)) for p in net.parameters()
+        )
         found.append([loss.detach(), *(p.grad for p in net.parameters() if p.requires_grad)])
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
+    )
     torch.testing.assert_close(*found, **tolerance)
     assert all(type(p) is fm.FP8Parameter for p in net.stored)
 
@@ -51,7 +55,9 @@ def test_a_frozen_model_compiles(mode) -> None:
         torch.testing.assert_close(compiled(INPUT), net(INPUT), rtol=1e-4, atol=1e-5)
     with torch._inductor.config.patch(freezing=True), torch.no_grad():
         torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(net, fullgraph=True)(INPUT), net(INPUT), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.compile(net, fullgraph=True)(INPUT), net(INPUT), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E4M3FNUZ", "E2M3"])
@@ -60,7 +66,9 @@ def test_values_are_the_same_to_the_bit(name) -> None:
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()].expand(3, -1).contiguous()
     for dtype in (torch.float32, torch.bfloat16):
-        p = fm.FP8Parameter.from_codes(codes, torch.tensor([[2.0**-30], [1.0], [2.0**20]]), fmt, dtype=dtype)
+        p = fm.FP8Parameter.from_codes(
+            codes, torch.tensor([[2.0**-30], [1.0], [2.0**20]]), fmt, dtype=dtype
+        )
         values = torch.compile(lambda w: w * 1, fullgraph=True)(p)
         torch.testing.assert_close(values, p.dequantize(), rtol=0, atol=0, equal_nan=True)
         assert torch.equal(values.nan_to_num(0).double(), decoded(p).nan_to_num(0))
@@ -81,7 +89,10 @@ def test_taking_the_remainder_or_changing_scales_compiles_nothing_anew() -> None
 def test_blocks_of_different_seeds_share_one_graph() -> None:
     """More blocks than the compiler would specialise one function for."""
     counter = CompileCounterWithBackend("aot_eager")
-    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(torch._dynamo.config.recompile_limit + 4)]
+    blocks = [
+        nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        for _ in range(torch._dynamo.config.recompile_limit + 4)
+    ]
     for seed, block in enumerate(blocks):
         block[0].weight = parameter(shape=(32, 32), seed=seed)
         block.compile(fullgraph=True, backend=counter)
@@ -92,7 +103,9 @@ def test_blocks_of_different_seeds_share_one_graph() -> None:
 
 
 def kept_floats(compiled, x, weights) -> list[torch.dtype]:
-    """Tensors of a weight's shape and more than a byte that a compiled forward pass saves for its backward pass."""
+    """Tensors of a weight's shape and more than a byte that a compiled forward pass
+    saves for its backward pass.
+    """
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = compiled(x)
@@ -139,7 +152,10 @@ def test_nearest_writes_compile_and_stochastic_ones_do_not() -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(write, fullgraph=True)(p, g), write(q, g))
     assert torch.equal(p.codes, q.codes)
-    with torch.no_grad(), pytest.raises(Exception, match="take rounding='nearest', or step it with"):
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match="take rounding='nearest', or step it with"),
+    ):
         torch.compile(lambda p: p.mul_(0.9), fullgraph=True)(parameter())
 
 
@@ -176,7 +192,8 @@ def test_a_view_is_known_again() -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < (2, 9), reason="torch 2.8 refuses to move a module whose tensors compiled code refers to"
+    torch.__version__ < (2, 9),
+    reason="torch 2.8 refuses to move a module whose tensors compiled code refers to",
 )
 def test_a_compiled_module_can_be_moved() -> None:
     net = Net()

@@ -10,7 +10,16 @@ import torch
 from laws import each
 from optimizer_cases import normal, through_disk
 from safetensors import torch as safetensors
-from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store, train
+from tensor_cases import (
+    INPUT,
+    TARGET,
+    Net,
+    every_granularity,
+    loss_of,
+    parameter,
+    same_store,
+    train,
+)
 from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,16 +48,34 @@ COPIES = {
 @every_granularity
 @each("make", COPIES.values(), ids=COPIES)
 def test_a_copy_is_the_same_and_apart(make, granularity, kind) -> None:
-    options = {"granularity": granularity, "rounding": "nearest", "seed": 11, "keep_remainder": True}
+    options = {
+        "granularity": granularity,
+        "rounding": "nearest",
+        "seed": 11,
+        "keep_remainder": True,
+    }
     values = normal(4, 64)
-    values[0, :32], values[3, 32:] = 2.0**-100, 2.0**127  # which need the ends of the scales that blocks can have
+    values[0, :32], values[3, 32:] = (
+        2.0**-100,
+        2.0**127,
+    )  # which need the ends of the scales that blocks can have
     p = kind(values, "E3M4", **options)
     q = make(p)
     assert type(q) is kind
     assert same_store(p, q)
-    assert (q.rounding, q.seed, q.dtype, q.requires_grad) == ("nearest", 11, torch.float32, p.requires_grad)
+    assert (q.rounding, q.seed, q.dtype, q.requires_grad) == (
+        "nearest",
+        11,
+        torch.float32,
+        p.requires_grad,
+    )
     assert torch.equal(q.remainder, p.remainder)
-    pairs = ((p.codes, q.codes), (p.scale, q.scale), (p.counter, q.counter), (p.remainder, q.remainder))
+    pairs = (
+        (p.codes, q.codes),
+        (p.scale, q.scale),
+        (p.counter, q.counter),
+        (p.remainder, q.remainder),
+    )
     assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
     with torch.no_grad():
         q.neg_()
@@ -71,7 +98,9 @@ def test_assigning_a_state_dict() -> None:
     assert all(p.is_meta and type(p) is fm.FP8Parameter for p in other.stored)
     other.load_state_dict(through_disk(net.state_dict()), assign=True)
     assert all(same_store(a, b) for a, b in zip(net.stored, other.stored, strict=True))
-    assert all(type(p) is fm.FP8Parameter and p.requires_grad and not p.is_meta for p in other.stored)
+    assert all(
+        type(p) is fm.FP8Parameter and p.requires_grad and not p.is_meta for p in other.stored
+    )
     assert all(isinstance(p, geoopt.ManifoldParameter) for p in other.stored)
     assert torch.equal(net(INPUT), other(INPUT))
 
@@ -97,7 +126,10 @@ def test_moving_a_module_keeps_class_and_codes(swap) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             net.to(dtype)
             assert [id(p) for p in net.stored] == identities
-            assert all(type(p) is fm.FP8Parameter and p.dtype == dtype and p.requires_grad for p in net.stored)
+            assert all(
+                type(p) is fm.FP8Parameter and p.dtype == dtype and p.requires_grad
+                for p in net.stored
+            )
             assert all(p.grad.dtype == dtype for p in net.stored if p.grad is not None)
             assert all(torch.equal(p.codes, c) for p, c in zip(net.stored, codes, strict=True))
             assert net(INPUT.to(dtype)).dtype == dtype
@@ -127,10 +159,16 @@ def test_the_manifold_is_that_of_format_and_scale(granularity) -> None:
     p = parameter("E3M4", granularity=granularity, seed=8)
     manifold = p.manifold
     assert isinstance(manifold, fm.FP8Manifold)
-    assert (manifold.format, manifold.rounding, int(manifold.seed_word)) == (p.format, "stochastic", 8)
+    assert (manifold.format, manifold.rounding, int(manifold.seed_word)) == (
+        p.format,
+        "stochastic",
+        8,
+    )
     assert torch.equal(manifold.scale, p.expanded_scale())
     assert manifold.check_point_on_manifold(p)
-    assert torch.equal(manifold.stiffness(p), fm.ulp(p / p.expanded_scale(), "E3M4") * p.expanded_scale())
+    assert torch.equal(
+        manifold.stiffness(p), fm.ulp(p / p.expanded_scale(), "E3M4") * p.expanded_scale()
+    )
     p.rescale_(p.scale * 2)
     assert torch.equal(p.manifold.scale, p.expanded_scale())
 
@@ -152,7 +190,9 @@ def test_geoopts_methods() -> None:
     values = p.dequantize()
     assert torch.equal(p.expmap(u), p.manifold.expmap(values, u))
     assert torch.equal(p.retr(u), p.manifold.retr(values, u))
-    assert torch.equal(p.dist(torch.zeros(4, 64), p="g"), p.manifold.dist(values, torch.zeros(4, 64)))
+    assert torch.equal(
+        p.dist(torch.zeros(4, 64), p="g"), p.manifold.dist(values, torch.zeros(4, 64))
+    )
     with torch.no_grad():
         assert p.proj_() is p
     assert torch.equal(p.dequantize(), values)
@@ -173,10 +213,14 @@ def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
 
 def quantized(**options):
     torch.manual_seed(0)
-    return fm.quantize_model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)), "E5M2", **options)
+    return fm.quantize_model(
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)), "E5M2", **options
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch 2.13 of itself
+@pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec, LeafSpec:FutureWarning"
+)  # torch 2.13 of itself
 def test_an_exported_program_can_be_decomposed_unless_it_trains() -> None:
     model = quantized()
     program = torch.export.export(model, (INPUT,))
@@ -207,7 +251,9 @@ def test_fake_tensors_are_quantized(granularity) -> None:
 def test_fake_master_weights_are_quantized_and_a_grid_is_refused() -> None:
     with FakeTensorMode():
         for policy in ("dynamic", "static", "delayed"):
-            model = fm.quantize_model(nn.Linear(64, 4), fm.LayerSpec("E4M3", "E4M3", policy=policy), "master")
+            model = fm.quantize_model(
+                nn.Linear(64, 4), fm.LayerSpec("E4M3", "E4M3", policy=policy), "master"
+            )
             assert model(torch.ones(3, 64)).shape == (3, 4)
         with pytest.raises(RuntimeError, match="take storage='fp8', or quantise a model"):
             fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
@@ -221,7 +267,9 @@ def test_a_single_value_is_formatted_as_a_number() -> None:
 
 
 def test_weights_are_made_empty_by_accelerate() -> None:
-    """accelerate makes each parameter again on the meta device, from its attributes: format and options stay."""
+    """accelerate makes each parameter again on the meta device, from its attributes:
+    format and options stay.
+    """
     import accelerate
 
     with accelerate.init_empty_weights():
@@ -251,7 +299,10 @@ def test_a_parameter_of_a_stored_tensor_is_its_parameter(granularity) -> None:
 @each("options", [{"foreach": True}, {"fused": True}])
 def test_a_network_learns_on_a_card(options) -> None:
     net = Net().cuda()
-    compiled, optimizer = torch.compile(net, fullgraph=True), optim.AdamW(net.parameters(), 1e-2, **options)
+    compiled, optimizer = (
+        torch.compile(net, fullgraph=True),
+        optim.AdamW(net.parameters(), 1e-2, **options),
+    )
     first, last = (train(lambda x: compiled(x.cuda()).cpu(), optimizer, steps) for steps in (5, 35))
     assert last < 0.2 * first
     assert all(type(p) is fm.FP8Parameter and p.is_cuda for p in net.stored)
@@ -261,7 +312,9 @@ def test_gradient_helpers() -> None:
     net = Net()
     (1000 * loss_of(net)).backward()
     assert nn.utils.clip_grad_norm_(net.parameters(), 1.0) > 1
-    total = torch.stack([p.grad.square().sum() for p in net.parameters() if p.grad is not None]).sum()
+    total = torch.stack(
+        [p.grad.square().sum() for p in net.parameters() if p.grad is not None]
+    ).sum()
     assert total.item() == pytest.approx(1.0, rel=1e-4)
     nn.utils.clip_grad_value_(net.parameters(), 0.01)
     assert all(p.grad.abs().max() <= 0.01 for p in net.parameters() if p.grad is not None)
@@ -282,7 +335,9 @@ def test_parameters_to_vector_and_back() -> None:
 
 def test_calling_with_other_parameters() -> None:
     net, other = Net(), stepped(Net())
-    assert torch.equal(torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT))
+    assert torch.equal(
+        torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT)
+    )
 
 
 def test_checkpointed_activations() -> None:
@@ -290,7 +345,10 @@ def test_checkpointed_activations() -> None:
     loss_of(net).backward()
     out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
     (out - TARGET).square().mean().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(net.parameters(), again.parameters(), strict=True)
+    )
 
 
 @each("remainder", [False, True])
@@ -316,7 +374,9 @@ def test_a_tied_weight_that_a_state_lacks_altogether_is_missing():
 
 def test_data_of_another_shape_and_rows_that_are_not_there_are_refused():
     p = fm.FP8Parameter(normal(10, 4), "E4M3")
-    with pytest.raises(RuntimeError, match=r"\(10, 4\) can't take data of shape \(1, 4\): resize layers before"):
+    with pytest.raises(
+        RuntimeError, match=r"\(10, 4\) can't take data of shape \(1, 4\): resize layers before"
+    ):
         p.data = p.data[:1]
     for index in (torch.tensor([-1]), torch.tensor([10])):
         with pytest.raises((IndexError, RuntimeError), match="out of range"):
@@ -327,7 +387,9 @@ def test_data_of_another_shape_and_rows_that_are_not_there_are_refused():
 
 def test_modules_that_are_cast_under_autocast_train_on():
     layers = nn.Embedding(7, 4), nn.Conv1d(4, 4, 1)
-    net = fm.quantize_model(nn.Sequential(*layers), None, embeddings="E4M3", parameters={"1.weight": "E4M3"})
+    net = fm.quantize_model(
+        nn.Sequential(*layers), None, embeddings="E4M3", parameters={"1.weight": "E4M3"}
+    )
     with torch.autocast("cpu", torch.bfloat16):
         net.bfloat16()
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), 1e-2)

@@ -1,4 +1,6 @@
-"""FP8Tensor under torch's operators: what is read, what is written, views, draws, saturation."""
+"""FP8Tensor under torch's operators: what is read, what is written, views, draws,
+saturation.
+"""
 
 import warnings
 
@@ -8,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from laws import each
 from optimizer_cases import normal, step_from
-from tensor_cases import Net, decoded, every_format, every_granularity, loss_of, parameter, same_store, train
+from tensor_cases import (
+    Net,
+    decoded,
+    every_format,
+    every_granularity,
+    loss_of,
+    parameter,
+    same_store,
+    train,
+)
 from torch import Tensor, nn, optim
 
 import fp8manifold as fm
@@ -93,17 +104,27 @@ def test_what_is_made_like_it_is_plain(make, dtype) -> None:
 
 
 def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:
-    """Zeros are read as any; a write into them is refused, with a line that names plain ones."""
+    """Zeros are read as any; a write into them is refused, with a line that names plain
+    ones.
+    """
     zeros = parameter().new_zeros(3, 64)
     assert torch.equal(zeros + 0, torch.zeros(3, 64))
-    with pytest.raises(RuntimeError, match=r"for plain zeros use torch\.zeros_like and not new_zeros"):
+    with pytest.raises(
+        RuntimeError, match=r"for plain zeros use torch\.zeros_like and not new_zeros"
+    ):
         zeros.add_(1.0)
 
 
 def test_it_prints() -> None:
     p = parameter("E5M2", (2, 3), scale=torch.tensor([[2.0**-12], [2.0**-9]]))
     text = repr(p)
-    for part in ("FP8Parameter(", "format=E5M2", "scale=2^-12..2^-9", "shape=(2, 3)", "requires_grad=True"):
+    for part in (
+        "FP8Parameter(",
+        "format=E5M2",
+        "scale=2^-12..2^-9",
+        "shape=(2, 3)",
+        "requires_grad=True",
+    ):
         assert part in text
     assert repr(p.dequantize())[7:20] in text
     assert "scale=2^-3," in str(fm.FP8Tensor(torch.ones(2), "E4M3", scale=0.125))
@@ -133,7 +154,9 @@ WRITES = {
     "mask": lambda w: w.__setitem__(w > 0, 0.0123),
     "out": lambda w: torch.mul(normal(4, 64, seed=5), 0.05, out=w),
     "foreach": lambda w: torch._foreach_mul_([w], 0.99),
-    "foreach-addcmul": lambda w: torch._foreach_addcmul_([w], [torch.ones(4, 64)], [torch.ones(4, 64)], 0.001),
+    "foreach-addcmul": lambda w: torch._foreach_addcmul_(
+        [w], [torch.ones(4, 64)], [torch.ones(4, 64)], 0.001
+    ),
 }
 
 
@@ -145,7 +168,9 @@ def test_writing_rounds_the_result_to_nearest(write, granularity) -> None:
     with torch.no_grad():
         write(plain)
         write(p)
-    assert torch.equal(p.dequantize(), fm.round_to_grid(plain / p.expanded_scale(), "E4M3") * p.expanded_scale())
+    assert torch.equal(
+        p.dequantize(), fm.round_to_grid(plain / p.expanded_scale(), "E4M3") * p.expanded_scale()
+    )
     assert int(p.counter) == 0
 
 
@@ -170,7 +195,9 @@ def test_saturating_writes_warn(name) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             p.copy_(limit)
-        with pytest.warns(SaturationWarning, match=f"1 of 256 values .* {name} scale, and saturate.*adapt_scale_"):
+        with pytest.warns(
+            SaturationWarning, match=f"1 of 256 values .* {name} scale, and saturate.*adapt_scale_"
+        ):
             p[1, 3].mul_(2)
     assert torch.equal(p.dequantize(), limit)
 
@@ -232,15 +259,22 @@ OPTIMIZERS = {
     "AdamW-foreach": (lambda p: optim.AdamW(p, 1e-2, foreach=True), 0.1),
     "AdamW-fused": (lambda p: optim.AdamW(p, 1e-2, fused=True), 0.1),
     "SGD": (lambda p: optim.SGD(p, 0.1), 0.5),
-    "SGD-momentum": (lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 0.1),
+    "SGD-momentum": (
+        lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
+        0.1,
+    ),
     "SGD-fused": (lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True), 0.1),
     "Adafactor": (lambda p: optim.Adafactor(p, 5e-2), 0.7),
     "LBFGS-wolfe": (lambda p: optim.LBFGS(p, 1.0, max_iter=2, line_search_fn="strong_wolfe"), 0.1),
     "RMSprop": (lambda p: optim.RMSprop(p, 2e-3), 0.1),
     "NAdam": (lambda p: optim.NAdam(p, 1e-2), 0.1),
     "geoopt.RiemannianAdam": (lambda p: geoopt.optim.RiemannianAdam(in_ulps(p, 0.5, 1e-2)), 0.2),
-    # without momentum: geoopt starts it from the Euclidean gradient, which is no step in ULPs
-    "geoopt.RiemannianSGD": (lambda p: geoopt.optim.RiemannianSGD(in_ulps(p, 300.0, 0.1), lr=0.1, stabilize=7), 0.7),
+    # without momentum: geoopt starts it from the Euclidean gradient, which is no step
+    # in ULPs
+    "geoopt.RiemannianSGD": (
+        lambda p: geoopt.optim.RiemannianSGD(in_ulps(p, 300.0, 0.1), lr=0.1, stabilize=7),
+        0.7,
+    ),
 }
 if hasattr(optim, "Muon"):  # since torch 2.9
     OPTIMIZERS["Muon"] = (lambda p: optim.Muon([x for x in p if x.dim() == 2], 2e-2), 0.5)
@@ -249,12 +283,17 @@ if hasattr(optim, "Muon"):  # since torch 2.9
 def in_ulps(params, lr, float_lr):
     params = list(params)
     own = [p for p in params if isinstance(p, fm.FP8Parameter)]
-    return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]
+    return [
+        {"params": own, "lr": lr},
+        {"params": [p for p in params if p not in set(own)], "lr": float_lr},
+    ]
 
 
 @pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_it_learns(make, share) -> None:
-    """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
+    """The loss falls, codes move, and everything stays what it was: one byte a weight,
+    on the grid.
+    """
     net = Net()
     first = loss_of(net).item()
     codes, scales = [p.codes.clone() for p in net.stored], [p.scale.clone() for p in net.stored]
@@ -274,16 +313,25 @@ def test_steps_are_the_operators_with_a_rounding_each() -> None:
     p.grad = normal(4, 64, seed=1)
     optim.AdamW([p], lr=1e-2, weight_decay=0.1).step()
     scale = p.scale
-    mul, addcdiv = {"seed": 9, "stream": named_word("mul_")}, {"seed": 9, "stream": named_word("addcdiv_")}
-    decayed = fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", step=0, **mul) * scale
+    mul, addcdiv = (
+        {"seed": 9, "stream": named_word("mul_")},
+        {"seed": 9, "stream": named_word("addcdiv_")},
+    )
+    decayed = (
+        fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", step=0, **mul) * scale
+    )
     stepped = decayed - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
     expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", step=1, **addcdiv) * scale
-    assert (p.dequantize() == expected).float().mean() > 0.99  # the last bits of the direction are torch's own
+    assert (
+        p.dequantize() == expected
+    ).float().mean() > 0.99  # the last bits of the direction are torch's own
     assert int(p.counter) == 2
 
 
 def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
-    """An FP8Parameter moves, code for code, as a ManifoldParameter of float values on the same manifold."""
+    """An FP8Parameter moves, code for code, as a ManifoldParameter of float values on
+    the same manifold.
+    """
     p = parameter(seed=4)
     manifold = fm.FP8Manifold("E4M3", p.scale, "stochastic", seed=4)
     q = geoopt.ManifoldParameter(p.dequantize(), manifold=manifold)
@@ -350,7 +398,9 @@ def test_what_only_reads_is_none() -> None:
 def test_a_step_between_forward_and_backward_is_an_error(make, storage, activation) -> None:
     """The first step, which is planned, and the next, which repeats it."""
     if make is STEPPERS["fused"] and storage == "grid":
-        pytest.skip("torch's own fused kernels say nothing of what they write into ordinary tensors")
+        pytest.skip(
+            "torch's own fused kernels say nothing of what they write into ordinary tensors"
+        )
     spec = fm.LayerSpec("E4M3", activation=activation, gradient=activation)
     model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), spec, storage)
     optimizer = make(model.parameters())

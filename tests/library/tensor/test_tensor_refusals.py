@@ -1,4 +1,6 @@
-"""Code that takes an FP8Tensor for memory of floats works or is refused: collectives, sharding, sharing, writes."""
+"""Code that takes an FP8Tensor for memory of floats works or is refused: collectives,
+sharding, sharing, writes.
+"""
 
 import copy
 
@@ -46,12 +48,16 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # new names of the same in torch 2.14
+@pytest.mark.filterwarnings(
+    "ignore:.*is deprecated:FutureWarning"
+)  # new names of the same in torch 2.14
 @each("call", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_are_refused(call) -> None:
     p = parameter()
     kept = p.clone()
-    with pytest.raises(RuntimeError, match=r"an FP8Tensor.*codes.*use torch\.distributed\.broadcast"):
+    with pytest.raises(
+        RuntimeError, match=r"an FP8Tensor.*codes.*use torch\.distributed\.broadcast"
+    ):
         call(p.detach())
     assert same_store(p, kept)
 
@@ -100,32 +106,46 @@ WRAPS = {
     "columns": lambda model: parallelize_module(model, mesh(), {"?": ColwiseParallel()}),
     "in pieces": in_pieces,
 }
-elsewhere = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("Deprecation", "Future", "User")))
+elsewhere = pytest.mark.filterwarnings(
+    *(f"ignore::{kind}Warning" for kind in ("Deprecation", "Future", "User"))
+)
 
 
 @elsewhere
 def test_other_ways_of_sharding_are_refused_before_a_step() -> None:
-    """A layer does not run with floats in the place of its codes, and an optimizer steps no rows but those we cut."""
+    """A layer does not run with floats in the place of its codes, and an optimizer
+    steps no rows but those we cut.
+    """
     for wrap in (WRAPS["flat"], WRAPS["replicated"]):
         with pytest.raises(RuntimeError, match=rf"storage='fp8' is no longer in codes.*{WAYS}"):
             wrap(layer("fp8"))(normal(8, 64))
-    for wrap in (lambda model: distribute_tensor(model[0].weight, mesh(), [Shard(0)]), WRAPS["columns"]):
+    for wrap in (
+        lambda model: distribute_tensor(model[0].weight, mesh(), [Shard(0)]),
+        WRAPS["columns"],
+    ):
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
             wrap(layer("fp8"))
     with pytest.raises(ValueError, match="became a DTensor without its scales"):
-        fm.optim.StiffnessAdamW([nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))], lr=0.1)
+        fm.optim.StiffnessAdamW(
+            [nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))], lr=0.1
+        )
 
 
 @each("wrap", WRAPS)
 @elsewhere
 def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap) -> None:
-    """The layer refuses to run without its manifold, whatever steps it, and our optimizers refuse most such parameters.
+    """The layer refuses to run without its manifold, whatever steps it, and our
+    optimizers refuse most such parameters.
 
     Rows of floats they take: that they were on a grid is known to the layer alone.
     """
     model = WRAPS[wrap](layer("grid"))
     parameters = [p for p in model.parameters() if p.dim() == 2] or list(model.parameters())
-    said = "tensor parallelism, HSDP and their combinations" if wrap == "replicated" else rf"is sharded.*{WAYS}"
+    said = (
+        "tensor parallelism, HSDP and their combinations"
+        if wrap == "replicated"
+        else rf"is sharded.*{WAYS}"
+    )
     for make in (fm.optim.StiffnessAdamW, fm.optim.RiemannianAdam, fm.optim.StiffnessSGD):
         if wrap not in ("rows", "columns"):
             with pytest.raises(ValueError, match=said):

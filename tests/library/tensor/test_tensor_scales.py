@@ -1,4 +1,6 @@
-"""Scales of stored weights: blocks, when they change, and that changing one is a single unbiased rounding."""
+"""Scales of stored weights: blocks, when they change, and that changing one is a single
+unbiased rounding.
+"""
 
 import copy
 import logging
@@ -19,17 +21,27 @@ from fp8manifold import storage_scale, widened_scale
 from fp8manifold._numerics.codec import decode_signed, joined_codes
 from fp8manifold.optim import RiemannianAdam, StiffnessAdamW, StiffnessLion, StiffnessMuon
 
-formats, exponents, mantissas = st.sampled_from(FORMATS), st.integers(-40, 40), st.floats(1.0, 1.9921875, width=32)
+formats, exponents, mantissas = (
+    st.sampled_from(FORMATS),
+    st.integers(-40, 40),
+    st.floats(1.0, 1.9921875, width=32),
+)
 
 
 @deterministic
-@given(st.integers(0, 2**31), formats, st.sampled_from([(32,), (3, 64), (2, 2, 96), (0, 32), (2, 0)]))
+@given(
+    st.integers(0, 2**31), formats, st.sampled_from([(32,), (3, 64), (2, 2, 96), (0, 32), (2, 0)])
+)
 def test_a_block_has_the_scale_it_would_have_alone(seed, name, shape) -> None:
-    w = normal(*shape, seed=seed, std=0.1) * torch.exp2(normal(*shape, seed=seed + 1, std=3).round())
+    w = normal(*shape, seed=seed, std=0.1) * torch.exp2(
+        normal(*shape, seed=seed + 1, std=3).round()
+    )
     scale = storage_scale(w, name, "block")
     assert scale.shape == (*shape[:-1], shape[-1] // 32)
     assert scale.dtype == torch.float32
-    assert scale.flatten().tolist() == [storage_scale(block, name, "tensor").item() for block in w.reshape(-1, 32)]
+    assert scale.flatten().tolist() == [
+        storage_scale(block, name, "tensor").item() for block in w.reshape(-1, 32)
+    ]
 
 
 @deterministic
@@ -42,7 +54,9 @@ def test_a_saturating_scale_gets_its_headroom_back(name, power, mantissa, headro
     assert torch.equal(new, storage_scale(amax, fmt, "tensor", headroom=headroom).view(1))
     assert (new * fmt.max * (1 + 1e-6) >= amax * (headroom or 1)).all()
     again = widened_scale(amax, new, fmt, headroom)
-    assert torch.equal(again, new) or headroom == 1.0  # without headroom the largest may sit at the very end
+    assert (
+        torch.equal(again, new) or headroom == 1.0
+    )  # without headroom the largest may sit at the very end
 
 
 @deterministic
@@ -112,7 +126,9 @@ def test_a_change_is_logged(caplog) -> None:
     with caplog.at_level(logging.INFO, "fp8manifold"):
         p.rescale_(new)
         p.adapt_scale_()
-    assert [r.getMessage() for r in caplog.records] == ["E4M3 of shape (4, 64): 1 of 4 scales changed, by 2^+0 to 2^+2"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "E4M3 of shape (4, 64): 1 of 4 scales changed, by 2^+0 to 2^+2"
+    ]
 
 
 @every_granularity
@@ -142,7 +158,9 @@ OPTIMIZERS = {
 
 
 def weight(fmt="E4M3", granularity="channel", **options) -> fm.FP8Parameter:
-    return fm.FP8Parameter(normal(64, 64, seed=1, std=0.1), fmt, granularity=granularity, seed=3, headroom=4, **options)
+    return fm.FP8Parameter(
+        normal(64, 64, seed=1, std=0.1), fmt, granularity=granularity, seed=3, headroom=4, **options
+    )
 
 
 def whole(p: fm.FP8Tensor, left: Tensor) -> Tensor:
@@ -178,7 +196,9 @@ def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
 @each("name", OPTIMIZERS)
 @each("way", ["itself", "detached", "adapted", "loaded", "moved"])
 def test_the_residual_is_found(name, way) -> None:
-    """By whatever name the weight is rescaled, and in a state that was loaded and has not stepped."""
+    """By whatever name the weight is rescaled, and in a state that was loaded and has
+    not stepped.
+    """
     p = weight(scale=2.0**-2 if way == "adapted" else None)
     optimizer = OPTIMIZERS[name](p)
     for seed in range(3):
@@ -206,7 +226,11 @@ def test_a_scale_that_stays_moves_nothing() -> None:
     p = weight()
     optimizer = OPTIMIZERS["adamw"](p)
     step(p, optimizer, 0)
-    codes, residual, scale = p.codes.clone(), optimizer.state[p]["residual"].clone(), p.scale.clone()
+    codes, residual, scale = (
+        p.codes.clone(),
+        optimizer.state[p]["residual"].clone(),
+        p.scale.clone(),
+    )
     scale[5] *= 2
     p.rescale_(scale)
     others = [i for i in range(64) if i != 5]
@@ -216,7 +240,9 @@ def test_a_scale_that_stays_moves_nothing() -> None:
 
 
 def test_the_reference_is_computed_anew() -> None:
-    """All spacings have doubled, and S_ref with them, in the next step and not at the next refresh."""
+    """All spacings have doubled, and S_ref with them, in the next step and not at the
+    next refresh.
+    """
     p = weight("E2M5", scale=2.0**-4)
     optimizer = StiffnessAdamW([p], 0.0, weight_decay=0.0, stiffness=1.0)
     step(p, optimizer, 0)
@@ -244,7 +270,9 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
 
 @each("writeback", ["stochastic", "residual8"])
 def test_without_a_residual_nothing_is_other_than_it_was(writeback) -> None:
-    """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as one that nobody steps."""
+    """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as
+    one that nobody steps.
+    """
     p, alone = weight(), weight()
     optimizer = StiffnessAdamW([p], 1e-2, writeback=writeback)
     step(p, optimizer, 0)

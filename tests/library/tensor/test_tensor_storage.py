@@ -19,7 +19,12 @@ import fp8manifold as fm
 def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
     w = normal(6, 96, std=0.1)
     p = fm.FP8Parameter(w, name, granularity=granularity)
-    few_binades = name in ("E2M5", "E1M6", "E2M3", "E2M1")  # there codes begin without room, for it is made when needed
+    few_binades = name in (
+        "E2M5",
+        "E1M6",
+        "E2M3",
+        "E2M1",
+    )  # there codes begin without room, for it is made when needed
     scale = fm.storage_scale(w, name, granularity, headroom=1.0 if few_binades else None)
     wide = scale.repeat_interleave(32, -1) if granularity == "block" else scale
     assert p.codes.dtype == torch.uint8
@@ -71,7 +76,11 @@ def test_every_code_survives(name) -> None:
 
 @each(
     ("given_dtype", "dtype"),
-    [(torch.float64, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    [
+        (torch.float64, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
 )
 def test_other_floats_are_rounded_once(given_dtype, dtype) -> None:
     w = normal(3, 40).to(given_dtype)
@@ -84,15 +93,24 @@ def test_other_floats_are_rounded_once(given_dtype, dtype) -> None:
 
 def test_a_parameter_of_every_family() -> None:
     p, t = parameter(), fm.FP8Tensor(normal(3, 3))
-    assert all(isinstance(p, kind) for kind in (nn.Parameter, geoopt.ManifoldParameter, fm.FP8Tensor, Tensor))
+    assert all(
+        isinstance(p, kind)
+        for kind in (nn.Parameter, geoopt.ManifoldParameter, fm.FP8Tensor, Tensor)
+    )
     assert p.requires_grad
     assert p.is_leaf
     assert not isinstance(t, geoopt.ManifoldParameter)
     assert not t.requires_grad
     coarse = fm.FP8Parameter.from_float(normal(2, 2), "E5M2", seed=3)
     assert type(coarse) is fm.FP8Parameter
-    assert fm.FP8Parameter(coarse, rounding="nearest").format == fm.FP8Tensor(coarse).format == coarse.format
-    vector = fm.FP8Tensor.from_codes(torch.tensor([56, 57], dtype=torch.uint8), torch.tensor([0.5]), "E4M3")
+    assert (
+        fm.FP8Parameter(coarse, rounding="nearest").format
+        == fm.FP8Tensor(coarse).format
+        == coarse.format
+    )
+    vector = fm.FP8Tensor.from_codes(
+        torch.tensor([56, 57], dtype=torch.uint8), torch.tensor([0.5]), "E4M3"
+    )
     assert vector.fill_(3.0).tolist() == [3.0, 3.0]
     assert type(nn.Parameter(t)) is fm.FP8Tensor
     assert isinstance(nn.Parameter(t), nn.Parameter)
@@ -100,7 +118,9 @@ def test_a_parameter_of_every_family() -> None:
 
 @every_format
 def test_the_remainder_is_what_rounding_left(name) -> None:
-    """Code plus remainder is the chart coordinate of the weight, to half of 1/256 of a step (or the end of int8)."""
+    """Code plus remainder is the chart coordinate of the weight, to half of 1/256 of a
+    step (or the end of int8).
+    """
     w = normal(5, 200, std=0.3)
     p = fm.FP8Parameter(w, name, keep_remainder=True)
     assert p.remainder is not None
@@ -114,7 +134,9 @@ def test_the_remainder_is_what_rounding_left(name) -> None:
 
 
 def test_it_is_one_byte_a_weight() -> None:
-    """No float copy anywhere: all tensors that come alive with a parameter, counted by their storage."""
+    """No float copy anywhere: all tensors that come alive with a parameter, counted by
+    their storage.
+    """
     w = normal(64, 4096)
 
     def live() -> dict[int, Tensor]:
@@ -124,14 +146,18 @@ def test_it_is_one_byte_a_weight() -> None:
     before = live()
     p = fm.FP8Parameter(w, "E4M3")
     fresh = [x for key, x in live().items() if key not in before]
-    new = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fresh}.values())
+    new = sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fresh}.values()
+    )
     assert new == sum(part.untyped_storage().nbytes() for part in (p.codes, p.scale, p.counter))
     assert new == 64 * 4096 + 64 * 4 + 8
 
 
 @each("call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"])
 def test_autograd_keeps_codes(call) -> None:
-    """Nothing of the size of the weight is saved for the backward pass but views of its codes."""
+    """Nothing of the size of the weight is saved for the backward pass but views of its
+    codes.
+    """
     x, b = normal(5, 64, seed=1).requires_grad_(), normal(48, seed=2)
     calls = {
         "linear": lambda p: nn.functional.linear(x, p),
@@ -146,11 +172,15 @@ def test_autograd_keeps_codes(call) -> None:
     for p in (own, nn.Parameter(own.dequantize())):
         x.grad, saved = None, []
         with (
-            torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t, saved=saved: saved.append(t) or t, lambda t: t
+            ),
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"),
         ):
             y = calls[call](p)
-        assert p is not own or not [t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()]
+        assert p is not own or not [
+            t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()
+        ]
         y.float().square().sum().backward()
         found.append(frozen([y, p.grad, x.grad]))
     assert found[0] == found[1]
@@ -171,7 +201,9 @@ def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name) -> None:
         assert fm.FP8Tensor(torch.tensor([math.nan]), name, scale=1.0).isnan().all()
     if fmt.inf_code is not None:
         with pytest.raises(ValueError, match="Inf"):
-            fm.FP8Tensor.from_codes(torch.tensor([fmt.inf_code | fmt.sign_bit], dtype=torch.uint8), p.scale, name)
+            fm.FP8Tensor.from_codes(
+                torch.tensor([fmt.inf_code | fmt.sign_bit], dtype=torch.uint8), p.scale, name
+            )
 
 
 @every_granularity

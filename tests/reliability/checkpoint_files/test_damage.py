@@ -1,4 +1,6 @@
-"""Checkpoints that are damaged, or made by someone else: read or refused, nothing in them runs."""
+"""Checkpoints that are damaged, or made by someone else: read or refused, nothing in
+them runs.
+"""
 
 import hashlib
 import json
@@ -16,7 +18,15 @@ from hypothesis import strategies as st
 from small_checkpoints import small
 from watched import watched
 
-from nanogpt_bench.checkpoint import BrokenCheckpoint, commit, newest, read, step_file, steps, verify
+from nanogpt_bench.checkpoint import (
+    BrokenCheckpoint,
+    commit,
+    newest,
+    read,
+    step_file,
+    steps,
+    verify,
+)
 
 #: the file, and its digest
 LAST = ("", ".sha256")
@@ -91,7 +101,9 @@ def at_the_end_of_a_link(path, elsewhere):
 DAMAGES = {
     "missing": lambda path: path.unlink(),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "of step 1": lambda path: shutil.copy(path.with_name(path.name.replace("step-2", "step-1")), path),
+    "of step 1": lambda path: shutil.copy(
+        path.with_name(path.name.replace("step-2", "step-1")), path
+    ),
     "folder": lambda path: in_place_of(path, Path.mkdir),
     "pipe": lambda path: in_place_of(path, os.mkfifo),
     "link": lambda path: in_place_of(path, lambda at: at.symlink_to("/dev/zero")),
@@ -111,10 +123,14 @@ def test_a_file_that_is_not_the_one_is_detected(run_dir, last, damage):
         assert newest(run_dir) == (step_file(run_dir, 1), [])
 
 
-def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_its_step_comes_again(run_dir):
+def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_its_step_comes_again(
+    run_dir,
+):
     first, second = (step_file(run_dir, step) for step in (1, 2))
     shutil.copy(first, second)
-    beside(second, ".sha256").write_text(beside(first, ".sha256").read_text().replace("step-1", "step-2"))
+    beside(second, ".sha256").write_text(
+        beside(first, ".sha256").read_text().replace("step-1", "step-2")
+    )
     assert seen(second)
     assert_passed_over(run_dir)
     assert "holds step 1, not the step of its name" in newest(run_dir)[1][0]
@@ -154,7 +170,9 @@ def tensor_file(header, data=b"", length=None):
 
 
 def checkpoint(text=b'{"format": 2, "texts": {}, "facts": {"step": 5}}', tensors=None, data=b""):
-    return tensor_file({"__metadata__": {"checkpoint": text.decode("latin-1")}, **(tensors or {})}, data)
+    return tensor_file(
+        {"__metadata__": {"checkpoint": text.decode("latin-1")}, **(tensors or {})}, data
+    )
 
 
 def with_facts(facts):
@@ -192,7 +210,9 @@ CASES = {
     "tensor of petabytes": with_tensor(shape=[1 << 50], offsets=[0, 1 << 50]),
     "tensor of a negative size": with_tensor(shape=[-1]),
     "tensor beyond the file": with_tensor(shape=[9], offsets=[0, 9]),
-    "tensors in each other": checkpoint(tensors={"model/a": entry(), "model/b": entry()}, data=b"x"),
+    "tensors in each other": checkpoint(
+        tensors={"model/a": entry(), "model/b": entry()}, data=b"x"
+    ),
     "tensor of no type": with_tensor(dtype="OBJECT"),
     "twenty thousand tensors": checkpoint(
         tensors={f"model/{i}": entry(shape=[0], offsets=[0, 0]) for i in range(20_000)}
@@ -206,7 +226,9 @@ WHOLE = ("twenty thousand tensors", "a tensor with a long name", "made by someon
 def lay(folder, data):
     path = folder / "step-5.safetensors"
     path.write_bytes(data)
-    path.with_name(f"{path.name}.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
+    path.with_name(f"{path.name}.sha256").write_text(
+        f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
+    )
     return path
 
 
@@ -244,27 +266,36 @@ def test_a_file_of_a_terabyte_without_content_is_not_read(tmp_path):
 QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70)
 JSON = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner), max_leaves=9
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=9,
 )
 TENSOR = st.fixed_dictionaries(
     {},
     optional={
         "dtype": st.sampled_from(["U8", "F32", "BF16", "F4", "F8_E8M0", "BOOL", "?"]) | JSON,
         "shape": st.lists(st.integers(-1, 5) | st.integers(0, 2**64), max_size=3) | JSON,
-        "data_offsets": st.lists(st.integers(0, 16) | st.integers(0, 2**64), min_size=2, max_size=2) | JSON,
+        "data_offsets": st.lists(st.integers(0, 16) | st.integers(0, 2**64), min_size=2, max_size=2)
+        | JSON,
     },
 )
 TEXTS = st.just({"checkpoint": '{"format": 2, "texts": {}, "facts": {"step": 5}}'}) | JSON
 
 
 @QUICK
-@given(TEXTS, st.dictionaries(st.text(max_size=5), TENSOR | JSON, max_size=3), st.binary(max_size=16))
+@given(
+    TEXTS, st.dictionaries(st.text(max_size=5), TENSOR | JSON, max_size=3), st.binary(max_size=16)
+)
 def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, tensors, data):
-    path = lay(tmp_path_factory.getbasetemp(), tensor_file({"__metadata__": texts, **tensors}, data))
+    path = lay(
+        tmp_path_factory.getbasetemp(), tensor_file({"__metadata__": texts, **tensors}, data)
+    )
     with suppress(BrokenCheckpoint):
         found = read(path)
         assert found.step == 5
-        assert sum(tensor.nbytes for part in found.tensors.values() for tensor in part.values()) == len(data)
+        assert sum(
+            tensor.nbytes for part in found.tensors.values() for tensor in part.values()
+        ) == len(data)
 
 
 @QUICK

@@ -1,4 +1,6 @@
-"""A disk that is full, read-only, missing, slow or lies: one clear line, the checkpoints before whole, no litter."""
+"""A disk that is full, read-only, missing, slow or lies: one clear line, the
+checkpoints before whole, no litter.
+"""
 
 import errno
 import os
@@ -12,14 +14,25 @@ from types import SimpleNamespace
 import pytest
 from small_checkpoints import bytes_in, small
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, check_room, clean, commit, newest, step_file, steps, verify
+from nanogpt_bench.checkpoint import (
+    CheckpointNotWritten,
+    check_room,
+    clean,
+    commit,
+    newest,
+    step_file,
+    steps,
+    verify,
+)
 from nanogpt_bench.system.errors import BenchError
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 
 
 class Disk:
-    """Functions that a commit writes with in place of `os`; a disk that writes otherwise has its own `write`."""
+    """Functions that a commit writes with in place of `os`; a disk that writes
+    otherwise has its own `write`.
+    """
 
     def __init__(self, write=os.write):
         self.write = write
@@ -82,7 +95,9 @@ def file_size_limit(size):
 
 
 def assert_refused(run_dir, words, disk=None):
-    """A third checkpoint can't be written; what was there before is there byte for byte, and nothing else."""
+    """A third checkpoint can't be written; what was there before is there byte for
+    byte, and nothing else.
+    """
     before = bytes_in(run_dir)
     with pytest.raises(CheckpointNotWritten, match=words) as caught:
         commit_on(disk or Disk(), run_dir, 3)
@@ -101,7 +116,11 @@ def test_a_disk_full_at_any_byte(run_dir, tmp_path, full, tally):
         assert_refused(run_dir, "No space left on device", FullDisk(room))
     commit_on(FullDisk(size), run_dir, 3)
     assert names_in(run_dir) == names(3)
-    tally("disk full while a checkpoint is written", len(positions), "all refused, those before whole, no litter")
+    tally(
+        "disk full while a checkpoint is written",
+        len(positions),
+        "all refused, those before whole, no litter",
+    )
 
 
 def test_a_limit_of_the_file_size(run_dir, tally):
@@ -109,7 +128,11 @@ def test_a_limit_of_the_file_size(run_dir, tally):
     for size in sizes:
         with file_size_limit(size):
             assert_refused(run_dir, "File too large")
-    tally("RLIMIT_FSIZE while a checkpoint is written", len(sizes), "all refused, those before whole, no litter")
+    tally(
+        "RLIMIT_FSIZE while a checkpoint is written",
+        len(sizes),
+        "all refused, those before whole, no litter",
+    )
 
 
 def names(*steps):
@@ -121,7 +144,9 @@ def names_in(run_dir):
 
 
 @pytest.mark.parametrize(
-    "code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT], ids=errno.errorcode.get
+    "code",
+    [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT],
+    ids=errno.errorcode.get,
 )
 def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
     operations = []
@@ -141,12 +166,16 @@ def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
             commit_on(Watched(fail), with_fault, 3)
         except CheckpointNotWritten as error:
             said = str(error)
-        assert not said or (os.strerror(code) in said and step_file(with_fault, 2).read_bytes() == before), name
+        assert not said or (
+            os.strerror(code) in said and step_file(with_fault, 2).read_bytes() == before
+        ), name
         found, skipped = newest(with_fault)
         assert (found is not None, skipped) == (True, []), (failing, name)
         commit(with_fault, small(4), keep_last=1)
         assert names_in(with_fault) == names(4), (failing, name)
-    tally(f"{errno.errorcode[code]} at an operation of a commit", len(operations), "every operation")
+    tally(
+        f"{errno.errorcode[code]} at an operation of a commit", len(operations), "every operation"
+    )
 
 
 @pytest.mark.parametrize(("before", "step"), [((), 1), ((1, 2), 1), ((1, 2), 2), ((1, 2), 3)])
@@ -157,7 +186,12 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, be
     for number in before:
         commit(run_dir, small(number), keep_last=5)
     whole = bytes_in(run_dir)
-    commit_on(Watched(lambda number, *_: shutil.copytree(run_dir, shots / str(number))), run_dir, step, keep_last=2)
+    commit_on(
+        Watched(lambda number, *_: shutil.copytree(run_dir, shots / str(number))),
+        run_dir,
+        step,
+        keep_last=2,
+    )
     for shot in sorted(shots.iterdir()):
         clean(shot)
         there = steps(shot)
@@ -177,7 +211,11 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, be
 def test_file_and_digest_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir):
     log = []
     commit_on(Watched(lambda n, name, path: log.append(name)), run_dir, 3)
-    order = [name for before, name in zip(["", *log], log, strict=False) if (before, name) != ("write", "write")]
+    order = [
+        name
+        for before, name in zip(["", *log], log, strict=False)
+        if (before, name) != ("write", "write")
+    ]
     written = ["open", "write", "fsync"]
     removed = ["unlink"] * 4  # the two before, with their digests
     assert order == [*written, *written, "rename", "open", "fsync", *removed]
@@ -193,10 +231,14 @@ def test_what_was_not_taken_is_not_believed_and_short_writes_are_gone_on_with(ru
 def test_too_little_room_is_said_before_anything_is_written(run_dir, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     before = bytes_in(run_dir)
-    with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room"):
+    with pytest.raises(
+        CheckpointNotWritten, match=r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room"
+    ):
         commit(run_dir, small(3), keep_last=1)
     assert bytes_in(run_dir) == before
-    with pytest.raises(BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"):
+    with pytest.raises(
+        BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"
+    ):
         check_room(Path("gone/run"), 2_000_000, "the first checkpoint")
 
 
