@@ -38,7 +38,8 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
             os.dup2(output, 2)
             # Not the test session's own capture, which would take what is printed.
             sys.stdout, sys.stderr = (
-                open(file, "w", buffering=1, closefd=False) for file in (1, 2)
+                open(file, "w", buffering=1, closefd=False)  # noqa: SIM115
+                for file in (1, 2)
             )
             torch.set_num_threads(1)
             without_drawing()
