@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold._base.autocast import autocast_dtype, outside_autocast
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._native._arrays import encoded_units, rounded_at
@@ -63,7 +64,8 @@ def fp8_mm(
             ``(M, 1)`` and ``(1, N)``. None takes
             :func:`fp8manifold.amax_scale`.
         pow2: round measured scales up to powers of two.
-        out_dtype: of the result; that of ``a`` if None.
+        out_dtype: of the result; if None the dtype of autocast, whose operands are
+            quantised as they are, or without it that of ``a``.
 
     Returns:
         ``(M, N)``, empty where M or N is 0. NaN in an operand is NaN in what depends on
@@ -100,7 +102,8 @@ def fp8_mm(
     formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
     left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
     right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
-    return _product(a, b, (left, right), formats, granularity, pow2, out_dtype or a.dtype)
+    out_dtype = out_dtype or autocast_dtype(a) or a.dtype
+    return _product(a, b, (left, right), formats, granularity, pow2, out_dtype)
 
 
 def _product(
@@ -176,7 +179,8 @@ def _fp8_mm(
         return _hardware_product(left, right, a_scale, b_scale, out_dtype)
     left, right = _units(a, a_scale, a_format), _units(b, b_scale, b_format)
     work = torch.promote_types(left.dtype, right.dtype)
-    product = left.to(work) @ right.to(work)
+    with outside_autocast(a):
+        product = left.to(work) @ right.to(work)
     return product.mul_(a_scale).mul_(b_scale).to(out_dtype)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from fp8manifold._base.autocast import autocast_dtype, outside_autocast
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8
 from fp8manifold._encoded.products import (
     codes_to_int8,
@@ -144,10 +145,13 @@ class _CodesLinear(torch.autograd.Function):
         of_x = of_weight = of_bias = None
         if needs_x:  # a second derivative needs the weight itself
             values = weight.to(x.dtype) if torch.is_grad_enabled() else _values(weight, x.dtype)
-            of_x = torch.mm(gradient, values)
+            with outside_autocast(x):
+                of_x = torch.mm(gradient, values)
             of_x = of_x.view(shape) if flattens else of_x
         if needs_weight:
-            of_weight = _CAST[weight.dtype](torch.mm(gradient.t(), rows))
+            with outside_autocast(x):
+                of_weight = torch.mm(gradient.t(), rows)
+            of_weight = _CAST[weight.dtype](of_weight)
         if needs_bias:
             of_bias = _CAST[ctx.of_bias](gradient.sum(0))
         return of_x, of_weight, of_bias
@@ -205,9 +209,12 @@ class _Linear(torch.autograd.Function):
                 isinstance(weight, FP8Tensor) and rows.dtype in DTYPES and _is_simple(rows, weight)
             )
             values = _values(weight, rows.dtype) if simple else weight.to(rows.dtype)
-            for_x = (rows @ values).view(x.shape).to(x_dtype)
+            with outside_autocast(rows):
+                for_x = rows @ values
+            for_x = for_x.view(x.shape).to(x_dtype)
         if needs_weight:
-            for_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            with outside_autocast(rows):
+                for_weight = rows.t() @ x.reshape(-1, x.shape[-1])
             for_weight = for_weight if ctx.of_weight is None else ctx.of_weight(for_weight.float())
             for_weight = for_weight.to(weight.dtype)
         return for_x, for_weight, for_bias, None, None
@@ -356,7 +363,7 @@ def linear_from_codes(
     with the weight's codes C and scales w, X and p the codes and scales of the rows of
     x rounded to E4M3 or INT8, G and q those of ``g w``. With
     ``gradient_products="fp8"`` dW is ``r (H X)``, H and r those of the columns of
-    ``g p``.
+    ``g p``. Autocast casts the input and the result, and leaves the sums alone.
     """
     if not isinstance(weight, FP8Tensor):
         raise RuntimeError(
@@ -372,9 +379,9 @@ def linear_from_codes(
             f"the layer was made for codes of {spec.weight.format.name}, not of "
             f"{weight.format.name}"
         )
-    device, dtype = x.device.type, weight.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = weight.dtype
+    if (cast := autocast_dtype(x)) is not None:
+        dtype = cast
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != dtype:
         raise RuntimeError(
@@ -432,7 +439,9 @@ class _FromCodes(torch.autograd.Function):
                 for_weight = _rounded_gradient(g, *kept)
             else:  # NaN throughout where the gradient holds one
                 said = g.sum(dtype=torch.float32) * 0.0 if said is None else said
-                for_weight = torch.addmm(said.to(g.dtype).expand(kept[0].shape[1]), g.t(), kept[0])
+                start = said.to(g.dtype).expand(kept[0].shape[1])
+                with outside_autocast(g):
+                    for_weight = torch.addmm(start, g.t(), kept[0])
             for_weight = for_weight.to(weight.dtype)
         return for_x, for_weight, g.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
@@ -491,7 +500,9 @@ def _product(
     a = a.view(_E4M3)
     check_operands(a, b)
     if not is_on_card(a):
-        return ((a.float() @ b.float().t()) * rows * columns).to(dtype)
+        with outside_autocast(a):
+            sums = a.float() @ b.float().t()
+        return (sums * rows * columns).to(dtype)
     if not a.shape[0] or not a.shape[1]:
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
     if dtype is torch.bfloat16 and not torch.compiler.is_compiling():

@@ -310,6 +310,46 @@ def test_shapes_bias_and_autocast(fmt, gradient):
         assert all(map(torch.equal, passes(bare, x[0], g[0])[:2], (y[0], dx[0])))
 
 
+@pytest.mark.parametrize("during", ["forward", "both"])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16])
+@cases
+def test_autocast_rounds_the_result_and_no_sum(fmt, gradient, cast, during):
+    """Sums without their scales are far beyond float16; scales of a file are no powers
+    of two.
+    """
+    net = layer(fmt, (256, 64), torch.float32, gradient_products=gradient)
+    net.weight.set_scale_(net.weight.scale * 1.3)
+    x, g = (part.to(cast) for part in batch((256, 64), 32, spread=0.0))
+    y, dx, dw = passes(net, x.float(), g.float())
+    x = x.float().requires_grad_()
+    net.weight.grad = None
+    with torch.autocast("cpu", cast):
+        made = net(x)
+        if during == "both":
+            made.backward(g)
+    if during == "forward":
+        made.backward(g)
+    assert torch.equal(made, y.to(cast))
+    assert torch.equal(x.grad, dx.to(cast).float())
+    if gradient == "fp8":
+        assert torch.equal(net.weight.grad, dw.to(cast).float())
+    else:
+        assert torch.equal(net.weight.grad, (g.t() @ x.detach().to(cast)).float())
+
+
+@cases
+def test_autocast_around_a_backward_pass_alone_changes_nothing(fmt, gradient):
+    net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient)
+    x, g = (part.float() for part in batch((64, 32), 32))
+    _, *expected = passes(net, x, g)
+    x.requires_grad_()
+    net.weight.grad = None
+    y = net(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.backward(g)
+    assert all(map(torch.equal, (x.grad, net.weight.grad), expected))
+
+
 def test_what_no_gradient_needs_is_not_held():
     held = []
     x, _ = batch((64, 32), 16)

@@ -33,6 +33,22 @@ def passes(model, x, *, autocast):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.parametrize("gradient", [None, "E5M2"])
+def test_autocast_around_a_backward_pass_alone_changes_nothing(gradient):
+    model = fm.quantize_model(
+        nn.Linear(64, 32), fm.LayerSpec("E4M3", gradient=gradient), storage="fp8", seed=1
+    )
+    x, g = normal(16, 64, seed=2), normal(16, 32, seed=3)
+    made = []
+    for enabled in (False, True):
+        x, model.weight.grad = x.detach().clone().requires_grad_(), None
+        y = model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.backward(g)
+        made.append((x.grad, model.weight.grad))
+    assert all(map(torch.equal, *made))
+
+
 @pytest.fixture
 def dispatched(monkeypatch):
     def call(function, *args, **kwargs):

@@ -43,6 +43,25 @@ def test_products_of_quantised_operands(a_format, b_format, gradient_format, gra
     assert close(for_b, q(a.t(), a_format, 0) @ q(g, gradient_format, 1))
 
 
+@granularities
+@pytest.mark.parametrize("formats", [("E4M3", "E4M3"), ("E5M2", None), ("E1M6", "E1M6")])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16])
+def test_autocast_gives_the_dtype_of_the_result_alone(cast, formats, granularity):
+    """Forward and backward pass within: sums in units of the scales stay in float32."""
+    a, b, g = normal(64, 256, seed=1), normal(256, 32, seed=2), normal(64, 32, seed=3)
+    options = {"a_format": formats[0], "b_format": formats[1], "granularity": granularity}
+    expected = both_gradients(a, b, g.to(cast), out_dtype=cast, **options)
+    with torch.autocast("cpu", cast):
+        found = both_gradients(a, b, g.to(cast), **options)
+        wide = fp8_mm(a, b, out_dtype=torch.float32, **options)
+        exact = fp8_mm(a.double(), b.double(), **options)
+    assert found[0].dtype is cast
+    assert wide.dtype is torch.float32
+    assert exact.dtype is torch.float64
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(wide, fp8_mm(a, b, **options))
+
+
 def test_scales_that_are_given():
     a, b, g = normal(4, 8, std=300.0), normal(8, 3), normal(4, 3)
     product, for_a, for_b = both_gradients(

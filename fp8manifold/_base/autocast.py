@@ -1,0 +1,29 @@
+"""What autocast asks of a product, and products that it leaves alone."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of a product of ``x`` under the autocast of its device, or None.
+
+    Autocast leaves float64, and tensors without memory, as they are.
+    """
+    device = x.device.type
+    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which products on the device of ``x`` are in their own dtype.
+
+    A product of codes sums numbers without their scales: a half could not hold them.
+    """
+    device = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
