@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, needed
+from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published import StoredWeight, written_parts
-from fp8manifold._published.layout import GENERATION, INDEX, Layout, described, entries_of
+from fp8manifold._published.layout import (
+    GENERATION,
+    INDEX,
+    Layout,
+    described,
+    entries_of,
+    is_ignored,
+)
 from fp8manifold._published.places import part_of, weight_of
 from fp8manifold._ranks import share_of
 from fp8manifold.huggingface import published_of, reading
@@ -33,6 +41,8 @@ Activations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
 _BY: Final = "load_fp8"
 _INPUT: Final = ("input_scale", "activation_scale")
+#: names under which PEFT's modules have the layer that they adapt or train a copy of
+_BESIDE_ADAPTERS: Final = frozenset({"base_layer", "original_module"})
 #: experts of gpt-oss
 _TRANSPOSED: Final = "_blocks"
 #: files of a repository that are downloaded: weights, settings and a tokenizer's
@@ -155,7 +165,8 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     written in its own dtype.
 
     Args:
-        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``. It
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``,
+            also under ``torch.compile``, ``checkpoint_wrapper`` or ``DataParallel``. It
             does not change, except that rows of a fused weight that share a scale in
             the file take their largest (:meth:`FP8Tensor.rescale_`).
         folder: made if it is not there; files of the same names are replaced once all
@@ -170,7 +181,10 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         FileNotFoundError: the folder that tensors without a place in the model are
             copied from is unknown or gone.
         TypeError, ValueError: a sharded model; one that does not say how it was
-            published; a weight of another format.
+            published; a weight of another format; a tensor of the files that the model
+            has lost (a layer that is gone, or is in a module of another name); a
+            parameter that the files have no place for (adapters of PEFT, which
+            ``merge_and_unload`` adds to the weights).
 
     Warns:
         UserWarning: the tokenizer's or other files beside the weights that can't be
@@ -186,20 +200,23 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         Traceback (most recent call last):
         ValueError: the model was not read by fm.load_fp8 and knows no FP8 layout of files: use fm.export_model
     """
-    published = published_of(model)
+    base = _base_of(model)
+    published = published_of(base)
     if published is None:
         raise ValueError(
             "the model was not read by fm.load_fp8 and knows no FP8 layout of files: use "
             "fm.export_model"
         )
     layout = Layout(published)
-    layout.find(model)
+    _refuse_adapters(base)
+    layout.find(base)
+    entries = entries_of(base)
+    _check_complete(model, base, layout, entries)
     known = published.get("source")
     place = _folder_of(source, {}) if source is not None else None if known is None else Path(known)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
-    entries = entries_of(model)
     where: dict[str, str] = {}
     total = 0
     with closing(_Source(layout, place)) as origin:
@@ -229,6 +246,55 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     ):  # whole or not at all, and never into a file that is mapped
         _beside(folder / name).replace(folder / name)
     _copy_others(published["others"], place, folder)
+
+
+def _base_of(model: Any) -> Any:
+    """The model of transformers that torch's wrappers and PEFT's are around."""
+    inner = unwrapped(model) if isinstance(model, nn.Module) else model
+    if any(kind.__name__ == "PeftModel" for kind in type(inner).__mro__):
+        return unwrapped(inner.get_base_model())
+    return inner
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse weights whose adapter of PEFT, or whose trained copy, is beside them."""
+    for name, module in model.named_modules():
+        if not _BESIDE_ADAPTERS.isdisjoint(vars(module)["_modules"]):
+            raise ValueError(
+                f"{plain_name(name)!r} has an adapter of PEFT, or a copy that PEFT trains, for "
+                f"which the files have no place: save the model that merge_and_unload() returns"
+            )
+
+
+def _check_complete(
+    model: nn.Module, base: Any, layout: Layout, entries: Mapping[str, Tensor]
+) -> None:
+    """Refuse a model that has lost a tensor of the files, or has a parameter that they
+    have no place for.
+
+    What is lost can't be left out: the settings promise it, and readers would draw it
+    anew. ``base`` is the model without the wrappers of ``model``.
+    """
+    known = {id(entries[place.target]) for place in layout.places.values()}
+    missing = base._keys_to_ignore_on_load_missing or ()
+    more = [
+        plain_name(name)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in known
+        and not any(re.search(pattern, name) for pattern in missing)
+    ]
+    if lost := layout.lost(base):
+        instead = f", which has {more[0]!r}" if more else ""
+        raise ValueError(
+            f"{lost[0]!r}, read from {layout.headers[lost[0]].file!r}, has no place in the model "
+            f"any more{instead}: put its module back under the name that it had, or write the "
+            f"model as it is with fm.export_model"
+        )
+    if more:
+        raise ValueError(
+            f"the model has {more[0]!r}, for which the files that it was read from have no place: "
+            f"write it with fm.export_model"
+        )
 
 
 def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
@@ -358,6 +424,7 @@ class _Reader:
         layout.find(model)
         self._keep()
         self._check_left(model)
+        layout.record_left()
         self.floats |= {
             name: self._tensors.part(name) for name in layout.floats if name in layout.places
         }
@@ -424,11 +491,8 @@ class _Reader:
         }
 
     def _check_left(self, model: Any) -> None:
-        patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        for name in self._layout.left:
-            if name not in self._layout.published["kept"] and not any(
-                re.search(each, name) for each in patterns
-            ):
+        for name in self._layout.copied:
+            if not is_ignored(model, name):
                 raise ValueError(
                     f"{name!r} of {self._layout.headers[name].file!r} has no place in the model"
                 )
@@ -474,7 +538,7 @@ class _Source:
     """
 
     def __init__(self, layout: Layout, place: Path | None) -> None:
-        names = [name for name in layout.left if name not in layout.published["kept"]]
+        names = layout.copied
         self._tensors: FileTensors | None = None
         if not names:
             return

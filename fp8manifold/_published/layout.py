@@ -3,6 +3,7 @@ places of its tensors in a model.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from math import prod
@@ -12,6 +13,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import needed
+from fp8manifold._base.wrappers import plain_name
 from fp8manifold._published.found import quantization_of, stored_weights
 from fp8manifold._published.places import Place
 from fp8manifold._published.stored import Header
@@ -112,6 +114,32 @@ class Layout:
         }
         return [name for name, own in names.items() if own not in self.places]
 
+    @property
+    def copied(self) -> list[str]:
+        """Tensors without a place that the settings do not hold: the folder has them."""
+        return [name for name in self.left if name not in self.published["kept"]]
+
+    def record_left(self) -> None:
+        """Write to the settings which tensors never had a place in the model."""
+        self.published["copied"] = self.copied
+
+    def lost(self, model: Any) -> list[str]:
+        """Tensors that had a place in the model when they were read and have none now.
+
+        Settings of older versions do not say which had one: there, all but those that
+        the model's class ignores.
+        """
+        never = self.published.get("copied")
+        if never is None:
+            return [name for name in self.copied if not is_ignored(model, name)]
+        return sorted(set(self.copied) - set(never), key=self.copied.index)
+
+
+def is_ignored(model: Any, name: str) -> bool:
+    """True for a tensor of files that the model's class declares to have no place for."""
+    patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq")
+    return any(re.search(pattern, name) for pattern in patterns)
+
 
 def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
     """The place of each tensor of the files in a model of transformers, by its name;
@@ -126,6 +154,10 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
     ).get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
+    for each in conversions:
+        # of a model inside, by the name of its module
+        if getattr(each, "scope_prefix", None):
+            each.scope_prefix = plain_name(each.scope_prefix)
     own, prefix = entries_of(model), model.base_model_prefix
     found: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(shapes, key=loading.dot_natural_key):
@@ -154,7 +186,7 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
 
 
 def entries_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that files have, by all their names."""
+    """Parameters and buffers that files have, by all their names without wrappers."""
     hidden = {
         f"{owner}.{name}" if owner else name
         for owner, module in model.named_modules(remove_duplicate=False)
@@ -165,7 +197,8 @@ def entries_of(model: nn.Module) -> dict[str, Tensor]:
         for name, value in model.named_buffers(remove_duplicate=False)
         if name not in hidden
     }
-    return dict(model.named_parameters(remove_duplicate=False)) | buffers
+    entries = dict(model.named_parameters(remove_duplicate=False)) | buffers
+    return {plain_name(name): value for name, value in entries.items()}
 
 
 def _parts(
