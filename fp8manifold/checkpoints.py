@@ -280,8 +280,7 @@ def _check_complete(
     more = [
         plain_name(name)
         for name, parameter in model.named_parameters()
-        if id(parameter) not in known
-        and not any(re.search(pattern, name) for pattern in missing)
+        if id(parameter) not in known and not any(re.search(pattern, name) for pattern in missing)
     ]
     if lost := layout.lost(base):
         instead = f", which has {more[0]!r}" if more else ""

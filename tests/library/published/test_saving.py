@@ -154,7 +154,7 @@ def test_a_tensor_that_lost_its_place_is_refused_by_name(
     model = trained(folders[name])
     if settings == "settings of older versions":
         model.config.quantization_config.published.pop("copied", None)
-    with pytest.raises(ValueError, match="files|read from") as caught:
+    with pytest.raises(ValueError, match=r"the files|read from") as caught:
         fm.save_fp8(change(model), tmp_path / "out")
     said = str(caught.value)
     assert [part for part in words.split(" & ") if part not in said] == [], said
