@@ -96,6 +96,11 @@ def add_options(parser: Any) -> None:
         help="folder to write (default: data/ and the text's name)",
     )
     parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="replace the corpus of another text in --out, too (default: only one of this text)",
+    )
+    parser.add_argument(
         "--tokenizer",
         type=tokenizer,
         metavar="{byte,char,gpt2,bpe-N,MODEL}",
@@ -156,7 +161,14 @@ def default_folder(args: argparse.Namespace) -> Path:
         "hub": (args.dataset or "").rpartition("/")[2],
         "packages": "packages",
     }
-    return Path("data") / (called.get(args.source) or args.input.stem)
+    folder = Path("data") / (called.get(args.source) or args.input.stem)
+    if folder == Path(DEFAULT_DATA_DIR):
+        # run and compare would take it for the standard library's prose
+        raise BenchError(
+            f"prepare {args.source} would write {str(folder)!r}, the folder of prepare stdlib; "
+            f"give another one with --out"
+        )
+    return folder
 
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -168,6 +180,7 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         "tokenizer": args.tokenizer or "byte",
         "limit": args.limit_tokens,
         "progress": sys.stderr.isatty(),
+        "replace": args.replace,
         **{
             option: getattr(args, option)
             for option in ("data_dir", "revision")

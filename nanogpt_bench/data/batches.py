@@ -3,6 +3,7 @@ step, micro-step).
 """
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,28 @@ def digests_of(splits: Any) -> dict[str, Any]:
         if key in part
     }
     return {name: part.get("sha256") for name, part in known.items()} | of_labels
+
+
+def digests_in(folder: Path) -> dict[str, Any]:
+    """Return the digests of a corpus's tokens and labels, as its folder has them now."""
+    return digests_of(read_json(folder / "meta.json", times=8)["splits"])
+
+
+class TextChangedError(BenchError):
+    """The error of a corpus that has been replaced while runs were to train on it."""
+
+
+def refuse_changed(texts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse corpora that have other digests than `texts` gives by their folders."""
+    for folder, digests in texts.items():
+        try:
+            now = digests_in(Path(folder))
+        except (OSError, ValueError, KeyError):
+            now = {}
+        if now != digests:
+            raise TextChangedError(
+                f"data.dir: {folder!r} has changed since this sweep began (its sha256 differs)"
+            )
 
 
 def load_corpus(folder: Path, block_size: int) -> Corpus:

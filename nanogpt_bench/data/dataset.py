@@ -13,7 +13,13 @@ from typing import Any
 
 from nanogpt_bench.data.text import VAL_EVERY
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
-from nanogpt_bench.data.write import LabelledText, check_folder, split_limits, write_corpus
+from nanogpt_bench.data.write import (
+    LabelledText,
+    check_folder,
+    check_replaced,
+    split_limits,
+    write_corpus,
+)
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, unknown
 from nanogpt_bench.system.files import sha256
 
@@ -231,6 +237,7 @@ def prepare_eurlex(
     limit: int | None = None,
     progress: bool = False,
     task: str = "text",
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Prepare English EU legislation as `prepare_hub` does, from a second data set if
     the hub has not the first.
@@ -241,6 +248,7 @@ def prepare_eurlex(
         "limit": limit,
         "progress": progress,
         "task": task,
+        "replace": replace,
     }
     try:
         return prepare_hub(
@@ -266,6 +274,7 @@ def prepare_hub(
     limit: int | None = None,
     progress: bool = False,
     task: str = "text",
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Prepare one column of a data set in folder `out` and return what was written to
     meta.json.
@@ -273,7 +282,8 @@ def prepare_hub(
     The training and validation splits become train.bin and val.bin; without a
     validation split, every tenth document is for validation. With `data_dir` a local
     copy is read and no network is used. `task` is one of `TASKS`: with `labels` the
-    documents get the labels in the column `labels`.
+    documents get the labels in the column `labels`. A corpus of another text is
+    replaced only with `replace`.
     """
     if task not in TASKS:
         raise unknown("--task", task, TASKS)
@@ -285,11 +295,6 @@ def prepare_hub(
     limits = split_limits(limit)
     check_tokenizer(tokenizer)
     streams, facts = _open(dataset, config, revision, data_dir)
-    splits = splits_of(streams, column, f"data set {dataset!r}", TASKS[task])
-    labels = names_in(streams["train"]) if task == "labels" else None
-    made = make_tokenizer(
-        tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"]
-    )
     source = {
         **facts,
         "dataset": dataset,
@@ -298,7 +303,13 @@ def prepare_hub(
         "limit_tokens": limit,
     }
     source |= {} if task == "text" else {"task": task}
-    return write_corpus(out, splits, made, source, progress, limit, labels)
+    check_replaced(out, source, replace=replace)
+    splits = splits_of(streams, column, f"data set {dataset!r}", TASKS[task])
+    labels = names_in(streams["train"]) if task == "labels" else None
+    made = make_tokenizer(
+        tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"]
+    )
+    return write_corpus(out, splits, made, source, progress, limit, labels, replace)
 
 
 def _open(

@@ -25,7 +25,14 @@ from typing import IO, Any
 
 from nanogpt_bench.data.text import docstrings
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
-from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
+from nanogpt_bench.data.write import (
+    another_text,
+    check_folder,
+    check_replaced,
+    source_in,
+    split_limits,
+    write_corpus,
+)
 from nanogpt_bench.system.errors import BenchError, one_line, refused, unknown
 from nanogpt_bench.system.files import sha256
 
@@ -298,6 +305,7 @@ def prepare_packages(
     data_dir: Path | None = None,
     limit: int | None = None,
     progress: bool = False,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Prepare the English text of packages (default: all of `PACKAGES`) in `out`;
     return the content of meta.json.
@@ -305,7 +313,8 @@ def prepare_packages(
     A document is a file of a package, without the sentences of earlier documents. The
     hash of its name decides on its split, one in `VAL_EVERY` for validation, and on its
     place there. With `data_dir` the archives are read from that folder; otherwise they
-    are downloaded into a temporary one.
+    are downloaded into a temporary one. A corpus of another text is replaced only with
+    `replace`.
     """
     for name in packages or ():
         if name not in PACKAGES:
@@ -314,6 +323,8 @@ def prepare_packages(
         name: package for name, package in PACKAGES.items() if packages is None or name in packages
     }
     check_folder(out)
+    if not replace:
+        _check_archives(out, chosen)
     split_limits(limit)
     check_tokenizer(tokenizer)
     with _archives(chosen, data_dir, out, progress) as archives:
@@ -329,10 +340,24 @@ def prepare_packages(
         "sha256": digest.hexdigest(),
         "documents": len(documents),
     }
+    check_replaced(out, source, replace=replace)
     text = "".join(map("".join, splits.values())) if tokenizer == "char" else ""
-    return write_corpus(
-        out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit
-    )
+    made = make_tokenizer(tokenizer, text, splits["train"])
+    return write_corpus(out, splits, made, source, progress, limit, replace=replace)
+
+
+def _check_archives(out: Path, chosen: dict[str, Package]) -> None:
+    """Refuse a folder that holds a text of other archives, before any is downloaded."""
+    before = source_in(out)
+    if before is None:
+        return
+    packages = before.get("packages")
+    known = packages if isinstance(packages, dict) else {}
+    archives = {}
+    for name, facts in known.items():
+        archives[name] = facts.get("sha256") if isinstance(facts, dict) else None
+    if archives != {name: package.sha256 for name, package in chosen.items()}:
+        raise another_text(out, before, {"kind": "packages"})
 
 
 @contextmanager

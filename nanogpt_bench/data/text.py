@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanogpt_bench.data.tokenizers import make_tokenizer
-from nanogpt_bench.data.write import write_corpus, write_tokens
+from nanogpt_bench.data.write import check_replaced, write_corpus, write_tokens
 from nanogpt_bench.system.errors import BenchError, counted, unknown
+from nanogpt_bench.system.files import sha256
 
 #: share of the characters for training, as in nanoGPT's shakespeare_char
 TRAIN_SHARE = 0.9
@@ -37,9 +38,12 @@ def prepare_text(
     *,
     limit: int | None = None,
     progress: bool = False,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Prepare a UTF-8 text file in folder `out` and return what was written to
     meta.json.
+
+    A corpus of another text is replaced only with `replace`.
     """
     text = read_text(path)
     cut = int(len(text) * TRAIN_SHARE)
@@ -49,10 +53,10 @@ def prepare_text(
         "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "documents": 1,
     }
+    check_replaced(out, source, replace=replace)
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    return write_corpus(
-        out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit
-    )
+    made = make_tokenizer(tokenizer, text, splits["train"])
+    return write_corpus(out, splits, made, source, progress, limit, replace=replace)
 
 
 #: tokenizers whose tokens a data folder of nanoGPT may have
@@ -60,14 +64,20 @@ OF_NANOGPT = ("byte", "char", "gpt2")
 
 
 def prepare_nanogpt(
-    folder: Path, out: Path, tokenizer: str, *, limit: int | None = None, progress: bool = False
+    folder: Path,
+    out: Path,
+    tokenizer: str,
+    *,
+    limit: int | None = None,
+    progress: bool = False,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Prepare nanoGPT's data in folder `out`: the tokens of its train.bin and val.bin,
     uint16.
 
     `tokenizer` names their tokenizer, since reading a meta.pkl would run code in it.
     For `char` the vocabulary comes from input.txt in `folder`, whose tokens have to be
-    those of the two files.
+    those of the two files. A corpus of another text is replaced only with `replace`.
     """
     if tokenizer not in OF_NANOGPT:
         raise unknown("tokenizer", tokenizer, OF_NANOGPT)
@@ -94,9 +104,12 @@ def prepare_nanogpt(
         raise BenchError(
             f"{str(folder)!r}: train.bin and val.bin are not the characters of its input.txt"
         )
-    return write_tokens(
-        out, splits, made, {"kind": "nanogpt", "file": folder.resolve().name}, limit
-    )
+    source = {
+        "kind": "nanogpt",
+        "file": folder.resolve().name,
+        "sha256": {split: sha256(folder / f"{split}.bin") for split in splits},
+    }
+    return write_tokens(out, splits, made, source, limit, replace)
 
 
 def _tokens_in(path: Path) -> NDArray[np.uint16]:
@@ -150,10 +163,17 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def prepare_stdlib(
-    out: Path, tokenizer: str = "byte", *, limit: int | None = None, progress: bool = False
+    out: Path,
+    tokenizer: str = "byte",
+    *,
+    limit: int | None = None,
+    progress: bool = False,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Prepare the standard library's prose in folder `out` and return what was written
     to meta.json.
+
+    A corpus of another text is replaced only with `replace`.
     """
     documents = stdlib_documents()
     text = "\n".join(documents)
@@ -169,9 +189,9 @@ def prepare_stdlib(
         "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "documents": len(documents),
     }
-    return write_corpus(
-        out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit
-    )
+    check_replaced(out, source, replace=replace)
+    made = make_tokenizer(tokenizer, text, splits["train"])
+    return write_corpus(out, splits, made, source, progress, limit, replace=replace)
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:

@@ -50,6 +50,7 @@ def write_corpus(
     progress: bool,
     limit: int | None = None,
     labels: Sequence[str] | None = None,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Write the documents of each split as tokens, each with an end-of-text token, and
     return meta.json's content.
@@ -58,10 +59,14 @@ def write_corpus(
     as many. Documents may come from a stream, of which no more are read than are
     written. If they are `LabelledText`, their labels are written too; the labels' names
     are `labels`, or else their numbers. All is written to a temporary sibling of `out`,
-    then renamed.
+    then renamed. A corpus of another text than `source` is refused as `out`, unless
+    `replace` is true.
     """
     limits = split_limits(limit)
-    with _replaced(out) as folder, progress_bar(splits, limits, progress) as advance:
+    with (
+        _replaced(out, source, replace=replace) as folder,
+        progress_bar(splits, limits, progress) as advance,
+    ):
         written = {split: _Split(tokenizer, limits[split], advance) for split in splits}
         counts = {
             split: written[split].write(folder / f"{split}.bin", splits[split]) for split in splits
@@ -82,12 +87,15 @@ def write_tokens(
     tokenizer: Tokenizer,
     source: dict[str, Any],
     limit: int | None = None,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Write ready tokens of each split, as one document, and return meta.json's
     content.
+
+    `replace` is that of `write_corpus`.
     """
     limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
-    with _replaced(out) as folder:
+    with _replaced(out, source, replace=replace) as folder:
         for split, tokens in splits.items():
             path, written = folder / f"{split}.bin", tokens[: limits[split]]
             written.tofile(path)
@@ -193,8 +201,14 @@ def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
     yield text[start:]
 
 
+def _called(source: Mapping[str, Any]) -> str:
+    """The name of a text: its file, its data set, or what kind of text it is."""
+    names = (source.get(key) for key in ("file", "dataset", "kind"))
+    return str(next(filter(None, names), ""))
+
+
 def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) -> None:
-    called = next((source[key] for key in ("file", "dataset", "kind") if source.get(key)), "")
+    called = _called(source)
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
@@ -223,6 +237,47 @@ def check_folder(out: Path) -> None:
         raise BenchError(
             f"--out {str(out)!r} holds {other}, which prepare did not write; give an empty folder"
         )
+
+
+def check_replaced(out: Path, source: Mapping[str, Any], *, replace: bool) -> None:
+    """Refuse a folder as `check_folder` does, and unless `replace` is true one that
+    holds a corpus of another text.
+
+    `source` is that of meta.json. The tokenizer and the limit of tokens may differ.
+    """
+    check_folder(out)
+    before = source_in(out)
+    if before is not None and not replace and _text_of(before) != _text_of(source):
+        raise another_text(out, before, source)
+
+
+def source_in(out: Path) -> Mapping[str, Any] | None:
+    """Return the source of the corpus in a folder, empty if it is not known; None
+    without a corpus.
+    """
+    path = out / "meta.json"
+    if not path.exists():
+        return None
+    source = read_json(path, times=8).get("source")
+    return source if isinstance(source, Mapping) else {}
+
+
+def another_text(out: Path, before: Mapping[str, Any], source: Mapping[str, Any]) -> BenchError:
+    """Return the error of a folder that holds the text of `before`, not of `source`."""
+    return BenchError(
+        f"--out {str(out)!r} holds another text ({_called(before)!r}) than this one "
+        f"({_called(source)!r}); give another --out, or --replace to replace it"
+    )
+
+
+def _text_of(source: Mapping[str, Any]) -> Any:
+    """What identifies the text of a source: its sha256, or all that is known of it."""
+    digest = source.get("sha256")
+    if digest is not None:
+        return digest
+    facts = {name: value for name, value in source.items() if name != "limit_tokens"}
+    # as meta.json gives it back
+    return json.loads(json.dumps(facts))
 
 
 def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
@@ -257,16 +312,17 @@ def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
 
 
 @contextmanager
-def _replaced(out: Path) -> Iterator[Path]:
+def _replaced(out: Path, source: Mapping[str, Any], *, replace: bool) -> Iterator[Path]:
     """Yield a new folder beside `out`, which replaces `out` when the block ends without
     an error.
     """
-    check_folder(out)
+    check_replaced(out, source, replace=replace)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
         yield folder
-        check_folder(out)  # again, since it may have changed meanwhile
+        # again, since it may have changed meanwhile
+        check_replaced(out, source, replace=replace)
         if out.exists():
             # os.replace can't overwrite a folder with content: the old corpus is
             # renamed, then removed.

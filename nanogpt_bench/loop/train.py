@@ -19,7 +19,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.batches import open_corpus, refuse_changed
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.anomalies import Sentry
@@ -386,6 +386,7 @@ def run(
     stop: StopRequest | None = None,
     ranks: Ranks = ALONE,
     say: Callable[[str], None] = _LOG.warning,
+    texts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Train as `config` says, write everything into `run_dir` and return the content of
     summary.json.
@@ -401,10 +402,14 @@ def run(
 
     Each process of `ranks` calls this function, and the first one writes; all stop
     together and read the same checkpoint. Refused settings leave no files.
+
+    `texts` has the digests, by their folders, of the corpora that the run has to be
+    trained on; with any others a `TextChangedError` is raised.
     """
     config = resolve_for(config, run_dir, resume=resume)
     check_ranks(config, ranks)
     with runtime(config) as device:
+        refuse_changed(texts or {})
         corpus = open_corpus(config)
         check_fits(config, corpus)
         facts = environment(corpus, config.runtime.threads)
@@ -426,6 +431,8 @@ def run(
             start=build_model(config.begun, 0) if config.begun else None,
             ranks=ranks,
         )
+        # again, now that all are open, so that a corpus replaced meanwhile is noticed
+        refuse_changed(texts or {})
         if config.model.pretrained and config.layers and ranks.first:
             say(left_in_float(trainer.model))
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")

@@ -352,13 +352,13 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
 
 def check_inputs(planned: Iterable[PlannedRun]) -> None:
     """Refuse a corpus that a run can't use, before anything is written."""
-    from nanogpt_bench.data.batches import open_corpus
+    from nanogpt_bench.data.batches import open_also, open_corpus
 
+    of_corpus = ("data.", "model.", "eval.also")
     seen: set[str] = set()
     for run in planned:
-        corpus = repr(
-            [item for item in run.settings.items() if item[0].startswith(("data.", "model."))]
-        )
+        corpus = repr([item for item in run.settings.items() if item[0].startswith(of_corpus)])
         if corpus not in seen:
             seen.add(corpus)
-            open_corpus(resolve(build_config(run.settings)))
+            config = resolve(build_config(run.settings))
+            open_also(config, open_corpus(config))

@@ -67,6 +67,8 @@ class SweepRecord:
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
         self._before = self._entries_of_before()
+        #: digests of the corpora as the sweep has begun with them, by their folders
+        self.texts: dict[str, dict[str, Any]] = {}
         #: entries of sweep.json, by the name of the run
         self._entries: dict[str, dict[str, Any]] = {}
 
@@ -272,14 +274,11 @@ class SweepRecord:
 
     def check_texts(self, folders: Collection[str]) -> None:
         """Refuse a corpus that has been prepared anew since an earlier start of the
-        sweep trained on it.
+        sweep trained on it. Keep the digests of all in `texts`.
         """
-        from nanogpt_bench.data.batches import digests_of
+        from nanogpt_bench.data.batches import digests_in, digests_of
 
-        now = {
-            folder: digests_of(read_json(Path(folder) / "meta.json")["splits"])
-            for folder in folders
-        }
+        now = self.texts = {folder: digests_in(Path(folder)) for folder in folders}
         for name, entry in self._before.items():
             folder = (entry.get("settings") or {}).get("data.dir", DEFAULT_DATA_DIR)
             then = at(mapping(self.folder / name / "environment.json", []), "corpus.splits")

@@ -21,6 +21,7 @@ from rich.text import Text
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import build_config, load_config
 from nanogpt_bench.data import prepare_default
+from nanogpt_bench.data.batches import TextChangedError
 from nanogpt_bench.evaluation.measurement import gaps_table
 from nanogpt_bench.report.tables import to_text, tuning_table
 from nanogpt_bench.runs.load import PASSING, has_ended
@@ -37,7 +38,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.sweep.workers import Event, Local, Pool, check_workers, divide, threads_asked
-from nanogpt_bench.system.errors import counted, one_line, printable, rough_time
+from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, rough_time
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
 #: without a terminal: seconds before the first estimate of the time left, and the least
@@ -141,6 +142,17 @@ class Bar:
         )
 
 
+def text_of(run: PlannedRun) -> str:
+    """Return the folder of the corpus that a run is trained on."""
+    return str(run.settings.get("data.dir", DEFAULT_DATA_DIR))
+
+
+def texts_of(run: PlannedRun) -> list[str]:
+    """Return the folders of all corpora that a run reads."""
+    also = run.settings.get("eval.also")
+    return [text_of(run)] if also is None else [text_of(run), str(also)]
+
+
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
     """Return the most threads that a run's settings name; None if no run's do."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
@@ -207,13 +219,29 @@ class Session:
             self.say(f"{counted(len(todo), 'run')}{before}; {size} at a time, {threads} each")
             with stop_requests(pool.kill) as stop:
                 self._enqueue(todo)
-                self._follow(pool, on_end, stop)
+                try:
+                    self._follow(pool, on_end, stop)
+                except TextChangedError as error:
+                    self.say("stopping the runs: their text has changed")
+                    pool.stop(patient=True)
+                    self._record.interrupt()
+                    raise self._changed(error) from None
                 if stop.asked:
                     self.say(f"{stop.name}: stopping the runs; the same command goes on from here")
                     pool.stop(patient=True)
                     self._record.interrupt()
                     return False
         return True
+
+    def _changed(self, error: TextChangedError) -> BenchError:
+        """The error of a corpus that has changed, with what is left of the sweep."""
+        folder, planned = self._record.folder, self._record.planned
+        ended = sum(self._record.ended(run) for run in planned)
+        return BenchError(
+            f"{error}: {ended} of {len(planned)} runs in {str(folder)!r} have ended on the text "
+            f"as it was; with that text there again, the same command with --out {str(folder)!r} "
+            f"goes on"
+        )
 
     def _left(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
         """Return the run if it has to be trained; else those to be trained of the runs
@@ -233,8 +261,15 @@ class Session:
                 threads = load_config(before).runtime.threads or threads
             settings = {"runtime.threads": threads, **PASSING, **run.settings}
             self._waiting.append(len(self._jobs))
+            texts = self._record.texts
             self._jobs.append(
-                {"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume}
+                {
+                    "settings": settings,
+                    "run_dir": str(run_dir),
+                    "argv": sys.argv,
+                    "resume": resume,
+                    "texts": {folder: texts[folder] for folder in texts_of(run) if folder in texts},
+                }
             )
             self._runs.append(run)
             self._bar.entries.append(Entry(f"{run.label} · seed {run.seed}", run.cost))
@@ -253,6 +288,9 @@ class Session:
                 summary = self._record.summary(run)
                 if summary.get("status") == "failed" and summary.get("failure"):
                     event = Event(event.job, "failed", {"error": summary["failure"]})
+            if event.kind == "failed" and event.data["error"]["kind"] == TextChangedError.__name__:
+                # no failure of this run: it has not begun, and the others can't either
+                raise TextChangedError(event.data["error"]["message"])
             self._bar.show(event)
             if run is not None and event.kind in ("done", "failed"):
                 self._record.end(run, event.data["error"] if event.kind == "failed" else None)
@@ -340,11 +378,10 @@ def _check(
     for run in planned:
         record.check(run)
     check_machine([run for run in planned if not has_ended(record.summary(run))], executor)
-    texts = {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}
-    for folder in texts:
-        prepare_default(folder)
+    for run in planned:
+        prepare_default(text_of(run))
     check_inputs(planned)
-    record.check_texts(texts)
+    record.check_texts({folder for run in planned for folder in texts_of(run)})
     if said := left_out_of_reference(sweep):
         print(said, file=sys.stderr)
 

@@ -3,7 +3,8 @@ the cores.
 
 A worker is a process on this machine, alone in a `ProcessPoolExecutor`, or runs tasks
 on a Ray cluster. It is prepared once and then trains one run after another. A job is
-{"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}.
+{"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool,
+"texts": {folder: digests of the corpus that has to be there}}.
 """
 
 from __future__ import annotations
@@ -78,7 +79,14 @@ def serve(
     try:
         with stop_requests_once(numbers) as stop:
             config, run_dir = build_config(job["settings"]), Path(job["run_dir"])
-            ended = run(config, run_dir, resume=job.get("resume", False), stop=stop)["stop"] or {}
+            summary = run(
+                config,
+                run_dir,
+                resume=job.get("resume", False),
+                stop=stop,
+                texts=job.get("texts"),
+            )
+            ended = summary["stop"] or {}
     except Exception as error:  # any error ends only this run
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
         return {

@@ -234,9 +234,8 @@ def test_the_command_says_how_many_labels_there_are(here, capsys):
     assert said.startswith("data/eurlex-labels: ")
     assert "; 5 labels, 15 documents for training, 5 for validation" in said
     Path("a.txt").write_text("one two three\n" * 100)
-    prepare_text(
-        Path("a.txt"), here / "data" / "eurlex-labels"
-    )  # a text over it leaves none of its files
+    # a text over it leaves none of its files
+    prepare_text(Path("a.txt"), here / "data" / "eurlex-labels", replace=True)
     names = {path.name for path in (here / "data" / "eurlex-labels").iterdir()}
     assert names == {"meta.json", "train.bin", "val.bin"}
 

@@ -14,6 +14,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text, stdlib_documents
 from nanogpt_bench.data.tokenizers import make_tokenizer, tokenizer_from_meta
+from nanogpt_bench.system.files import sha256
 
 
 def test_char_scheme_splits_nine_to_one_and_keeps_line_ends(tmp_path, text_file):
@@ -77,7 +78,9 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
         assert (out / f"{split}.bin").read_bytes() == (given / f"{split}.bin").read_bytes()
         assert corpus.meta["splits"][split]["bytes"] == len(made.decode(text).encode())
     assert made.decode(np.concatenate([corpus.train, corpus.val])) == TEXT
-    assert corpus.meta["source"] == {"kind": "nanogpt", "file": "shakespeare"}
+    digests = {split: sha256(given / f"{split}.bin") for split in ("train", "val")}
+    source = {"kind": "nanogpt", "file": "shakespeare", "sha256": digests}
+    assert corpus.meta["source"] == source
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_files_and_meta_agree_and_a_prepared_corpus_is_replaced(tmp_path):
         tmp_path / "out",
         {"train": ["x" * 70], "val": ["y" * 70]},
         ByteTokenizer(),
-        {},
+        {"kind": "test"},
         progress=False,
     )
     assert (

@@ -138,7 +138,8 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
         prepare_text(source, tmp_path / tokenizer, tokenizer)
         assert said in refused("evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}")
     run(tiny(data__dir=tmp_path / "byte", train__max_steps=1), tmp_path / "run")
-    prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte")  # under it
+    # under it
+    prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte", replace=True)
     assert "is not the text that" in refused("evaluate", tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'byte'}"]) == 0
     assert re.search(

@@ -15,8 +15,9 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.sweep import workers as pool_module
-from nanogpt_bench.sweep.workers import cores
+from nanogpt_bench.sweep.workers import cores, serve
 
 
 @pytest.mark.usefixtures("_stub_workers")
@@ -120,6 +121,38 @@ def test_a_corpus_prepared_anew_is_refused(write, here, corpus_dir, capsys):
     assert main(lines[1]) == 2
     assert "'sgd-seed=1' in 'out' was trained on (its sha256 differs)" in capsys.readouterr().err
     assert (here / "out" / "sweep.json").read_bytes() == before
+
+
+def train_and_replace(job):
+    """Train, and have another text prepared in the folder of the first one meanwhile."""
+    ended = serve(job)
+    if not Path("kept").exists():
+        shutil.copytree("text", "kept")
+        prepare_text(Path("other.txt"), Path("text"), "char", replace=True)
+    return ended
+
+
+@pytest.mark.usefixtures("_forked_workers", "_no_figures")
+@pytest.mark.parametrize("key", ["data.dir", "eval.also"])
+def test_a_corpus_replaced_while_a_sweep_runs_ends_it(key, write, here, text_file, capsys):
+    text, kept = here / "text", here / "kept"
+    prepare_text(text_file, text, "char")
+    other = here / "other.txt"
+    other.write_text(text_file.read_text().replace("dogs", "gods"))
+    line = ["sweep", str(write(axes={"seed": [1, 2, 3]}, settings={"rule": "sgd"}))]
+    line += ["--out", "out", "--workers", "1", f"--{key}", str(text)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "SERVE", train_and_replace)
+        assert main(line) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{str(text)!r} has changed since this sweep began (its sha256 differs)" in said
+    assert "1 of 3 runs in 'out' have ended on the text as it was" in said
+    assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, False, False]
+    assert [path.parent.name for path in Path("out").glob("*/metrics.jsonl")] == ["sgd-seed=1"]
+    shutil.rmtree(text)
+    shutil.copytree(kept, text)
+    assert main(line) == 0
+    assert [run["status"] for run in runs_of(Path("out")).values()] == ["finished"] * 3
 
 
 @pytest.mark.usefixtures("_forked_workers")
