@@ -18,6 +18,7 @@ from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._encoded.dispatch import FLOAT8, float8_format
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
+from fp8manifold._published.replaced import replacing
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
@@ -167,7 +168,8 @@ def export_model(
 
     Args:
         model: of transformers, and of :func:`quantize_model`.
-        folder: as of ``save_pretrained``.
+        folder: as of ``save_pretrained``; of an earlier save, the weights that would be
+            read instead of the new ones are removed.
         layout, activations: as in :func:`exported_state_dict`.
 
     Raises:
@@ -216,7 +218,8 @@ safetensors.torch.save_file
         model.config.quantization_config = described
         if has_own_head(model):
             model.config.tie_word_embeddings = False
-        model.save_pretrained(folder)
+        with replacing(Path(folder)) as new:
+            model.save_pretrained(new)
     finally:
         vars(model).pop("hf_quantizer", None)
         vars(model).update(kept)
