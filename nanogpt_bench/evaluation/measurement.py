@@ -251,11 +251,6 @@ class Measurement:
 
 
 FILE = "sensitivity.json"
-#: parts into which a budget is divided; the bytes of a choice are rounded up to whole
-#: parts
-PARTS = 2000
-#: a format's name, what it adds to the loss, and its bytes
-Choice = tuple[str, float, float]
 
 
 def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:
@@ -355,38 +350,3 @@ def mixture(content: Mapping[str, Any]) -> dict[str, str]:
         for pattern in patterns
     }
     return {pattern: min(cells)[1] for pattern, cells in known.items() if cells}
-
-
-def best_mixture(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, str] | None:
-    """Return a format for every pattern, with the least sum of gaps that fits into
-    `budget` bytes.
-
-    None if even the smallest formats take more. It is found by dynamic programming over
-    the bytes. That gaps add up is an approximation for small gaps.
-
-    >>> best_mixture({"attn": [("E4M3", 0.2, 1), ("none", 0.0, 4)], "mlp": [("E4M3", 0.1, 1), ("none", 0.0, 4)]}, 5)
-    {'attn': 'none', 'mlp': 'E4M3'}
-    """
-    spare = budget - sum(min(size for _, _, size in each) for each in choices.values())
-    if spare < 0:
-        return None
-    best: dict[int, tuple[float, dict[str, str]]] = {0: (0.0, {})}
-    for pattern, each in choices.items():
-        least, following = (
-            min(size for _, _, size in each),
-            dict[int, tuple[float, dict[str, str]]](),
-        )
-        for used, (loss, chosen) in best.items():
-            for name, gap, size in each:
-                more = (
-                    math.ceil((size - least) * PARTS / spare)
-                    if size > least and spare
-                    else (size > least) * 2 * PARTS
-                )
-                if (
-                    used + more <= PARTS
-                    and loss + gap < following.get(used + more, (math.inf, {}))[0]
-                ):
-                    following[used + more] = (loss + gap, {**chosen, pattern: name})
-        best = following
-    return min(best.values(), key=lambda found: found[0])[1]

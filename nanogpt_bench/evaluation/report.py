@@ -3,6 +3,7 @@ layer, and a mixture.
 """
 
 import argparse
+import math
 import re
 import shlex
 import sys
@@ -24,12 +25,12 @@ from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_text
 from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
+from nanogpt_bench.evaluation.budget import best_mixture, bytes_within
 from nanogpt_bench.evaluation.measurement import (
     EMBEDDINGS,
     FILE,
     Evaluation,
     Measurement,
-    best_mixture,
     gaps_table,
     quantized,
     rows_table,
@@ -402,19 +403,23 @@ def _mixture(
     """The formats of the best mixture of at most `budget` bytes per parameter; None if
     no mixture is so small.
     """
-    whole = base.bytes_per_parameter or 0.0
-    choices: dict[str, list[tuple[str, float, float]]] = {}
+    whole = _bytes_of(base, at.parameters)
+    choices: dict[str, list[tuple[str, float, int]]] = {}
     for (pattern, name), row in found.items():
-        added = ((row.bytes_per_parameter or 0.0) - whole) * at.parameters
-        choices.setdefault(pattern, []).append((name, row.gap or 0.0, added))
-    for each in choices.values():
-        each.append(("none", 0.0, 0.0))
-    chosen = best_mixture(choices, (budget - whole) * at.parameters)
+        formats = choices.setdefault(pattern, [("none", 0.0, 0)])
+        gap = row.gap or 0.0
+        if math.isfinite(gap):
+            formats.append((name, gap, _bytes_of(row, at.parameters) - whole))
+    chosen = best_mixture(choices, bytes_within(budget, at.parameters) - whole)
     return (
         None
         if chosen is None
         else {pattern: name for pattern, name in chosen.items() if name != "none"}
     )
+
+
+def _bytes_of(row: Evaluation, parameters: int) -> int:
+    return round((row.bytes_per_parameter or 0.0) * parameters)
 
 
 @contextmanager

@@ -182,6 +182,9 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
     mixture = report_of(trained["float"], tmp_path / "out", *words)["rows"][-1]
     assert mixture["format"] == "mixture"
     assert mixture["bytes_per_parameter"] <= 2.0
+    words[3] = repr(mixture["bytes_per_parameter"])
+    again = report_of(trained["float"], tmp_path / "again", *words[:4])["rows"][-1]
+    assert (again["format"], again["formats"]) == ("mixture", mixture["formats"])
     table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
     assert table["patterns"] == [
         "attn.qkv",

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.tokenizers import own_tokenizer
-from nanogpt_bench.evaluation.measurement import EMBEDDINGS, best_mixture, rounded
+from nanogpt_bench.evaluation.budget import best_mixture
+from nanogpt_bench.evaluation.measurement import EMBEDDINGS, rounded
 from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
 from nanogpt_bench.system import free_memory
 
