@@ -192,6 +192,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     ]
     if twice := [option for option in given if given.count(option) > 1]:
         raise BenchError(f"{twice[0]} is given twice; keep one")
+    _refuse_empty(plain)
     args, rest = parser.parse_known_args(plain)
     if rest:
         raise BenchError(_unknown(rest[0].partition("=")[0], known, settings=name in TAKE_SETTINGS))
@@ -214,6 +215,28 @@ def is_setting(word: str, options: Collection[str]) -> bool:
         and option not in options
         and ("." in option or option[2:] in FIELDS)
     )
+
+
+#: options that take an empty text
+MAY_BE_EMPTY = ("--prompt",)
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse an empty argument, such as that of a variable that a shell does not have.
+
+    It would stand for the default of an option, or for the working folder.
+    """
+    before = ""
+    for word in words:
+        option, equals, text = word.partition("=")
+        if option.startswith("--") and equals:
+            value = text
+        else:
+            option, value = before, word
+        if not value.strip() and option not in MAY_BE_EMPTY:
+            where = f"{option} " if option.startswith("--") else "argument "
+            raise BenchError(f"{where}{value!r} is not allowed; give a value, or leave it out")
+        before = word
 
 
 def _unknown(word: str, options: Collection[str], *, settings: bool) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.system.errors import not_known
+from nanogpt_bench.system.untrusted import is_beyond_floats
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
@@ -74,7 +75,7 @@ def number(
 
     def read(text: str) -> Any:
         with suppress(ValueError):
-            if is_allowed(value := kind(text)):
+            if is_allowed(value := kind(text)) and not is_beyond_floats(text):
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give {what}")
 

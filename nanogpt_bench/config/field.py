@@ -62,6 +62,7 @@ class Section(BaseModel):
         if issubclass(kind, Section):
             return value
         check_names(value)
+        _check_filled(value)
         if isinstance(value, str) and value in NULLS and is_optional(field):
             return None
         value = _said(kind, value)
@@ -108,10 +109,19 @@ def check_names(value: Any) -> None:
         check_names(item)
 
 
+def _check_filled(value: Any) -> None:
+    """Refuse an empty text, alone or as one of several words."""
+    for word in value if isinstance(value, list) else [value]:
+        if isinstance(word, str) and not word.strip():
+            raise BenchError(f"{word!r} is not allowed; give a value, or leave it out")
+
+
 def _said(kind: type, value: Any) -> Any:
     """Read a string as YAML where the field takes another type."""
     if kind is str or not isinstance(value, str):
         return value
+    if kind is float and untrusted.is_beyond_floats(value):
+        raise BenchError(f"{value!r} is not allowed: {untrusted.BEYOND_FLOATS}")
     if kind in (int, float) and not untrusted.is_ambiguous(value):
         with suppress(ValueError):
             return kind(value)

@@ -259,16 +259,28 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
         raise BenchError(
             f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}"
         )
-    return key, text if equals else queue.pop(0)
+    text = text if equals else queue.pop(0)
+    if not text.strip():
+        takes = FIELDS[key].allowed if key in FIELDS else "a value"
+        raise BenchError(f"--{key}: {text!r} is not allowed; give {takes}, or leave it out")
+    return key, text
 
 
 def _read_value(key: str, text: str) -> Any:
     setting = FIELDS[key]
     if setting.kind is list:
-        return [word for part in text.strip("[] ").split(",") if (word := part.strip(" '\""))]
-    if setting.optional and text.lower() in (*NULLS, "none", ""):
+        words = [part.strip(" '\"") for part in text.strip("[] ").split(",")]
+        words = [word for word in words if word]
+        if not words and "[" not in text:
+            raise BenchError(f"--{key}: {text!r} names nothing; give words, or [] for none")
+        return words
+    if setting.optional and text.lower() in (*NULLS, "none"):
         return None
-    return text if setting.kind is str else parse_text(text)
+    if setting.kind is str:
+        return text
+    value = parse_text(text)
+    # a text without a value, such as a comment of YAML, does not mean null
+    return text if value is None else value
 
 
 def build_config(values: Mapping[str, Any]) -> Config:

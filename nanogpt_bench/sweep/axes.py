@@ -11,6 +11,7 @@ from typing import Any
 from nanogpt_bench.config.keys import FIELDS, mapping_above
 from nanogpt_bench.config.settings import GivenTwice, entries_of, flatten, once, unknown_key
 from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.untrusted import is_beyond_floats
 
 SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")
@@ -161,6 +162,8 @@ def _range(key: str, values: Mapping[Any, Any]) -> Range:
 def _number(key: str, name: str, value: Any) -> float:
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
+        if isinstance(value, str) and is_beyond_floats(value):
+            number = math.nan
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):

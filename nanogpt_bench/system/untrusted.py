@@ -7,6 +7,7 @@ what readers understand differently: a name given twice, and numbers such as 010
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +30,10 @@ LONGEST_NAME = 100
 
 #: plain numbers of YAML 1.1 that YAML 1.2 reads as others: octal 010, sexagesimal 1:30
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
+#: what an error says of a number that is beyond floats
+BEYOND_FLOATS = "a float would have it as 0 or as infinity"
+_FLOAT = "tag:yaml.org,2002:float"
+_NUMBERS = ("tag:yaml.org,2002:int", _FLOAT, "tag:yaml.org,2002:timestamp")
 
 
 class Refused(ValueError):
@@ -177,6 +181,24 @@ def is_ambiguous(number: str) -> bool:
     return _AMBIGUOUS.fullmatch(number) is not None
 
 
+def is_beyond_floats(number: str) -> bool:
+    """Return whether a text is a number that a float has only as 0 or as infinity,
+    although it is neither.
+
+    >>> is_beyond_floats("1e-400"), is_beyond_floats("1e400"), is_beyond_floats("0e9")
+    (True, True, False)
+    """
+    mantissa = number.strip().lower().lstrip("+-").partition("e")[0]
+    if not any(character.isdigit() for character in mantissa):
+        return False  # such as inf, which means infinity
+    try:
+        value = float(number)
+    except ValueError:
+        return False
+    is_zero = not any(character in "123456789" for character in mantissa)
+    return math.isinf(value) or (value == 0 and not is_zero)
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with bounds, checked while the text is read."""
 
@@ -241,3 +263,6 @@ class _Loader(yaml.SafeLoader):
                 f"{sign} is; write a "
                 "plain number, or a text in quotes"
             )
+        if node.tag == _FLOAT and is_beyond_floats(node.value):
+            number, line = shortened(node.value, LONGEST_NAME), node.start_mark.line + 1
+            raise Refused(f"line {line}: {number} is not allowed: {BEYOND_FLOATS}")

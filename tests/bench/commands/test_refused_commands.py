@@ -50,6 +50,27 @@ REFUSED = {
     "prepare stdlib --tokenizer gpt3": "gpt3 & did you mean 'gpt2' & allowed: byte, char, gpt2",
     "prepare stdlib --packages oci": "--packages",
     "prepare text": "--input FILE",
+    # an empty variable of a shell is no way to say default, or this folder
+    **{
+        f"{words} {option} ''": f"{option} '' is not allowed; give a value"
+        for words, options in {
+            "prepare text": "--input --out --tokenizer",
+            "prepare hub --dataset a/b --column text": "--config --revision --data-dir",
+            "evaluate RUN": "--out --save --checkpoint --formats",
+            "evaluate": "--model",
+            "sample RUN": "--out --checkpoint",
+            "report RUN": "--out --baseline",
+            "results export RUN": "--out",
+            "compare": "--out --reference --data.dir --address",
+            "sweep formats.yaml": "--out --reference",
+            "finetune --model MODEL": "--save --name",
+        }.items()
+        for option in options.split()
+    },
+    "evaluate RUN --out=": "--out '' is not allowed; give a value",
+    "run ''": "argument '' is not allowed",
+    "verify ''": "argument '' is not allowed",
+    "sample RUN --temperature 1e-400": "--temperature & '1e-400' is not allowed",
     "prepare text --input gone.txt": "gone.txt & does not exist",
     "run": "CONFIG.yaml",
     "run e4m3.yml": "e4m3.yml & did you mean 'e4m3.yaml'",

@@ -94,6 +94,7 @@ UNREADABLE = {
         f"number"
         for number in ("010", "1:30", "-017")  # which readers of YAML differ in
     },
+    "--train.stop_on ,": "--train.stop_on: ',' names nothing; give words, or [] for none",
     "--optimizer.lr nan": "optimizer.lr: nan is out of range; give a number > 0 or null",
     "--optimizer.beta1 1": "optimizer.beta1: 1 is out of range; give a number >= 0 and < 1 or null",
     "--optimizer.schedule cosin": "optimizer.schedule: 'cosin' is not known; did you mean 'cosine'?",
@@ -218,3 +219,63 @@ def test_a_file_s_settings_that_get_another_meaning_are_refused(tmp_path):
         "attn": "E4M3",
         "mlp": "E5M2",
     }
+
+
+#: a setting of every kind, of those that may be null and of those that may not
+OF_EVERY_KIND = (
+    "optimizer.lr",
+    "optimizer.grad_clip",
+    "optimizer.weight_decay",
+    "model.headroom",
+    "train.max_seconds",
+    "train.max_steps",
+    "model.bias",
+    "shadow.enabled",
+    "optimizer.schedule",
+    "rule",
+    "data.dir",
+    "eval.also",
+    "alerts.baseline",
+    "train.stop_on",
+    "model.formats",
+    "model.formats.attn",
+)
+
+
+@pytest.mark.parametrize("text", ["", " "], ids=["empty", "blank"])
+@pytest.mark.parametrize("key", OF_EVERY_KIND)
+def test_an_empty_value_does_not_mean_the_default(key, text):
+    for words in ([f"--{key}", text], [f"--{key}={text}"]):
+        with refusal(rf"^--{re.escape(key)}: '{text}' is not allowed; give .*, or leave it out$"):
+            load_config(None, words)
+
+
+@pytest.mark.parametrize("key", [key for key in OF_EVERY_KIND if key != "model.formats.attn"])
+def test_an_empty_value_in_a_file_is_refused(key, tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text(f'{key}: ""\n')
+    with refusal(f"^{key}: ''"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("text", ["# 3", "---"], ids=["comment", "document"])
+def test_a_text_that_yaml_reads_as_nothing_does_not_mean_null(text):
+    with refusal(f"^optimizer.lr: '{text}' is not allowed; give a number"):
+        load_config(None, ["--optimizer.lr", text])
+
+
+@pytest.mark.parametrize("text", ["1e-400", "1.0e-400", "-1e-400", "1e400", "1.0e+400"])
+@pytest.mark.parametrize("key", ["optimizer.grad_clip", "optimizer.lr", "train.max_seconds"])
+def test_a_number_that_a_float_can_not_have_is_refused(key, text, tmp_path):
+    with refusal(f"^{key}: '{re.escape(text)}' is not allowed"):
+        load_config(None, [f"--{key}", text])
+    path = tmp_path / "my.yaml"
+    path.write_text(f"{key}: {text}\n")
+    with refusal("is not allowed: a float would have it as 0 or as infinity"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "0e-400", "0e400", "-0.0", "5e-324"])
+def test_a_number_that_a_float_has_is_taken(text):
+    given = load_config(None, ["--optimizer.weight_decay", text.removeprefix("-")])
+    assert given.optimizer.weight_decay == float(text)
