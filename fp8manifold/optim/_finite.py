@@ -15,6 +15,10 @@ from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot, in_words
 
 _NAMED: Final = 3
+_ADVICE: Final = (
+    "Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first "
+    "such step"
+)
 _DOT = 2**30  #: Elements of a product: those of a GPU are counted in 31 bits.
 
 
@@ -114,23 +118,29 @@ def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
     )
     warnings.warn(
         f"{type(optimizer).__name__} has skipped {optimizer.skipped_in_row} steps in a row, so "
-        f"nothing is trained: {reason}. Look for NaN in the loss or lower the learning rate; "
-        f"on_nonfinite='raise' stops at the first such "
-        "step",
+        f"nothing is trained: {reason}. {_ADVICE}",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
-    """Warn that a parameter's own step, in a backward pass, was left out."""
-    name = "".join(_names_of(optimizer, [parameter]))
-    warnings.warn(
-        f"step_in_backward: the gradient (or its square) of {name} is not finite: "
-        "its step was skipped, other parameters were stepped",
-        RuntimeWarning,
-        stacklevel=2,
+def warn_of_pass(optimizer: Any, culprits: Sequence[Tensor], why: str, in_row: int) -> None:
+    """Warn that a backward pass has left out steps, the last of ``in_row``: because of
+    the gradients of ``culprits``, or for the reason ``why``.
+    """
+    names = ", ".join(_names_of(optimizer, culprits))
+    reason = why or (
+        f"the gradient (or its square) of {names} is not finite: its step was skipped, and so was "
+        f"that of every parameter with such a gradient in this backward pass"
     )
+    if in_row == optimizer.warn_after:
+        message = (
+            f"{type(optimizer).__name__} has skipped steps in {in_row} backward passes in a row, "
+            f"in the last because {reason}. {_ADVICE}"
+        )
+    else:
+        message = f"step_in_backward: {reason}"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _names_of(optimizer: Any, parameters: Sequence[Tensor]) -> list[str]:

@@ -15,7 +15,8 @@ from fp8manifold.optim import _checks, _state
 from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._directions import MOMENT_NAMES
-from fp8manifold.optim._finite import all_finite, warn_of_one, warn_of_skips
+from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
+from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
 from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize, stiffness_field
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
@@ -64,7 +65,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         observes: a function of a parameter, true if the observer is called for it; None
             calls it for all.
         skipped_steps, skipped_in_row: steps left out as a gradient was not finite, and
-            how many of them came last.
+            how many of them came last; with steps in the backward pass, the passes in
+            which one was.
         warn_after: after this many skipped steps in a row a ``RuntimeWarning`` names
             the parameters at fault.
         widened_scales, fitted_scales: scales of one-byte weights that this process
@@ -82,8 +84,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     fitted_scales: int = 0
     streams_begun: int = 0
     _unheard: tuple[
-        tuple[Later, dict[Tensor, int | None], bool], ...
+        tuple[Later, dict[Tensor, int | None], BackwardPass | None], ...
     ] = ()  # arguments of ``count_decided``, by step
+    _heard: BackwardPass | None = None  # the last backward pass with a verdict
     _table: Table | None = (
         None  # of the last steady step; compared with the present before each use
     )
@@ -177,19 +180,25 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._count_skipped()
         return loss
 
-    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Take the step of one parameter as :meth:`step` would; where it is skipped,
-        warn and count it.
+    def step_alone(
+        self, group: dict[str, Any], parameter: Tensor, backward_pass: BackwardPass
+    ) -> None:
+        """Take the step of one parameter in a backward pass, as :meth:`step` would;
+        where it is skipped, warn of the pass and count it, once.
         """
         _checks.refuse_recording(self)
         self._count_decided(parameter)
         slots = [self._slot(group, parameter)]
         if is_steady(self, slots) and (table := planned(self, slots)) is not None:
-            taken = table.take(self, alone=True)
+            taken = table.take(self, backward_pass)
         elif taken := self._may_step(slots):
             self._take(counted(self._begin(slots)))
-        if taken is False:
-            self._count_skipped([parameter], alone=True)
+        if taken is None:
+            return
+        self._count_decided()  # verdicts are heard in the order of the steps
+        self._hear(backward_pass)
+        if not taken:
+            self._count_skipped_pass(backward_pass, [parameter])
 
     def _count_decided(self, parameter: Tensor | None = None) -> None:
         """Count the steps whose verdict was left to a GPU: all, or those up to a
@@ -198,21 +207,39 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         while self._unheard and (
             parameter is None or any(parameter in each for _, each, _ in self._unheard)
         ):
-            (said, versions, alone), *others = self._unheard
+            (said, versions, backward_pass), *others = self._unheard
             self._unheard = tuple(others)
-            count_decided(self, said, versions, alone=alone)
+            count_decided(self, said, versions, backward_pass)
+        if parameter is None and self._heard is not None and not self._heard.is_under_way:
+            self._hear(None)
 
-    def _count_skipped(
-        self, culprits: Sequence[Tensor] | None = None, *, alone: bool = False
+    def _hear(self, backward_pass: BackwardPass | None) -> None:
+        """Note the pass of a verdict, or that there is none under way; a pass before it
+        that left out no step has ended a row of those that did.
+        """
+        before, self._heard = self._heard, backward_pass
+        if before is not None and before is not backward_pass and not before.is_skipped:
+            vars(self)["skipped_in_row"] = 0
+
+    def _count_skipped_pass(
+        self, backward_pass: BackwardPass, culprits: Sequence[Tensor], why: str = ""
     ) -> None:
+        """Count a backward pass that left out a step, and warn of it, once: because of
+        the gradient of a parameter, or for the reason that is given.
+        """
+        if backward_pass.is_skipped:
+            return
+        backward_pass.is_skipped = True
+        counts = vars(self)  # the properties wait for later verdicts
+        counts["skipped_steps"] = counts.get("skipped_steps", 0) + 1
+        counts["skipped_in_row"] = counts.get("skipped_in_row", 0) + 1
+        warn_of_pass(self, culprits, why, counts["skipped_in_row"])
+
+    def _count_skipped(self, culprits: Sequence[Tensor] | None = None) -> None:
         """Count a step that was left out because of the gradients of ``culprits``;
         None: of any that are there now.
         """
         self.skipped_steps += 1
-        if alone and culprits:
-            warn_of_one(self, culprits[0])
-        if alone:
-            return
         self.skipped_in_row += 1
         if self.skipped_in_row == self.warn_after:
             warn_of_skips(self, culprits)

@@ -25,6 +25,7 @@ from fp8manifold.optim._agreement import are_several
 from fp8manifold.optim._checks import CHANGING, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
 from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
+from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, counted
 from fp8manifold.optim._triton_step import TritonStep, doubles_on_card, is_triton, launched
@@ -147,9 +148,9 @@ class Table:
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
 
-    def take(self, optimizer: Any, *, alone: bool = False) -> bool | None:
+    def take(self, optimizer: Any, backward_pass: BackwardPass | None = None) -> bool | None:
         """Take the step of all, or of none if a gradient or its square is not finite;
-        None where a GPU decides.
+        None where a GPU decides. ``backward_pass`` is the one that the step belongs to.
 
         The host reads the verdict later, but waits if a group raises, or if a whole
         parameter has one scale: its S_ref changes when the scale doubles.
@@ -160,14 +161,16 @@ class Table:
             if ends:
                 optimizer._widen([self._whole(*end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            if (is_new and not alone and optimizer.keeps_table) or (self.alive and ends):
+            if (is_new and backward_pass is None and optimizer.keeps_table) or (
+                self.alive and ends
+            ):
                 self._seal(optimizer)
             self._versions = list(map(_VERSION, self._tensors))
             if self._said is not None:
                 held = [p.codes if isinstance(p, FP8Tensor) else p for p in self._parameters]
                 left = [None if x.is_inference() else x._version for x in held]
                 versions = dict(zip(self._parameters, left, strict=True))
-                optimizer._unheard += ((self._said, versions, alone),)
+                optimizer._unheard += ((self._said, versions, backward_pass),)
         self._parameters, self._changed, self._tensors = [], [], []
         self.slots = self.slots if self.alive else []
         for slot in self.slots:

@@ -20,6 +20,7 @@ from fp8manifold._base.reading import Later
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
 from fp8manifold.optim._native_step import has_code, key_rows, number_rows, places_of, records_of
+from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
@@ -307,18 +308,26 @@ def kernel_spec(
 
 
 def count_decided(
-    optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool
+    optimizer: Any,
+    said: Later,
+    versions: dict[Tensor, int | None],
+    backward_pass: BackwardPass | None,
 ) -> None:
-    """Wait for a step that a GPU has decided on, and count it; ``versions`` are those
-    of the codes after it.
+    """Wait for a step that a GPU has decided on, and count it, or the backward pass
+    that it belongs to; ``versions`` are those of the codes after it.
     """
     (refused, *_), *words = said.values
+    if backward_pass is not None:
+        optimizer._hear(backward_pass)
     if refused:
         culprits = [
             parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad
         ]
-        optimizer._count_skipped(culprits, alone=alone)
-    elif not alone:
+        if backward_pass is None:
+            optimizer._count_skipped(culprits)
+        else:
+            optimizer._count_skipped_pass(backward_pass, culprits)
+    elif backward_pass is None:
         optimizer.skipped_in_row = 0
     for (parameter, version), (_, doubled, _, emptied) in zip(versions.items(), words, strict=True):
         if doubled:

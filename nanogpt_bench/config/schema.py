@@ -282,7 +282,7 @@ class OptimizerConfig(Section):
     clip_by: str | None = setting(
         None,
         "train.step_in_backward: the norm by which gradients are clipped to grad_clip: that of the "
-        "step before (previous), or this step's, from one more backward pass (exact)",
+        "step before, or of this one so far where it is larger (previous), or this step's, from one more backward pass (exact)",
         choices=("previous", "exact"),
     )
     writeback: str | None = setting(

@@ -19,6 +19,7 @@ from fp8manifold._base.checks import check_choice
 from fp8manifold.optim._agreement import are_several
 from fp8manifold.optim._in_backward.gradients import Accumulation, Clipping, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import in_words
 
 __all__ = ["InBackward", "step_in_backward"]
@@ -72,6 +73,7 @@ class InBackward:
         self._has_stepped = False
         self._clipping: Clipping | None = None
         self._accumulation: Accumulation | None = None
+        self._pass: BackwardPass | None = None
         self._hooks: list[RemovableHandle] = []
         self._one_at_a_time = threading.Lock()  # autograd has one thread per device
         self._last_places: dict[int, tuple[int, int]] = {}  # a first guess, checked on every use
@@ -206,6 +208,7 @@ class InBackward:
                 "measure() measures a norm to clip by: give step_in_backward clip='exact' or "
                 "'previous'"
             )
+        clipping.forget_broken()
         if clipping.norms:
             raise RuntimeError(
                 "measure() comes between steps: call optimizer.step(), which ends the one under way"
@@ -218,7 +221,21 @@ class InBackward:
             raise
         finally:
             clipping.measuring = False
-        clipping.measured(self.optimizer.param_groups)
+        if clipping.measured(self.optimizer.param_groups):
+            return
+        self._refuse_nonfinite()
+        warnings.warn(
+            f"measure(): {_NOT_FINITE}: it is no norm to clip by; measure another batch",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def _refuse_nonfinite(self) -> None:
+        """Raise FloatingPointError if a group asks for it where the norm of the whole
+        gradient is not finite.
+        """
+        if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
+            raise FloatingPointError(f"{_NOT_FINITE}: on_nonfinite='skip' skips the step")
 
     def check_whole(self) -> None:
         """Refuse to save in the middle of a step.
@@ -226,7 +243,10 @@ class InBackward:
         Raises:
             RuntimeError: gradients were used since the last ``optimizer.step()``.
         """
-        if self._clipping is not None and self._clipping.norms:
+        if self._clipping is None:
+            return
+        self._clipping.forget_broken()
+        if self._clipping.norms:
             raise RuntimeError(
                 "a step is under way, and has used gradients already: call optimizer.step(), which "
                 "ends it, and save the state afterwards"
@@ -256,19 +276,15 @@ class InBackward:
         if self._clipping is None:
             return
         if not self._clipping.end(self.optimizer.param_groups):
-            self.optimizer.skipped_in_row = 0
             return
-        if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
-            raise FloatingPointError(
-                "the norm of the whole gradient is not finite: on_nonfinite='skip' skips the step"
-            )
-        self.optimizer.skipped_steps += 1
-        self.optimizer.skipped_in_row += 1
-        warnings.warn(
-            "step_in_backward: the norm of the whole gradient is not finite: the step was skipped",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        self._refuse_nonfinite()
+        backward_pass = self._pass or BackwardPass()
+        self.optimizer._hear(backward_pass)
+        if self._clipping.kind == "exact":
+            why = f"{_NOT_FINITE}: the step was skipped"
+        else:
+            why = f"{_NOT_FINITE}: no step was taken, and the next pass measures again"
+        self.optimizer._count_skipped_pass(backward_pass, [], why)
 
     def _take(self, parameter: Tensor) -> None:
         if self._of() is None:
@@ -300,10 +316,13 @@ class InBackward:
     def _step(
         self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]
     ) -> None:
-        clipping = self._clipping
-        lets = clipping is None or clipping.lets(gradient, place, self.optimizer.param_groups)
-        if lets:
-            self.optimizer.step_alone(group, parameter)
+        clipping, groups = self._clipping, self.optimizer.param_groups
+        backward_pass = self._pass
+        if backward_pass is None or not backward_pass.is_under_way:
+            backward_pass = self._pass = BackwardPass()
+        backward_pass.join()
+        if clipping is None or clipping.lets(gradient, place, groups, backward_pass):
+            self.optimizer.step_alone(group, parameter, backward_pass)
         if clipping is None:
             parameter.grad = SpentGradient(parameter)
         elif clipping.measuring:
@@ -327,6 +346,7 @@ class InBackward:
         return None
 
 
+_NOT_FINITE: Final = "the norm of the whole gradient is not finite"
 _GONE = "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its handle does not keep it"
 
 
@@ -358,17 +378,18 @@ def step_in_backward(
     those of ``optimizer.step()`` after the same pass, and ``step()`` only ends the
     step. A used gradient becomes a placeholder without memory; a second pass before
     ``zero_grad()``, ``GradScaler`` and several processes are refused. If a gradient is
-    not finite, its parameter skips the step, with a warning. With ``clip="exact"`` and
-    with sums all parameters do, in ``step()``; sums warn only after ``warn_after`` in a
-    row. ``docs/in-backward.md`` has each option with an example.
+    not finite, its parameter skips the step; a pass warns and counts once. With
+    ``clip="exact"`` and with sums all parameters do, in ``step()``; sums warn only
+    after ``warn_after`` in a row. ``docs/in-backward.md`` has each option with an example.
 
     Args:
         optimizer: any of this library except :class:`FisherNaturalGradient` and
             :class:`StiffnessWrapper`.
         clip: None; ``exact``, with the numbers of ``clip_grad_norm_`` and two passes
             per step, the first under ``handle.measure()`` for the norm; or
-            ``previous``, one pass, clipped by the last finite norm of an earlier step
-            (``previous_norm`` of groups and states).
+            ``previous``, one pass, clipped by the larger of the last finite norm of an
+            earlier step (``previous_norm`` of groups and states) and the norm of the
+            pass so far.
         max_norm: the bound of the norm of the whole gradient; inf only measures norms.
         first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``,
             which steps nothing.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import steps_taken
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import to_half
@@ -229,9 +230,10 @@ class Accumulation:
             optimizer._count_skipped()
             return
         optimizer.skipped_in_row = 0
+        backward_pass = BackwardPass()
         for group, p in summed:
             p.grad = p.grad.value()
-            optimizer.step_alone(group, p)
+            optimizer.step_alone(group, p, backward_pass)
             p.grad = SpentGradient(p)
 
 
@@ -289,6 +291,10 @@ class Clipping:
         )
         self._measured: Tensor | None = None
         self._now: Tensor | None = None
+        # what the norm so far may be before it clips more than the previous one does
+        self._limit = math.inf
+        self._so_far: Tensor | None = None
+        self._passes: list[BackwardPass] = []
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
         """Add ``previous_norm`` to groups without one: that of the other groups, else
@@ -303,11 +309,26 @@ class Clipping:
 
     def forget(self) -> None:
         self.norms, self._measured, self.is_left_out = {}, None, False
+        self._so_far, self._passes = None, []
 
-    def lets(self, gradient: Tensor, place: tuple[int, int], groups: list[dict[str, Any]]) -> bool:
+    def forget_broken(self) -> None:
+        """Forget the step under way if an exception ended a backward pass of it: its
+        norm is that of a part.
+        """
+        if any(backward_pass.has_failed for backward_pass in self._passes):
+            self.forget()
+
+    def lets(
+        self,
+        gradient: Tensor,
+        place: tuple[int, int],
+        groups: list[dict[str, Any]],
+        backward_pass: BackwardPass,
+    ) -> bool:
         """Measure the norm of a gradient and clip it in place; True if its parameter
         may step.
         """
+        self.forget_broken()
         if place in self.norms:
             end = (
                 "measure() takes the norm of one backward pass"
@@ -321,33 +342,59 @@ class Clipping:
             )
         if not self.norms:
             self._now = None if self.measuring else self._factor(groups)
-        self.norms[place] = norm_of(gradient)
+        if backward_pass not in self._passes:
+            self._passes.append(backward_pass)
+        norm = self.norms[place] = norm_of(gradient)
         if self._now is None or self.is_left_out:
             return False
         if self._now != 1:
             gradient.mul_(self._now)
+        if self._limit < math.inf:
+            excess = self._excess(norm)
+            if not (excess.is_cpu and excess == 1):  # a GPU is not waited for
+                gradient.mul_(excess)
         return True
 
-    def measured(self, groups: list[dict[str, Any]]) -> None:
-        """Take over the norm of a pass that only measured."""
+    def _excess(self, norm: Tensor) -> Tensor:
+        """The factor by which the norm so far clips a gradient more than the previous
+        norm does: 1 below the limit, NaN for a norm that is not finite.
+        """
+        finite = norm.nan_to_num(0.0, 0.0)
+        if self._so_far is None:
+            self._so_far = finite
+        else:
+            self._so_far = torch.hypot(self._so_far.to(norm.device), finite)
+        limit = torch.tensor(self._limit, dtype=norm.dtype)
+        # the difference is 0, or NaN
+        return limit / torch.clamp(self._so_far, min=self._limit) + (norm - norm)
+
+    def measured(self, groups: list[dict[str, Any]]) -> bool:
+        """Take over the norm of a pass that only measured; False if it is not finite
+        and would be the previous one.
+        """
         if not self.norms:
             raise RuntimeError(
                 "measure() has seen no gradient: no backward pass ran in it that reaches a "
                 "parameter"
             )
         total, self.norms = self._total(), {}
+        self._passes = []
         if self.kind == "exact":
             self._measured = total.cpu()
-        else:
-            _keep(total, groups)
+            return True
+        return _keep(total, groups)
 
     def end(self, groups: list[dict[str, Any]]) -> bool:
-        """End a step and store its norm for the next; True if the step was skipped."""
-        left_out = self.is_left_out and self.kind == "exact"
+        """End a step and store its norm for the next; True if the step was skipped, as
+        the norm is not finite.
+        """
+        self.forget_broken()
+        is_skipped = self.is_left_out and self.kind == "exact"
         if self.norms and self.kind == "previous":
-            _keep(self._total(), groups)
+            is_kept = _keep(self._total(), groups)
+            is_skipped = self.is_left_out and not is_kept
         self.forget()
-        return left_out
+        return is_skipped
 
     def is_done_by(self, factor: float) -> bool:
         """True for 1, and for the factor of ``clip_grad_norm_`` in this step, whose
@@ -362,6 +409,7 @@ class Clipping:
         """The factor of the pass that begins; None for a pass that only measures the
         first norm.
         """
+        self._limit = math.inf
         if math.isinf(self.max_norm):
             return torch.ones(())
         if self.kind == "exact":
@@ -371,6 +419,7 @@ class Clipping:
             return clip_factor(self._measured, self.max_norm)
         known = groups[0].get("previous_norm")
         if known is not None:
+            self._limit = max(known * (1 + _CLOSE), self.max_norm)
             return clip_factor(torch.tensor(known, dtype=torch.float32), self.max_norm)
         if self.first == "refuse":
             more = (
@@ -399,8 +448,13 @@ def _without_norm(kind: str, when: str) -> str:
     )
 
 
-def _keep(total: Tensor, groups: list[dict[str, Any]]) -> None:
-    """Write the norm to all groups; one that is not finite leaves the previous one."""
-    if math.isfinite(norm := float(total)):
-        for group in groups:
-            group["previous_norm"] = norm
+def _keep(total: Tensor, groups: list[dict[str, Any]]) -> bool:
+    """Write the norm to all groups; one that is not finite leaves the previous one, and
+    returns False.
+    """
+    norm = float(total)
+    if not math.isfinite(norm):
+        return False
+    for group in groups:
+        group["previous_norm"] = norm
+    return True

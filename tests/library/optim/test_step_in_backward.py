@@ -5,6 +5,7 @@ what cannot work refused.
 import copy
 import gc
 import math
+import warnings
 import weakref
 
 import pytest
@@ -525,16 +526,28 @@ def without_norms(model, optimizer):
     return saved
 
 
-def clipped_by_hand(model, optimizer, steps, previous, max_norm):
-    for _ in range(steps):
+def clipped_by_hand(model, optimizer, steps, previous, max_norm, spike=1.0):
+    """The readable definition: by the larger of the previous norm and the norm so far,
+    in the order of the backward pass; ``spike`` multiplies the loss of the first step.
+    """
+    order = []
+    handles = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters()]
+    for step in range(steps):
         optimizer.zero_grad()
-        loss(model).backward()
-        gradients = [p.grad for p in everyone(optimizer) if p.grad is not None]
-        total = nn.utils.get_total_norm(gradients)
-        for gradient in gradients:
-            gradient.mul_(clip_factor(previous, max_norm))
+        order.clear()
+        (loss(model) * (spike if step == 0 else 1.0)).backward()
+        total = nn.utils.get_total_norm([p.grad for p in everyone(optimizer) if p.grad is not None])
+        limit = max(float(previous) * (1 + 1e-5), max_norm)
+        so_far = torch.zeros(())
+        for p in order:
+            so_far = torch.hypot(so_far, torch.linalg.vector_norm(p.grad))
+            p.grad.mul_(clip_factor(previous, max_norm))
+            if so_far > limit:
+                p.grad.mul_(torch.tensor(limit) / so_far)
         optimizer.step()
         previous = total
+    for handle in handles:
+        handle.remove()
     return previous
 
 
@@ -566,15 +579,48 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
 @each("max_norm", [SMALL, 0.4, 1e9])
-def test_one_pass_clips_by_the_norm_of_the_step_before(name, max_norm):
+@each("spike", [1.0, 1000.0])
+def test_one_pass_clips_by_the_norm_of_the_step_before_or_the_norm_so_far(name, max_norm, spike):
     plain, whole = ordinary(name)
     loss(plain).backward()
     first = nn.utils.get_total_norm([p.grad for p in everyone(whole) if p.grad is not None])
-    last = clipped_by_hand(plain, whole, 4, first, max_norm)
+    last = clipped_by_hand(plain, whole, 4, first, max_norm, spike)
     model, optimizer, _ = stepping(name, clip="previous", max_norm=max_norm, measured=True)
-    train(model, optimizer, 4)
+    optimizer.zero_grad()
+    (loss(model) * spike).backward()
+    optimizer.step()
+    train(model, optimizer, 3)
     assert {group["previous_norm"] for group in optimizer.param_groups} == {float(last)}
     assert without_norms(model, optimizer) == everything(plain, whole)
+
+
+def losses_around_a_spike(name, clip):
+    """Losses of a small classifier; the loss of one batch is multiplied by 1,000."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(32, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)]
+    model = fm.quantize_model(nn.Sequential(*layers), "E4M3", storage="fp8")
+    optimizer = OPTIMIZERS[name](model)
+    if clip == "previous":
+        optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
+    tokens, targets = torch.arange(32), torch.randperm(32)
+    losses = []
+    for step in range(24):
+        optimizer.zero_grad()
+        found = nn.functional.cross_entropy(model(tokens), targets)
+        (found * 1000 if step == 16 else found).backward()
+        if clip == "by hand":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(found.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_spike_does_not_come_through(name):
+    """It used to, whole: by the norm of the step before, it was hardly clipped."""
+    plain, ours = (losses_around_a_spike(name, clip) for clip in ("by hand", "previous"))
+    assert max(ours[17:]) < max(plain[17:]) + 0.15
+    assert max(ours[17:]) < ours[16] + 0.05
 
 
 def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one():
@@ -640,6 +686,156 @@ def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad):
     train(model, optimizer, 1)
     assert int(optimizer.state[model[3].weight]["step"]) == 2
     assert optimizer.param_groups[0]["previous_norm"] != norm
+
+
+def bad_pass(model, optimizer, *, ends_step=True):
+    """A backward pass of a loss that is NaN; what it and the end of the step warn of."""
+    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (loss(model) * math.nan).backward()
+        if ends_step:
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("ends_step", [False, True])
+def test_a_pass_of_nan_is_warned_of_and_counted_once(ends_step):
+    """It used to be once for each parameter, and never in a row."""
+    model, optimizer, _ = stepping()
+    before = everything(model, optimizer)[0]
+    found = [bad_pass(model, optimizer, ends_step=ends_step) for _ in range(11)]
+    assert [len(messages) for messages in found] == [1] * 11
+    assert "its step was skipped, and so was that of every parameter with such" in found[0][0]
+    assert "has skipped steps in 10 backward passes in a row" in found[9][0]
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (11, 11)
+    assert everything(model, optimizer)[0] == before
+    optimizer.zero_grad()
+    loss(model).backward()
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (11, 0)
+
+
+def test_passes_of_nan_in_a_row_are_counted_over_a_resume_and_without_steps_in_backward():
+    model, optimizer, handle = stepping(clip="previous", max_norm=SMALL, measured=True)
+    for _ in range(3):
+        bad_pass(model, optimizer)
+    resumed, other, _ = stepping(clip="previous", max_norm=SMALL)
+    other.load_state_dict(optimizer.state_dict())
+    bad_pass(resumed, other)
+    assert (other.skipped_steps, other.skipped_in_row) == (4, 4)
+    handle.remove()
+    bad_pass(model, optimizer)
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (4, 4)
+    train(model, optimizer, 1)
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (4, 0)
+
+
+def test_recomputation_in_a_pass_belongs_to_it():
+    """Each recomputed layer has a run of autograd for itself."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 4)])
+    model = fm.quantize_model(parts, "E4M3", storage="fp8")
+    optimizer = optim.StiffnessAdamW(model.parameters(), 1e-2)
+    optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
+    inputs = torch.randn(4, 8, requires_grad=True)
+
+    def backward(factor):
+        optimizer.zero_grad()
+        hidden = inputs
+        for layer in model[0]:
+            hidden = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=True)
+        (model[1](hidden).square().sum() * factor).backward()
+        optimizer.step()
+
+    backward(1.0)
+    with pytest.warns(RuntimeWarning, match="its step was skipped"):
+        backward(math.nan)
+    backward(1.0)
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (1, 0)
+    assert [int(state["step"]) for state in optimizer.state.values()] == [1] * 8
+
+
+def test_a_first_norm_that_is_not_finite_is_told_of():
+    """README's lines used to measure again for ever, without a word."""
+    model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, first="measure")
+    found = [bad_pass(model, optimizer) for _ in range(10)]
+    assert [len(messages) for messages in found] == [1] * 10
+    line = "the norm of the whole gradient is not finite: no step was taken, and the next pass"
+    assert line in found[0][0]
+    assert "has skipped steps in 10 backward passes in a row" in found[9][0]
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (10, 10)
+    train(model, optimizer, 2)
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (10, 0)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    optimizer.param_groups[0].update(on_nonfinite="raise", previous_norm=None)
+    optimizer.zero_grad()
+    (loss(model) * math.nan).backward()
+    with pytest.raises(FloatingPointError, match="the norm of the whole gradient is not finite"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_measured_norm_that_is_not_finite_is_told_of(raises):
+    model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
+    optimizer.param_groups[0]["on_nonfinite"] = "raise" if raises else "skip"
+    expected = (
+        pytest.raises(FloatingPointError, match="norm of the whole gradient is not finite")
+        if raises
+        else pytest.warns(RuntimeWarning, match="it is no norm to clip by; measure another batch")
+    )
+    with expected, handle.measure():
+        (loss(model) * math.nan).backward()
+    measure(model, handle)
+    train(model, optimizer, 1)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+class Interrupted(Exception):
+    """What ends a backward pass in the middle of it."""
+
+
+def interrupted_pass(model, optimizer):
+    def interrupt(gradient):
+        raise Interrupted
+
+    optimizer.zero_grad()
+    hook = model[1].weight.register_hook(interrupt)
+    with pytest.raises(Interrupted):
+        loss(model).backward()
+    hook.remove()
+
+
+@pytest.mark.parametrize("ends_step", [False, True])
+def test_half_a_pass_leaves_no_norm(ends_step):
+    """The next step used to be clipped by it, or all later passes were refused."""
+    model, optimizer, handle = stepping(clip="previous", max_norm=SMALL, measured=True)
+    train(model, optimizer, 1)
+    norm = optimizer.param_groups[0]["previous_norm"]
+    interrupted_pass(model, optimizer)
+    if ends_step:
+        optimizer.step()
+    assert optimizer.param_groups[0]["previous_norm"] == norm
+    optimizer.state_dict()
+    whole = nn.utils.get_total_norm(torch.autograd.grad(loss(model), list(model.parameters())))
+    train(model, optimizer, 1)
+    assert optimizer.param_groups[0]["previous_norm"] == pytest.approx(float(whole))
+    interrupted_pass(model, optimizer)
+    optimizer.zero_grad()
+    measure(model, handle)
+
+
+@pytest.mark.parametrize("ends_step", [False, True])
+def test_half_a_pass_under_exact_clipping_is_measured_again(ends_step):
+    model, optimizer, handle = stepping(clip="exact", max_norm=SMALL, measured=True)
+    interrupted_pass(model, optimizer)
+    if ends_step:
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="has no norm to clip by: before each step"):
+        loss(model).backward()
+    measure(model, handle)
+    train(model, optimizer, 1)
+    assert int(optimizer.state[model[1].weight]["step"]) == 1
 
 
 @each("bad", [math.nan, math.inf])
