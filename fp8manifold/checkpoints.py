@@ -20,13 +20,13 @@ from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published import StoredWeight, written_parts
 from fp8manifold._published.layout import (
     GENERATION,
-    INDEX,
     Layout,
     described,
     entries_of,
     is_ignored,
 )
 from fp8manifold._published.places import part_of, weight_of
+from fp8manifold._published.replaced import INDEX, replacing
 from fp8manifold._ranks import share_of
 from fp8manifold.huggingface import published_of, reading
 from fp8manifold.nn._carried import turn
@@ -85,7 +85,8 @@ def load_fp8(
 
     Args:
         folder: with ``*.safetensors`` and ``config.json``, or a model's name on the
-            Hub.
+            Hub. The files are those that transformers reads: ``model.safetensors``,
+            else those of the index; without either, all.
         dtype: of the floats, and the one that weights in codes appear in:
             ``torch.bfloat16`` or ``torch.float32``.
         device: where the weights go, one at a time.
@@ -169,8 +170,9 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
             also under ``torch.compile``, ``checkpoint_wrapper`` or ``DataParallel``. It
             does not change, except that rows of a fused weight that share a scale in
             the file take their largest (:meth:`FP8Tensor.rescale_`).
-        folder: made if it is not there; files of the same names are replaced once all
-            have been written.
+        folder: made if it is not there; once all files have been written they replace
+            those of the same names, and of an earlier save the weights that would be
+            read instead.
         source: the folder that was read, or its name on the Hub; by default where
             :func:`load_fp8` found it.
 
@@ -184,7 +186,8 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
             published; a weight of another format; a tensor of the files that the model
             has lost (a layer that is gone, or is in a module of another name); a
             parameter that the files have no place for (adapters of PEFT, which
-            ``merge_and_unload`` adds to the weights).
+            ``merge_and_unload`` adds to the weights); an adapter or settings of other
+            codes in ``folder``.
 
     Warns:
         UserWarning: the tokenizer's or other files beside the weights that can't be
@@ -214,12 +217,12 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     _check_complete(model, base, layout, entries)
     known = published.get("source")
     place = _folder_of(source, {}) if source is not None else None if known is None else Path(known)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    texts = dict(published["documents"])
     save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
     where: dict[str, str] = {}
     total = 0
-    with closing(_Source(layout, place)) as origin:
+    names = [*published["files"], *texts, *([INDEX] if "index" in published else ())]
+    with closing(_Source(layout, place)) as origin, replacing(Path(folder), names) as new:
         for file, said in published["files"].items():
             made: dict[str, Tensor] = {}
             for name in said["tensors"]:
@@ -230,29 +233,23 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
             )
             where |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
-            save_file(tensors, _beside(folder / file), said["metadata"])
-    texts = dict(published["documents"])
-    if "index" in published:
-        about = dict(published["index"])
-        about |= {"total_size": total} if "total_size" in about else {}
-        texts[INDEX] = (
-            json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-        )
-    for name, text in texts.items():
-        _beside(folder / name).write_text(text, "utf-8")
-    for name in (
-        *published["files"],
-        *texts,
-    ):  # whole or not at all, and never into a file that is mapped
-        _beside(folder / name).replace(folder / name)
-    _copy_others(published["others"], place, folder)
+            save_file(tensors, new / file, said["metadata"])
+        if "index" in published:
+            about = dict(published["index"])
+            about |= {"total_size": total} if "total_size" in about else {}
+            index = {"metadata": about, "weight_map": where}
+            texts[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        for name, text in texts.items():
+            (new / name).write_text(text, "utf-8")
+    _copy_others(published["others"], place, Path(folder))
 
 
 def _base_of(model: Any) -> Any:
     """The model of transformers that torch's wrappers and PEFT's are around."""
-    inner = unwrapped(model) if isinstance(model, nn.Module) else model
+    inner: Any = unwrapped(model) if isinstance(model, nn.Module) else model
     if any(kind.__name__ == "PeftModel" for kind in type(inner).__mro__):
-        return unwrapped(inner.get_base_model())
+        base: Any = inner.get_base_model()
+        return unwrapped(base)
     return inner
 
 
@@ -318,10 +315,6 @@ def _missing(place: Path | None) -> str:
         else f"not in {str(place)!r} any more"
     )
     return f"{why}: give source=, the folder of the published model"
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp")
 
 
 def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:

@@ -3,8 +3,9 @@ compressed-tensors, torchao, DeepSeek's.
 """
 
 import copy
+import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, needed
-from fp8manifold._encoded.dispatch import FLOAT8
+from fp8manifold._base.wrappers import plain_name, unwrapped
+from fp8manifold._encoded.dispatch import FLOAT8, float8_format
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
+from fp8manifold._published.replaced import replacing
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
@@ -48,6 +51,8 @@ _SQUARES: Final = "a scale for each square of 128 x 128"
 _OTHERS: Final = "one for a tensor, a row or a block of 32"
 _WAYS: Final = ("take layout='fp8'", "quantise with granularity='square', or take another layout")
 _OF_WEIGHT: Final = {f"weight{suffix}" for suffix in PARTS if suffix}
+_FLOAT8_NAMES: Final = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""Dtypes of codes as files of safetensors name them."""
 _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
 
 
@@ -88,12 +93,15 @@ def exported_state_dict(
         The tensors, which share the model's memory, and ``quantization_config`` of
         transformers' ``config.json``.
 
+    Names have no parts of ``torch.compile``, ``checkpoint_wrapper`` or DDP.
+
     Raises:
         ImportError, TypeError: torchao is missing; ``model`` is no module, or a sharded
             one.
         ValueError: an unknown layout; activations, a format, scales or a layer that the
-            layout can't describe; values between those of the format; or no quantised
-            weight.
+            layout can't describe; values between those of the format; PEFT's adapters;
+            a weight that the model's ``state_dict`` has under no name of its layer; or
+            no quantised weight.
 
     Warns:
         UserWarning: with ``fp8``, of matrices that end in a partial square after a
@@ -119,20 +127,28 @@ def exported_state_dict(
             f"activations={activations!r} goes with layout='compressed-tensors', not with "
             f"{layout!r}"
         )
+    model = unwrapped(model)
+    _check_no_adapters(model)
     weights = {weight.name: weight for weight in _quantized(model, layout)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
     if layout == "fp8":
         _warn_of_partial_squares(weights.values())
     tensors: dict[str, Tensor] = {}
+    missing = dict(weights)
     for name, value in _state(model):
-        tensors |= _TENSORS[layout](weights[name]) if name in weights else {name: value}
-    linears = (name for name, module in model.named_modules() if is_linear(module))
+        weight = missing.pop(name, None)
+        tensors |= {name: value} if weight is None else _TENSORS[layout](weight)
+    if missing:
+        raise ValueError(
+            f"the model's state_dict has no tensor {next(iter(missing))!r}, a quantised weight: a "
+            "hook of the model has renamed it or left it out; remove the hook to export the model"
+        )
+    linears = (plain_name(name) for name, module in model.named_modules() if is_linear(module))
     left = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
     if layout == "fp8":  # which knows linear layers, and experts by their name
-        left += sorted(
-            {name.rpartition(".")[0] for name in in_place_parameters(model)} - {*left, ""}
-        )
+        owners = {plain_name(name).rpartition(".")[0] for name in in_place_parameters(model)}
+        left += sorted(owners - {*left, ""})
     return tensors, _CONFIGS[layout](list(weights.values()), left, activations != "float")
 
 
@@ -152,7 +168,8 @@ def export_model(
 
     Args:
         model: of transformers, and of :func:`quantize_model`.
-        folder: as of ``save_pretrained``.
+        folder: as of ``save_pretrained``; of an earlier save, the weights that would be
+            read instead of the new ones are removed.
         layout, activations: as in :func:`exported_state_dict`.
 
     Raises:
@@ -169,7 +186,10 @@ def export_model(
         TypeError: model is a Linear, not a transformers model: save the tensors of exported_state_dict with \
 safetensors.torch.save_file
     """
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
+    if isinstance(model, nn.Module):
+        _check_no_adapters(model)
+    if not is_transformers_model(model):
         raise TypeError(
             f"model is a {type(model).__name__}, not a transformers model: save the tensors of "
             f"exported_state_dict "
@@ -187,7 +207,7 @@ safetensors.torch.save_file
         "__init__": lambda self: None,
         "is_serializable": lambda self, *_: True,
         "is_trainable": False,
-        "get_state_dict_and_metadata": lambda self, *_: (tensors, metadata),
+        "get_state_dict_and_metadata": lambda self, *_: (dict(tensors), metadata),
     }
     kept = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
     try:
@@ -198,10 +218,58 @@ safetensors.torch.save_file
         model.config.quantization_config = described
         if has_own_head(model):
             model.config.tie_word_embeddings = False
-        model.save_pretrained(folder)
+        with replacing(Path(folder)) as new:
+            model.save_pretrained(new)
     finally:
         vars(model).pop("hf_quantizer", None)
         vars(model).update(kept)
+    _check_written(Path(folder), tensors)
+
+
+def _check_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise RuntimeError where transformers has left out codes, as its classes may."""
+    opened = needed("safetensors", "hf", "export_model").safe_open
+    wanted = sum(float8_format(tensor.dtype) is not None for tensor in tensors.values())
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    written = 0
+    for name in names:
+        with opened(folder / name, "pt") as file:
+            keys = file.keys()
+            dtypes = [file.get_slice(key).get_dtype() for key in keys]
+        written += sum(dtype in _FLOAT8_NAMES for dtype in dtypes)
+    if written < wanted:
+        raise RuntimeError(
+            f"transformers wrote {written} of {wanted} weights in codes to {str(folder)!r}, as the "
+            f"model's class leaves out tensors when it saves: leave their layers in float, or save "
+            "the tensors of exported_state_dict with safetensors.torch.save_file"
+        )
+
+
+def _check_no_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model of PEFT's, or one with its modules inside.
+
+    Their layers compute from two weights, which no layout describes.
+    """
+    for name, module in model.named_modules():
+        if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+            where = f"module {name!r}" if name else "the model"
+            raise ValueError(
+                f"{where} is a {type(module).__name__} of PEFT: merge the adapters with "
+                "fm.dequantize_model(model).merge_and_unload() and quantise again, or take them "
+                "out with model.unload(), and export the model that this returns"
+            )
+
+
+def is_transformers_model(model: Any) -> bool:
+    """True for a model of transformers; other libraries' classes save otherwise."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
 
 
 def has_own_head(model: Any) -> bool:
@@ -238,7 +306,8 @@ class _Weight:
 
 @torch.no_grad()
 def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
-    for name, layer in model.named_modules():
+    for wrapped_name, layer in model.named_modules():
+        name = plain_name(wrapped_name)
         if not isinstance(layer, QuantizedLinear) or layer.weight_format is None:
             continue
         fmt, allowed = layer.weight_format, _FORMATS[layout]
@@ -291,33 +360,27 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The tensors that the model computes with, by name: tied ones once, and nothing
     that only training needs.
     """
-    names, others, turned = (
-        parameter_names(model).values(),
-        in_place_parameters(model),
-        turned_names(model),
-    )
-    left = {name for its in names for name in its[1:]}
-    left |= {
-        name + suffix
-        for its in names
-        if its[0] in others
-        for name in its
-        for suffix in PARTS
-        if suffix
-    }
+    in_codes = {plain_name(name): value for name, value in in_place_parameters(model).items()}
+    turned = {plain_name(name) for name in turned_names(model)}
+    left: set[str] = set()
+    for wrapped_names in parameter_names(model).values():
+        names = [plain_name(name) for name in wrapped_names]
+        left.update(names[1:])
+        if names[0] in in_codes:
+            left.update(name + suffix for name in names for suffix in PARTS[1:])
     layers = {
-        f"{name}.".lstrip("."): m
-        for name, m in model.named_modules()
-        if isinstance(m, QuantizedLinear)
+        f"{plain_name(name)}.".lstrip("."): module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
     }
-    for name, value in model.state_dict().items():
-        start = next((start for start in layers if name.startswith(start)), None)
-        beside = (
-            set() if start is None else layers[start]._own_names | _OF_WEIGHT
-        )  # its weight and bias
-        if name not in left and name.removeprefix(start or "").partition(".")[0] not in beside:
-            value = others[name].dequantize() if name in others else value
-            yield name, value.mT.contiguous() if name in turned else value
+    for wrapped_name, value in model.state_dict().items():
+        name = plain_name(wrapped_name)
+        start = next((start for start in layers if name.startswith(start)), "")
+        entry = name.removeprefix(start).partition(".")[0]
+        if name in left or (start in layers and entry in layers[start]._own_names | _OF_WEIGHT):
+            continue
+        floats = in_codes[name].dequantize() if name in in_codes else value
+        yield name, floats.mT.contiguous() if name in turned else floats
 
 
 def _compressed(weight: _Weight) -> dict[str, Tensor]:

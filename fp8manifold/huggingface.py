@@ -40,6 +40,8 @@ __all__ = ["attach", "check_floats", "quantization_config", "register", "trainer
 _METHOD: Final = "fp8manifold"
 _BY: Final = "fp8manifold.huggingface"
 _RULES: Final = ("adamw", "muon")
+_OWN_CODES: Final = "_fp8_codes"
+"""What transformers finds behind the name of a parameter's codes while it loads."""
 
 
 def register() -> None:
@@ -275,18 +277,24 @@ class _Quantizer:
             return []
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
-        names = {
-            "weight": "weight",
-            **{rf"(?<!\w){re.escape(name)}": name for name in self.own_parameters},
-        }
+        renamings = []
+        names = {"weight": PARTS}
+        for name in self.own_parameters:
+            # A conversion that transformers has for this very name, as those before
+            # 5.4 have for gpt-oss, would take the codes for floats. Renamings come
+            # before all conversions.
+            renamings.append(
+                package.WeightRenaming(rf"(?<!\w){re.escape(name)}$", f"{name}{_OWN_CODES}")
+            )
+            names[name] = (_OWN_CODES, *PARTS[1:])
         # With a $: transformers before 5.22 takes a longer name that begins alike for
         # this one
-        return [
-            package.WeightConverter(
-                [f"{start}{suffix}$" for suffix in PARTS], name, operations=[operation]
-            )
-            for start, name in names.items()
-        ]
+        converters = []
+        for name, suffixes in names.items():
+            start = "weight" if name == "weight" else rf"(?<!\w){re.escape(name)}"
+            patterns = [f"{start}{suffix}$" for suffix in suffixes]
+            converters.append(package.WeightConverter(patterns, name, operations=[operation]))
+        return renamings + converters
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Any = None, **_: Any
@@ -400,6 +408,8 @@ def _keep_whole(model: Any) -> None:
 
 
 def _is_ours(conversion: Any) -> bool:
+    if any(target.endswith(_OWN_CODES) for target in conversion.target_patterns):
+        return True
     return any(
         isinstance(operation, _Gather) for operation in getattr(conversion, "operations", ())
     )

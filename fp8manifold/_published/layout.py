@@ -16,13 +16,13 @@ from fp8manifold._base.checks import needed
 from fp8manifold._base.wrappers import plain_name
 from fp8manifold._published.found import quantization_of, stored_weights
 from fp8manifold._published.places import Place
+from fp8manifold._published.replaced import ADAPTER, INDEX
 from fp8manifold._published.stored import Header
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
 OF_SERVER: Final = "hf_quant_config.json"
 DOCUMENTS: Final = (CONFIG, GENERATION, OF_SERVER)
-INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = (
     ".safetensors",
     ".bin",
@@ -48,7 +48,8 @@ def described(place: Path, tensors: Any) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{str(place)!r} has no {CONFIG}: give the folder of a transformers model"
         )
-    known = {*files, *DOCUMENTS, INDEX}
+    # an adapter would be put over the weights that the model is trained to
+    known = {*files, *DOCUMENTS, INDEX, ADAPTER}
     others = sorted(
         f.name
         for f in place.iterdir()

@@ -50,7 +50,8 @@ def load_quantized(
             everything has been read.
         source: a safetensors file, several, their folder, or a mapping from name to
             tensor, with the names of ``model.state_dict()``; for a tied weight one name
-            is enough.
+            is enough. Of a folder ``model.safetensors`` is read, else the files of the
+            index, else all.
         formats, options: as in :func:`fp8manifold.quantize_model`, without ``storage``;
             ``"as stored"`` loads codes, formats and scales of files in a published
             layout, with ``rounding``, ``draws`` and ``seed`` as options.

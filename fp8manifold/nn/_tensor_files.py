@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import needed
 from fp8manifold._published import Header, quantization_of, stored_weights
 from fp8manifold._published.found import may_be_weight, refuse_codes
+from fp8manifold._published.replaced import INDEX, WEIGHTS_FILE, indexed_names
 
 _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
@@ -29,9 +30,6 @@ _PARTS: Final = 64
 """Memory is given back whenever so many bytes, or such a part of the files, were read:
 it takes milliseconds.
 """
-_INDEX: Final = "model.safetensors.index.json"
-#: bytes; those of the largest models have ten million
-_LARGEST_INDEX: Final = 2**26
 Source = str | Path | Iterable[str | Path]
 
 
@@ -222,7 +220,11 @@ def _safe_open(path: Path) -> Any:
 
 
 def files_of(source: Source) -> list[Path]:
-    """The safetensors files that a path, a folder or several paths mean."""
+    """The safetensors files that a path, a folder or several paths mean.
+
+    Of a folder, those that transformers reads: the file that its settings name, else
+    ``model.safetensors``, else those of the index. Without any of them, all.
+    """
     if not isinstance(source, str | Path):
         paths = [Path(each) for each in source]
         if not paths:
@@ -232,10 +234,14 @@ def files_of(source: Source) -> list[Path]:
             )
         return paths
     path = Path(source)
+    if path.is_dir():
+        names = (path / WEIGHTS_FILE, path / INDEX)
+        given = _named_in_settings(path)
+        first = next((name for name in names if name.is_file()), None)
+        path = given or first or path
     if not path.is_dir():
-        return _indexed(path) if path.name.endswith(".index.json") else [path]
-    if (path / _INDEX).is_file():
-        return _indexed(path / _INDEX)
+        is_index = path.name.endswith(".index.json")
+        return [path.parent / name for name in indexed_names(path)] if is_index else [path]
     if found := sorted(path.glob("*.safetensors")):
         return found
     raise FileNotFoundError(
@@ -243,19 +249,14 @@ def files_of(source: Source) -> list[Path]:
     )
 
 
-def _indexed(index: Path) -> list[Path]:
+def _named_in_settings(folder: Path) -> Path | None:
+    """The file, or the index of files, that a model's settings name for transformers."""
     try:
-        if (size := index.stat().st_size) > _LARGEST_INDEX:
-            raise ValueError(f"it has {size} bytes, {_LARGEST_INDEX} are read at most")
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{error!r:.200}"
-        raise ValueError(
-            f"{str(index)!r} can't be read as an index of safetensors files: {why}"
-        ) from None
-    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
-    return [index.parent / name for name in names]
+        settings = json.loads((folder / "config.json").read_text("utf-8"))
+        name = settings["transformers_weights"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return folder / name if isinstance(name, str) and Path(name).name == name else None
 
 
 def check_floats(model: nn.Module, source: Source) -> None:

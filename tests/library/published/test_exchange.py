@@ -14,6 +14,7 @@ from hf_cases import read as read_whole
 from laws import each
 from safetensors import torch as safetensors
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 import fp8manifold as fm
 from fp8manifold import (
@@ -314,6 +315,90 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
         written = exported_state_dict(layer)[0]["weight_scale"]
         assert written.tolist() == [[1, 1] if dtype is torch.uint8 else [scale, scale]]
         assert written.dtype is dtype
+
+
+def checkpointed(model: Any) -> Any:
+    checkpoint_wrapper.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, nn.Linear)
+    )
+    return model
+
+
+def with_compiled_blocks(model: Any) -> Any:
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(block)
+    return model
+
+
+WRAPPERS = pytest.mark.parametrize(
+    "wrapped",
+    [checkpointed, with_compiled_blocks, torch.compile, nn.DataParallel],
+    ids=["checkpoint_wrapper", "compiled blocks", "compile", "DataParallel"],
+)
+
+
+@WRAPPERS
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
+def test_names_are_those_of_the_model_inside_wrappers(wrapped, layout):
+    """With experts' and embeddings' codes too, which are written as floats."""
+    granularity = "square" if layout == "fp8" else "channel"
+    model = quantize_model(
+        llama(), {"*": "E4M3"}, granularity=granularity, tied="leave", embeddings="E5M2"
+    )
+    tensors, described = exported_state_dict(model, layout)
+    other, same = exported_state_dict(wrapped(model), layout)
+    assert same == described
+    assert other.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert other[name].dtype == tensor.dtype
+        assert torch.equal(other[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@WRAPPERS
+def test_a_folder_is_that_of_the_model_inside_wrappers(wrapped, tmp_path):
+    model = quantize_model(llama(), {"*": "E4M3"}, tied="leave")
+    expected = logits(model)
+    export_model(wrapped(model), tmp_path)
+    assert "hf_quantizer" not in vars(model)
+    assert torch.equal(logits(read(tmp_path)), expected)
+
+
+@pytest.mark.extra("peft")
+@pytest.mark.parametrize("part", ["adapters", "base"])
+def test_a_model_with_adapters_is_refused(part, tmp_path):
+    import peft
+
+    model = quantize_model(llama(), {"*": "E4M3"}, tied="leave")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    exported = adapted if part == "adapters" else adapted.base_model.model
+    with pytest.raises(ValueError, match=r"of PEFT: merge the adapters with .* or take them out"):
+        exported_state_dict(exported)
+    with pytest.raises(ValueError, match=r"of PEFT: merge the adapters with .* or take them out"):
+        export_model(exported, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    export_model(adapted.unload(), tmp_path)
+    assert_same(model, read(tmp_path))
+
+
+def test_a_weight_that_a_hook_of_the_model_renames_is_refused():
+    model = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3")
+
+    def rename(_, state, prefix, *__):
+        state["0.kernel"] = state.pop("0.weight")
+
+    model.register_state_dict_post_hook(rename)
+    with pytest.raises(
+        ValueError, match=r"state_dict has no tensor '0\.weight', a quantised weight"
+    ):
+        exported_state_dict(model)
+
+
+def test_a_weight_that_the_class_leaves_out_is_refused(tmp_path):
+    model = quantize_model(llama(), {"*": "E4M3"}, tied="leave")
+    name = "model.layers.0.mlp.up_proj.weight"
+    model._keys_to_ignore_on_save = {name}
+    with pytest.raises(RuntimeError, match="wrote 13 of 14 weights in codes"):
+        export_model(model, tmp_path)
 
 
 @pytest.mark.parametrize(

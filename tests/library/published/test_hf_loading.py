@@ -295,6 +295,36 @@ def test_they_are_saved_and_read(kind: str, tmp_path: Path) -> None:
     assert all(ours[f"model.{name}"] == value for name, value in bits(base)["held"].items())
 
 
+def test_a_conversion_that_transformers_has_for_the_same_name_leaves_the_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for gpt-oss in transformers before 5.4, whose operation aligns the floats."""
+    from transformers import conversion_mapping, core_model_loading
+
+    class Aligned(core_model_loading.ConversionOps):
+        def convert(self, input_dict: Any, **_: Any) -> Any:
+            return {"mlp.experts.down_proj": next(iter(input_dict.values()))[0]}
+
+        @property
+        def reverse_op(self) -> Any:
+            return self
+
+    name = "mlp.experts.down_proj"
+    conversion = core_model_loading.WeightConverter([f"{name}$"], name, operations=[Aligned()])
+    conversion_mapping.get_checkpoint_conversion_mapping("gpt_oss")
+    known = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(known, "gpt_oss", [conversion])
+    model = quantized("GptOss", seed=3)
+    huggingface.attach(model).save_pretrained(tmp_path)
+    other = plain(tmp_path)
+    assert bits(other) == bits(model)
+    other.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again/model.safetensors").keys() == (
+        load_file(tmp_path / "model.safetensors").keys()
+    )
+    assert bits(plain(tmp_path / "again")) == bits(model)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_floats_are_read_into_codes(kind: str, dtype: Any, tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
-"""``save_fp8`` of models that were changed after ``load_fp8``: what is written is what
-was trained, or nothing is.
+"""``save_fp8`` of models that were changed after ``load_fp8``, and into folders of
+earlier saves: what is read is what was trained, or nothing is written.
 """
 
 import copy
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fp8_folders import make
+from fp8_folders import make, rewritten, tensors_of
+from fp8_served import served
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -25,7 +29,7 @@ Change = Callable[[Any], Any]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("published")
-    names = ("squares, shards", "squares, tied")
+    names = ("squares, shards", "squares, tied", "squares", "modelopt")
     return {name: make(name, place / name) for name in names}
 
 
@@ -232,3 +236,164 @@ def test_adapters_that_were_merged_are_written(folders: dict[str, Path], tmp_pat
     assert torch.equal(again.lm_head.weight, -before.lm_head.weight)
     projections = [each.model.layers[0].self_attn.q_proj.weight for each in (again, before)]
     assert not torch.equal(projections[0].codes, projections[1].codes)
+
+
+TOKENS = torch.arange(12).view(1, 12)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def exported(folders: dict[str, Path], out: Path) -> Any:
+    """Write a small model in one file, which no earlier save has a tensor of."""
+    model = fm.dequantize_model(fm.load_fp8(folders["squares"], dtype=torch.float32))
+    fm.quantize_model(model, {"*": "E4M3", "lm_head": "none"}, "fp8", granularity="square")
+    fm.export_model(model, out, layout="fp8")
+    return model
+
+
+def saved(name: str) -> Callable[[dict[str, Path], Path], Any]:
+    def save(folders: dict[str, Path], out: Path) -> Any:
+        model = fm.load_fp8(folders[name], dtype=torch.float32)
+        fm.save_fp8(model, out)
+        return model
+
+    return save
+
+
+SAVES = {
+    "shards": saved("squares, shards"),
+    "one file": saved("squares"),
+    "exported": exported,
+}
+
+
+@pytest.mark.parametrize("second", SAVES)
+@pytest.mark.parametrize("first", SAVES)
+def test_files_of_an_earlier_save_are_not_read(
+    first: str, second: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "consolidated.safetensors").write_bytes(b"of the user")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"of the user")
+    SAVES[first](folders, tmp_path)
+    model = SAVES[second](folders, tmp_path)
+    assert torch.equal(logits(fm.load_fp8(tmp_path, dtype=torch.float32)), logits(model))
+    assert torch.equal(logits(served(tmp_path, torch.float32)), logits(model))
+    there = {path.name for path in tmp_path.glob("model*")}
+    shards = {path.name for path in folders["squares, shards"].glob("model*")}
+    assert there == (shards if second == "shards" else {"model.safetensors"})
+    assert (tmp_path / "consolidated.safetensors").read_bytes() == b"of the user"
+    assert (tmp_path / "pytorch_model.bin").read_bytes() == b"of the user"
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("save", SAVES)
+def test_what_would_be_read_beside_the_weights_is_refused(
+    save: str, name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{name}.*: remove it, or give another folder"):
+        SAVES[save](folders, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_settings_of_a_server_are_replaced_by_those_of_the_same_layout(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = fm.load_fp8(folders["modelopt"])
+    fm.save_fp8(model, tmp_path)
+    fm.save_fp8(model, tmp_path)
+    assert files(tmp_path) == files(folders["modelopt"])
+
+
+def test_another_file_of_weights_beside_an_unusual_name_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["squares"], tmp_path / "published")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    model = fm.load_fp8(folder)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "others.safetensors").write_bytes(b"of the user")
+    with pytest.raises(ValueError, match=r"others\.safetensors.* would be read with"):
+        fm.save_fp8(model, tmp_path / "out")
+    (tmp_path / "out" / "others.safetensors").rename(tmp_path / "out" / "model.safetensors")
+    fm.save_fp8(model, tmp_path / "out")
+    assert files(tmp_path / "out") == files(folder)
+
+
+def test_a_save_that_fails_changes_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fm.save_fp8(fm.load_fp8(folders["squares"]), tmp_path)
+    before = files(tmp_path)
+    written = []
+
+    def failing(*args: Any) -> None:
+        written.append(args)
+        if len(written) > 1:
+            raise OSError("no space left on the device")
+        save_file(*args)
+
+    monkeypatch.setattr("safetensors.torch.save_file", failing)
+    with pytest.raises(OSError, match="no space left"):
+        fm.save_fp8(fm.load_fp8(folders["squares, shards"]), tmp_path)
+    assert files(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == len(before)
+
+
+def as_consolidated(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+
+
+def as_variant(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "model.fp16.safetensors")
+
+
+def as_shards(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(tensors_of(folder), "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def named_in_settings(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["transformers_weights"] = "weights.safetensors"
+    (folder / "config.json").write_text(json.dumps(settings))
+    others = {"lm_head.weight": torch.zeros(96, 256)}
+    save_file(others, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "more", [as_consolidated, as_variant, as_shards, named_in_settings], ids=lambda f: f.__name__
+)
+def test_it_reads_the_files_that_transformers_reads(
+    more: Callable[[Path], None], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["squares"], tmp_path / "published")
+    expected = logits(fm.load_fp8(folder, dtype=torch.float32))
+    copies = {path.name for path in folder.glob("*.safetensors")}
+    more(folder)
+
+    def zeroed(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros_like(value) if name.endswith("norm.weight") else value}
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in folder.glob("*.safetensors"):
+        if path.name not in copies and more is not named_in_settings:
+            path.rename(other / path.name)
+    rewritten(other, zeroed, None)
+    for path in other.iterdir():
+        path.rename(folder / path.name)
+    model = fm.load_fp8(folder, dtype=torch.float32)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(served(folder, torch.float32)), expected)
+    assert fm.published_weights(folder)
+    fm.save_fp8(model, tmp_path / "out")
+    assert torch.equal(logits(fm.load_fp8(tmp_path / "out", dtype=torch.float32)), expected)
+    assert torch.equal(logits(served(tmp_path / "out", torch.float32)), expected)

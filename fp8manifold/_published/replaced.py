@@ -1,0 +1,101 @@
+"""A model's folder written over an earlier one: wholly or not at all, and without the
+earlier files that would be read instead of the new ones.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+WEIGHTS_FILE: Final = "model.safetensors"
+"""The file that every reader takes first, before an index of shards."""
+INDEX: Final = "model.safetensors.index.json"
+ADAPTER: Final = "adapter_config.json"
+LARGEST_INDEX: Final = 2**26  #: Bytes; those of the largest models have ten million.
+_SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_ENDING: Final = ".safetensors"
+#: what readers take beside weights, and what it is
+_OTHERS: Final = {
+    ADAPTER: "an adapter, which transformers would put over the weights",
+    "hf_quant_config.json": "settings of other weights in codes, which servers would read",
+}
+
+
+@contextmanager
+def replacing(folder: Path, names: Collection[str] = (WEIGHTS_FILE,)) -> Iterator[Path]:
+    """Give a folder to write a model's files to, which then go to ``folder`` together.
+
+    Of an earlier save, the weights and the index that would be read beside the new
+    files, or instead of them, are removed. Nothing is changed where the body raises.
+
+    Args:
+        folder: made if it is not there.
+        names: of the files to come, as far as they are known; others may come too.
+
+    Raises:
+        ValueError: a file of ``folder`` that would change what is read, and that no
+            save of weights has written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = _earlier_weights(folder)
+    _check_nothing_else_is_read(folder, names, earlier)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as place:
+        yield Path(place)
+        written = sorted(path for path in Path(place).rglob("*") if path.is_file())
+        new = {path.relative_to(place).as_posix() for path in written}
+        for path in written:
+            target = folder / path.relative_to(place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # never into a file that is mapped
+            path.replace(target)
+    for name in earlier - new:
+        (folder / name).unlink(missing_ok=True)
+
+
+def indexed_names(index: Path) -> list[str]:
+    """Return the files that an index of shards names, all of them beside it."""
+    try:
+        if (size := index.stat().st_size) > LARGEST_INDEX:
+            raise ValueError(f"it has {size} bytes, {LARGEST_INDEX} are read at most")
+        said: Any = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(said["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{error!r:.200}"
+        raise ValueError(
+            f"{str(index)!r} can't be read as an index of safetensors files: {why}"
+        ) from None
+    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
+    return names
+
+
+def _earlier_weights(folder: Path) -> set[str]:
+    """Names of the weights and of the index that an earlier save has written there."""
+    there = {name for name in os.listdir(folder) if (folder / name).is_file()}
+    names = {name for name in there if name in (WEIGHTS_FILE, INDEX) or _SHARD.fullmatch(name)}
+    if INDEX in there:
+        names |= {name for name in indexed_names(folder / INDEX) if name.endswith(_ENDING)}
+    return names & there
+
+
+def _check_nothing_else_is_read(
+    folder: Path, names: Collection[str], earlier: Collection[str]
+) -> None:
+    """Refuse files that readers would take too, and that are not to be removed."""
+    for name, what in _OTHERS.items():
+        if name not in names and (folder / name).is_file():
+            raise ValueError(
+                f"{str(folder)!r} has {name!r}, {what}: remove it, or give another folder"
+            )
+    if WEIGHTS_FILE in names or INDEX in names:
+        return
+    for path in sorted(folder.glob(f"*{_ENDING}")):
+        if path.name not in names and path.name not in earlier:
+            raise ValueError(
+                f"{str(folder)!r} has {path.name!r}, which would be read with {min(names)!r}: "
+                f"remove it, or give another folder"
+            )
