@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
+from nanogpt_bench.report.holm import holm
 from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
 from nanogpt_bench.runs.load import Run
 
@@ -226,7 +227,5 @@ def _adjusted(found: Sequence[Predictor]) -> list[Predictor]:
     tested = [each.p for each in found if each.p is not None]
     if not tested:
         return list(found)
-    from statsmodels.stats.multitest import multipletests
-
-    left = iter(multipletests(tested, method="holm")[1].tolist())
+    left = iter(holm(tested))
     return [each if each.p is None else replace(each, holm=next(left)) for each in found]

@@ -17,6 +17,7 @@ from typing import Any
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.report.holm import holm
 from nanogpt_bench.report.rows import (
     REFERENCE_RULE,
     Row,
@@ -292,15 +293,11 @@ def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> D
 
 
 def adjusted(found: Sequence[Difference | None]) -> list[Difference | None]:
-    """Return differences with `holm`: their p-values adjusted by Holm's method
-    (statsmodels).
-    """
+    """Return differences with `holm`: their p-values adjusted by Holm's method."""
     tested = [each.p for each in found if each is not None and each.p is not None]
     if not tested:
         return list(found)
-    from statsmodels.stats.multitest import multipletests
-
-    left = iter(multipletests(tested, method="holm")[1].tolist())
+    left = iter(holm(tested))
     return [
         each if each is None or each.p is None else replace(each, holm=next(left)) for each in found
     ]

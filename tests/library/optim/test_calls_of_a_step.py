@@ -1,0 +1,99 @@
+"""A budget of Python calls: what a step costs a reader, and a card, before any arithmetic.
+
+On a GPU the calls of a step are most of its time for a small model, and a reader who follows
+a step walks through as many functions. The budgets are the figures of the commit that set
+them. Whoever lowers a figure lowers its budget; whoever raises one says why in the commit.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+
+import fp8manifold as fm
+
+PACKAGE = Path(fm.__file__).parent
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Calls of the package's functions that one step made, and the files that have them."""
+
+    calls: int
+    files: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most calls of the first step, of the second and of later ones, and files of these.
+
+    Three of the calls hash the prefix of a stream, which a process remembers for later ones."""
+
+    first: int
+    second: int
+    steady: int
+    files: int
+
+
+BUDGETS = {
+    "StiffnessAdamW": Budget(first=860, second=457, steady=102, files=10),
+    "StiffnessSGD": Budget(first=820, second=424, steady=109, files=10),
+    "StiffnessLion": Budget(first=800, second=408, steady=93, files=10),
+    "StiffnessMuon": Budget(first=1060, second=687, steady=687, files=20),
+    "RiemannianAdam": Budget(first=700, second=387, steady=387, files=21),
+}
+
+
+def walk_of(step: Callable[[], object]) -> Walk:
+    """Count the calls of the package's own functions while ``step`` runs."""
+    calls = 0
+    files: set[str] = set()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            calls += 1
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return Walk(calls, len(files))
+
+
+def optimizer_over(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the name with 8-bit moments over two layers with biases."""
+    if name == "StiffnessMuon":
+        return fm.optim.StiffnessMuon.for_model(model, lr=1e-3, moments="8bit")
+    if name == "StiffnessSGD":
+        return fm.optim.StiffnessSGD(model.parameters(), lr=1e-3, momentum=0.9, moments="8bit")
+    if name == "RiemannianAdam":
+        return fm.optim.RiemannianAdam(model.parameters(), lr=0.5, float_lr=1e-3, moments="8bit")
+    return getattr(fm.optim, name)(model.parameters(), lr=1e-3, moments="8bit")
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_step_makes_no_more_calls_than_its_budget(name):
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = fm.quantize_model(layers, "E4M3", storage="fp8")
+    optimizer = optimizer_over(name, model)
+    walks = []
+    for _ in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        walks.append(walk_of(optimizer.step))
+    first, second, steady, later = walks
+    assert later == steady
+    budget = BUDGETS[name]
+    counted = Budget(first.calls, second.calls, steady.calls, steady.files)
+    assert first.calls <= budget.first, counted
+    assert second.calls <= budget.second, counted
+    assert steady.calls <= budget.steady, counted
+    assert steady.files <= budget.files, counted
