@@ -8,7 +8,13 @@ from typing import Any
 
 from nanogpt_bench.commands import above_0, names, one_of, positive
 from nanogpt_bench.system.errors import BenchError, unknown
-from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
+from nanogpt_bench.system.files import (
+    check_place,
+    holds,
+    refuse_to_replace,
+    rows_with,
+    write_json,
+)
 
 #: options that ask for a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
@@ -125,6 +131,10 @@ def _check(args: argparse.Namespace) -> None:
             raise BenchError(
                 f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out"
             )
+    for option in ("out", "save"):
+        path = getattr(args, option)
+        if path is not None:
+            check_place(f"--{option}", path)
     if args.save is not None and args.save.exists() and not args.save.is_dir():
         raise BenchError(f"--save {str(args.save)!r} is a file; give a folder")
     if not args.model and args.run is None:

@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 
 from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.commands.run import add_resume, exit_code, trained
-from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
+from nanogpt_bench.config.settings import FOLDER, Resolved, build_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, refused
-from nanogpt_bench.system.files import LOCK, is_unused, locked
+from nanogpt_bench.system.files import LOCK, check_place, is_unused, locked
 
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
-CONFIG = "finetune.yaml"
+CONFIG = FOLDER / "finetune.yaml"
 FLOAT: Final = "float"
 #: the layout of a published model that was trained in the codes of its files
 OWN: Final = "its own"
@@ -73,16 +73,17 @@ def main(args: argparse.Namespace) -> int:
     if args.layout is not None and args.save is None:
         raise BenchError("--layout needs --save DIR, whose layout it sets")
     if args.save is not None:
+        check_place("--save", args.save)
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
         from nanogpt_bench.setup.resolve import (
             resolve,  # not at the top: it imports torch, which takes seconds
         )
 
-        layout = check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
+        layout = check_save(resolve(load_config(CONFIG, overrides)), args.save, layout)
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     with nullcontext() if args.save is None else locked(args.save, "--save"):
-        summary, run_dir = trained(CONFIG, args.name, overrides, **options)
+        summary, run_dir = trained(str(CONFIG), args.name, overrides, **options)
         print(memory_line(summary))
         if args.save is not None and exit_code(summary) == 0:
             with _weights_named(run_dir, args.save):

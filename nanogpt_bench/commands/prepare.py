@@ -8,6 +8,7 @@ from typing import Any
 from nanogpt_bench.commands import braced, names, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.system.errors import BenchError, counted
+from nanogpt_bench.system.files import check_place
 
 #: the sources that take an option, by the option's name in the parsed arguments
 GOES_WITH = {
@@ -115,6 +116,7 @@ def main(args: argparse.Namespace) -> int:
     """Prepare a corpus and print a line about it."""
     _check_options(args)
     out = args.out or default_folder(args)
+    check_place("--out", out)
     meta = _prepare(args, out)
     train, val = meta["splits"]["train"], meta["splits"]["val"]
     labels = ""

@@ -2,6 +2,7 @@
 tokenizers, files on disk, batches.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ def prepare_default(data_dir: str) -> None:
     not exist.
     """
     folder = Path(DEFAULT_DATA_DIR)
-    if Path(data_dir) == folder and not folder.exists():
+    # a link to nothing is there, and opening the corpus says so
+    if Path(data_dir) == folder and not os.path.lexists(folder):
         from nanogpt_bench.data.text import prepare_stdlib
 
         print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)

@@ -190,6 +190,10 @@ def _no_meta(folder: Path) -> BenchError:
     """Return the error of a folder without meta.json; its advice never overwrites files
     that are in it.
     """
+    if folder.is_symlink() and not folder.exists():
+        return BenchError(
+            f"data.dir {str(folder)!r} is a link to nothing; mend it, or give another folder"
+        )
     said = f"data.dir {str(folder)!r} has no meta.json"
     if folder.exists() and not folder.is_dir():
         return BenchError(f"{said}: it is a file; give a folder that prepare wrote")

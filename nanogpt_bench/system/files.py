@@ -74,11 +74,39 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
-    """Refuse to replace a file, unless it is empty or `wrote` recognises it as one of
-    the same command.
+def check_place(option: str, path: Path) -> None:
+    """Refuse a file or folder to write that is below a file or behind a link to
+    nothing, or where nothing may be written.
+
+    Called before anything is computed that would be lost otherwise.
     """
-    if not path.exists():  # a link to nothing is replaced, and nothing is lost
+    for place in (path, *path.parents):
+        if not os.path.lexists(place):
+            continue
+        if not place.exists():
+            raise BenchError(
+                f"{option} {str(path)!r}: {str(place)!r} is a link to nothing; remove it, or give "
+                f"another name"
+            )
+        if not place.is_dir() and place != path:
+            raise BenchError(
+                f"{option} {str(path)!r}: {str(place)!r} is a file; give a name in a folder"
+            )
+        folder = place if place.is_dir() else place.parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise BenchError(
+                f"{option} {str(path)!r}: nothing may be written in {str(folder)!r}; give another "
+                f"name"
+            )
+        return
+
+
+def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
+    """Refuse a place where nothing can be written, and to replace a file, unless it is
+    empty or `wrote` recognises it as one of the same command.
+    """
+    check_place(option, path)
+    if not path.exists():
         return
     if not path.is_file():
         raise BenchError(f"{option} {str(path)!r} exists and is no ordinary file; give {instead}")
@@ -137,6 +165,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     Where the file system has no locks, nobody is kept out. `what` begins the error's
     line.
     """
+    check_place(what, folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
