@@ -4,6 +4,7 @@ facts that other modules use.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -33,6 +34,8 @@ FACTS: dict[str, Any] = {
     "rows_by": None,
     #: a mapping whose entries are words, even those that look like numbers
     "words": False,
+    #: the path of a folder: one that is spelt a/./b or a/b/ is a/b
+    "is_folder": False,
     #: what a mapping maps, for error messages; None: the help begins with it
     "maps": None,
 }
@@ -66,6 +69,8 @@ class Section(BaseModel):
         if isinstance(value, str) and value in NULLS and is_optional(field):
             return None
         value = _said(kind, value)
+        if facts.get("is_folder") and isinstance(value, str):
+            value = Path(value).as_posix()
         if choices := facts["choices"]:
             words = value if isinstance(value, list) else [value]
             found = [_chosen(word, choices) for word in words]

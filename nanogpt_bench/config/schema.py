@@ -77,6 +77,7 @@ class DataConfig(Section):
         DEFAULT_DATA_DIR,
         "folder with train.bin, val.bin and meta.json (see prepare)",
         changes_numbers=False,
+        is_folder=True,
         of_task=True,
     )
     train_tokens: int | None = setting(
@@ -418,6 +419,7 @@ class EvalConfig(Section):
         None,
         "another prepared text, by the same tokenizer, to validate on too: it shows what "
         "fine-tuning forgets",
+        is_folder=True,
     )
 
 

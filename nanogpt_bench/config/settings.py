@@ -359,8 +359,8 @@ def shipped_configs() -> list[str]:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of a configuration file: `name` itself, or the shipped file of
-    that name.
+    """Return the path of a configuration file: `name` itself, with or without .yaml, or
+    the shipped file of that name.
 
     >>> find_config("configs/e4m3.yaml").name
     'e4m3.yaml'
@@ -369,18 +369,30 @@ def find_config(name: str) -> Path:
 
 
 def find_shipped(name: str, folder: Path, kind: str) -> Path:
-    """Return the path of a YAML file: `name` itself, or the file of that name in a
-    folder of the package.
+    """Return the path of a YAML file: `name` itself, with or without .yaml, or the file
+    of that name in a folder of the package.
+
+    A name without .yaml that means both a file here and one of the package is refused.
     """
     path = Path(name)
+    last = path.name if path.suffix else f"{path.name}.yaml"
+    here, packaged = path.with_name(last), folder / last
+    is_packaged = path.parent.as_posix() in (".", folder.name) and packaged.is_file()
     try:
         if path.is_file():
             return path
+        is_here = here.is_file()
     except OSError as error:
         raise BenchError(f"{kind} {name!r} can't be read: {error.strerror or error}") from None
-    last = path.name if path.suffix else f"{path.name}.yaml"
-    if path.parent.as_posix() in (".", folder.name) and (folder / last).is_file():
-        return folder / last
+    if is_here and is_packaged:
+        raise BenchError(
+            f"{kind} {name!r} means {str(here)!r} here and the shipped {str(packaged)!r}; give one "
+            f"of these"
+        )
+    if is_here:
+        return here
+    if is_packaged:
+        return packaged
     shipped = sorted(each.name for each in folder.glob("*.yaml"))
     guess = nearest(last, shipped)
     hint = f"; did you mean {guess!r}?" if guess else ";"

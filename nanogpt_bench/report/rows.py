@@ -116,7 +116,12 @@ def setting_without(run: Run, keys: Set[str]) -> str:
 
 
 def _settings_without(run: Run, keys: Set[str]) -> dict[str, Any]:
-    return {key: value for key, value in flat(run.config).items() if key not in keys}
+    settings = {key: value for key, value in flat(run.config).items() if key not in keys}
+    tokens = _tokens(run)
+    if tokens is not None and "data.dir" in settings:
+        # One folder has several names, and one name may have been given to two texts.
+        settings["data.dir"] = tokens
+    return settings
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:

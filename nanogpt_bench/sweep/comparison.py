@@ -15,7 +15,7 @@ from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.sweep.axes import Axis, Point
-from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
+from nanogpt_bench.sweep.file import FOLDER, SweepFile, read_sweep
 from nanogpt_bench.sweep.plan import applies, check_count
 from nanogpt_bench.system.errors import BenchError, counted
 
@@ -42,7 +42,7 @@ MOST_WARM_UP = 100
 
 @cache
 def shipped() -> SweepFile:
-    return read_sweep(find_sweep(SHIPPED))
+    return read_sweep(FOLDER / SHIPPED)
 
 
 def comparison(

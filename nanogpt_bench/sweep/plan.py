@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.rules import RULES, Rule, has_moments, reference_settings
 from nanogpt_bench.config.schema import (
+    DEFAULT_DATA_DIR,
     OPTION_NAMES,
     OPTIONS,
     PEER_WEIGHTS,
@@ -89,9 +91,23 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
     by_name = {run.name: run for run in planned}
     places = [{**row, **point} for row in sweep.rows or ({},) for point in points]
     references = [plan_point(*each) for each in references_of(sweep, places, "seed")]
+    check_seeds(references, planned)
     return named_once(
         [*(_apart_from(by_name.get(run.name, run), run) for run in references), *planned]
     )
+
+
+def check_seeds(references: Iterable[PlannedRun], planned: Iterable[PlannedRun]) -> None:
+    """Refuse a reference with a seed that no other run has: there is nothing to measure
+    against it.
+    """
+    seeds = sorted({run.seed for run in planned})
+    for run in references:
+        if run.seed not in seeds:
+            raise BenchError(
+                f"reference: {run.label} has seed {run.seed}, and the runs that are measured "
+                f"against it have {', '.join(map(str, seeds))}; leave its seed out"
+            )
 
 
 def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping[str, Any], Point]]:
@@ -351,12 +367,22 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
 
 
 def check_inputs(planned: Iterable[PlannedRun]) -> None:
-    """Refuse a corpus that a run can't use, before anything is written."""
+    """Refuse a corpus that a run can't use, or that runs spell differently, before
+    anything is written.
+    """
     from nanogpt_bench.data.batches import open_also, open_corpus
 
     of_corpus = ("data.", "model.", "eval.also")
     seen: set[str] = set()
+    spelt: dict[Path, str] = {}
     for run in planned:
+        folder = str(run.settings.get("data.dir", DEFAULT_DATA_DIR))
+        other = spelt.setdefault(Path(folder).resolve(), folder)
+        if other != folder:
+            raise BenchError(
+                f"data.dir: {other!r} and {folder!r} are one folder, and would be two texts in "
+                f"the report; give one of them"
+            )
         corpus = repr([item for item in run.settings.items() if item[0].startswith(of_corpus)])
         if corpus not in seen:
             seen.add(corpus)

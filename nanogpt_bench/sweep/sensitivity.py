@@ -17,7 +17,7 @@ from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import grid_points
 from nanogpt_bench.sweep.file import SensitivityOptions, SweepFile
-from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
+from nanogpt_bench.sweep.plan import PlannedRun, check_count, check_seeds, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
@@ -84,7 +84,9 @@ def plan_study(sweep: SweepFile) -> Study:
         for pattern in patterns
         for name in names
     }
-    return Study(patterns, names, options.operand, _references(sweep, base, config, points), cells)
+    references = _references(sweep, base, config, points)
+    check_seeds(references, (run for runs in cells.values() for run in runs))
+    return Study(patterns, names, options.operand, references, cells)
 
 
 def _references(

@@ -333,6 +333,8 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
                 f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of "
                 f"them out"
             )
+    if isinstance(sweep.reference, Mapping) and "seed" in sweep.reference:
+        raise BenchError(f"reference: {said['seed']} say its seed; leave it out there")
     trials = (5 * len(tune.keys) + sum(map(len, tune.choices.values()))) * len(tune.seeds)
     each = trials + len(sweep.confirm.seeds if sweep.confirm else ())
     check_count(each * count_points(sweep), f"{sweep.path.name} (tune)")

@@ -18,7 +18,7 @@ from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.report import report
 from nanogpt_bench.sweep import session
 from nanogpt_bench.sweep import workers as pool_module
-from nanogpt_bench.sweep.comparison import choose_rows, comparison, label
+from nanogpt_bench.sweep.comparison import choose_rows, comparison, label, shipped
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.sweep.workers import Pool
@@ -264,3 +264,10 @@ def test_the_shipped_sweep_is_the_comparison(tmp_path):
     with refusal("has it in its rows"):
         read_sweep(path, ["--optimizer.momentum", "0.1"])
     assert main(["sweep", str(path), "--sensitivity", "--out", str(tmp_path / "out")]) == 2
+
+
+def test_a_file_of_its_name_in_the_working_folder_changes_no_comparison(here):
+    before = comparison()
+    shipped.cache_clear()
+    (here / "compare.yaml").write_text("settings: {rule: fp32}\naxes: {seed: [1]}\n")
+    assert comparison() == before

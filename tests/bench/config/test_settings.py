@@ -2,6 +2,8 @@
 resolved and refused.
 """
 
+from pathlib import Path
+
 import gpt2_checkpoints
 import pytest
 from bench_runs import refusal, resolved
@@ -173,6 +175,29 @@ def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered
             find_config(name)
     (here / "e4m3.yaml").write_text("seed: 1\n")
     assert load_config(find_config("e4m3.yaml")).seed == 1
+
+
+def test_a_name_without_its_ending_means_one_file_or_none(here):
+    (here / "small.yaml").write_text("seed: 1\n")
+    assert find_config("small") == Path("small.yaml")
+    (here / "e4m3.yaml").write_text("seed: 1\n")
+    with refusal("config 'e4m3' means 'e4m3.yaml' here and the shipped '.*configs/e4m3.yaml'"):
+        find_config("e4m3")
+    assert find_config("e4m3.yaml") == Path("e4m3.yaml")
+    assert find_config("configs/e4m3.yaml") == find_config("configs/e4m3") == FOLDER / "e4m3.yaml"
+
+
+@pytest.mark.parametrize("key", ["data.dir", "eval.also"])
+@pytest.mark.parametrize("spelling", ["./data/x", "data/x/", "data//x", "data/./x"])
+def test_a_folder_has_one_spelling(key, spelling):
+    assert parse(key, spelling) == "data/x"
+    assert parse(key, "../data/x") == "../data/x"
+    assert parse(key, "/data/x/") == "/data/x"
+
+
+def parse(key, text):
+    """The value of a setting that was given on the command line."""
+    return get(load_config(None, [f"--{key}", text]), key)
 
 
 @each("rule", available_rules())

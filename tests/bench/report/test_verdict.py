@@ -292,3 +292,25 @@ def test_tuned_rates_do_not_decide_which_row_stands_in_for_the_reference(tmp_pat
         runs.append(described(folder, text=text, optimizer={"lr": lr, "beta2": beta2}))
     rows = rows_of(runs)
     assert [result.reference for result in measure(rows, rows[0])] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("digests", "names", "rows"),
+    [
+        ("aaa", ("data/x", "./data/x", "/somewhere/data/x"), [3]),
+        ("abc", ("data/x", "data/x", "data/x"), [1, 1, 1]),
+    ],
+    ids=["one text", "three texts"],
+)
+def test_a_text_is_known_by_its_digests_not_by_its_folders_name(digests, names, rows, tmp_path):
+    """Under one name there may be several texts, and one text under several."""
+    folders = []
+    for seed, (digest, name) in enumerate(zip(digests, names, strict=True)):
+        folder = write_run(tmp_path / str(seed), seed=seed)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump({**config, "data": {"dir": name}}))
+        splits = {split: {"sha256": digest} for split in ("train", "val")}
+        environment = {"corpus": {"splits": splits}}
+        (folder / "environment.json").write_text(json.dumps(environment))
+        folders.append(folder)
+    assert [len(row.runs) for row in rows_of(folders)] == rows

@@ -400,3 +400,36 @@ def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_p
     planned = [run for run in plan_sweep(read_sweep(tmp_path / "rows.yaml")) if run.rule == "fp32"]
     found = [({key: run.settings[key] for key in lengths[0]}, run.seed) for run in planned]
     assert found == [(length, seed) for length in lengths for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "seeds"),
+    [
+        ({"axes": {"rule": ["sgd"]}}, "42"),
+        ({"axes": {"rule": ["sgd"], "seed": [1, 2]}}, "1, 2"),
+        ({"axes": {"seed": [2, 1]}, "rows": [{"rule": "sgd"}]}, "1, 2"),
+    ],
+    ids=["one seed", "axis", "rows"],
+)
+def test_a_reference_with_a_seed_of_its_own_is_refused(content, seeds, write):
+    path = write(**content, reference={"rule": "fp32", "seed": 7})
+    with refusal(f"reference: fp32 has seed 7, and the runs .* have {seeds}; leave its seed out"):
+        plan_sweep(read_sweep(path))
+
+
+def test_a_reference_of_a_sensitivity_with_a_seed_of_its_own_is_refused(write):
+    path = write(axes={"model.format": ["E4M3"]}, reference={"rule": "fp32", "seed": 7})
+    with refusal("reference: fp32 has seed 7"):
+        plan_study(read_sweep(path))
+
+
+def test_one_folder_spelt_in_two_ways_is_one_text(write, corpus_dir, here):
+    (here / "text").symlink_to(corpus_dir)
+    same = {"axes": {"data.dir": ["text", "./text", "text/"]}, "settings": {"rule": "sgd"}}
+    (run,) = plan_sweep(read_sweep(write(**same)))
+    assert run.settings["data.dir"] == "text"
+    for other in (str(here / "text"), str(corpus_dir)):
+        axes = {"data.dir": ["text", other]}
+        planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "sgd"})))
+        with refusal(f"data.dir: 'text' and {other!r} are one folder"):
+            check_inputs(planned)

@@ -293,6 +293,11 @@ SGD = {"axes": {"rule": ["sgd"]}}
         (SGD, {"settings": {"optimizer.lr": 3.0}}, "tune.keys says optimizer.lr"),
         (SGD, {"keys": ["optimizer.weight_decay"]}, "a search begins above 0"),
         ({"search": "random"}, {}, "leave search: random out"),
+        (
+            {"reference": {"rule": "fp32", "seed": 7}},
+            {},
+            "reference: tune.seeds and confirm.seeds say its seed; leave it out there",
+        ),
         ({"reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),
         # lists of values that can't be searched
         ({}, {"choices": {"optimizer.weight_decay": [0.1]}}, "give two or more rising numbers"),
