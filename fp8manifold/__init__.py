@@ -28,6 +28,7 @@ from fp8manifold.nn._surgery import (
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import (
+    RepeatedRoundingWarning,
     SaturationWarning,
     UnderflowWarning,
     amax_scale,
@@ -40,9 +41,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NAMED_FORMATS", "FP8Manifold", "FP8Parameter", "FP8Tensor", "FloatFormat", "LayerSpec",
-    "NativeUnavailableWarning", "OperandSpec", "QuantizationReport", "QuantizedLinear", "ReportedLayer",
-    "SaturationWarning", "Scale", "StiffnessManifold", "UnderflowWarning", "amax_scale", "averaged_model",
-    "check_formats", "decode", "dequantize_model", "distributed", "encode", "export_model",
+    "NativeUnavailableWarning", "OperandSpec", "QuantizationReport", "QuantizedLinear",
+    "RepeatedRoundingWarning", "ReportedLayer", "SaturationWarning", "Scale", "StiffnessManifold",
+    "UnderflowWarning", "amax_scale", "averaged_model", "check_formats", "decode", "dequantize_model", "distributed", "encode", "export_model",
     "exported_state_dict", "fake_quantize", "from_chart", "huggingface", "load_fp8", "load_quantized", "ops",
     "optim", "published_weights", "quantization_report", "quantize_model", "quantize_weight_gradients",
     "random_bits", "reference", "round_to_grid", "save_fp8", "storage_scale", "to_chart", "ulp",

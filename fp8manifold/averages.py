@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
@@ -120,7 +121,7 @@ class _AsFloats:
         transposed = {
             id(layer.weight) for layer in self.layers if isinstance(layer, QuantizedConv1D)
         }
-        floats = ((p.detach().float(), id(p) in transposed) for p in self.model.parameters())
+        floats = ((_wide(p), id(p) in transposed) for p in self.model.parameters())
         return (p.t() if turned else p for p, turned in floats)
 
     def buffers(self) -> Iterator[Tensor]:
@@ -131,6 +132,11 @@ class _AsFloats:
             if name.partition(".")[0] in layer._own_names
         }
         return (buffer for buffer in self.model.buffers() if id(buffer) not in own)
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """The values in float32; codes stay codes until an operator reads them."""
+    return parameter.detach().to(torch.float32)
 
 
 def _refuse_codes(module: nn.Module, name: str, averaged: Any) -> None:

@@ -55,6 +55,14 @@ class UnderflowWarning(UserWarning):
     """
 
 
+class RepeatedRoundingWarning(UserWarning):
+    """Arithmetic changes a copy of a weight in codes again and again, each time rounded.
+
+    A running average in codes is noise, or stalls: ``p.detach().float()`` is a float
+    tensor to average in, and :func:`fp8manifold.averaged_model` a model.
+    """
+
+
 def amax_scale(
     x: Tensor,
     fmt: FormatLike,

@@ -17,6 +17,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded import storage, stored_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
 from fp8manifold._encoded.scaled import (
+    Arithmetic,
     Rounding,
     ScaledTensor,
     Traits,
@@ -510,6 +511,7 @@ class FP8Tensor(ScaledTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.with_parts(Tensor.clone)
+        twin.arithmetic, twin.is_detached = Arithmetic(), self.is_bare
         twin.requires_grad_(self.requires_grad)
         return twin
 

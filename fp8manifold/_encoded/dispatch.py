@@ -57,6 +57,16 @@ DTYPES: Final = (torch.float32, torch.bfloat16)  #: The dtypes that an encoded t
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
 _HANDLERS: Final[dict[Any, Handler]] = {}
+_ARITHMETIC: Final = frozenset(
+    getattr(getattr(_aten, start + name), overload)
+    for start in ("", "_foreach_")
+    for name in (
+        *("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"),
+        *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"),
+    )
+    for overload in getattr(_aten, start + name).overloads()
+)
+"""Operators whose results depend on the values of all arguments, as those of an average do."""
 _FACTORIES: Final = {
     getattr(_aten, name).default
     for name in (
@@ -112,6 +122,12 @@ class EncodedTensor(torch.Tensor):
 
     def check_writable(self) -> None:
         """Raise RuntimeError if operators may not write values into this tensor."""
+
+    def note_read(self) -> None:
+        """Note that arithmetic has read the values."""
+
+    def note_change(self, operator: str) -> None:
+        """Note that arithmetic has changed the values, by an operator of that name."""
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The parts that a compiler sees, by name, and everything else that makes the
@@ -279,6 +295,12 @@ class View(EncodedTensor):
     def check_writable(self) -> None:
         self.base.check_writable()
 
+    def note_read(self) -> None:
+        self.base.note_read()
+
+    def note_change(self, operator: str) -> None:
+        self.base.note_change(operator)
+
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Write into the base, where all other values are on the grid already and stay."""
         whole = self.base._in_float32()
@@ -319,6 +341,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     if any(isinstance(x, EncodedTensor) for x in written):
         return _run_writing(func, args, kwargs, written)
+    if func in _ARITHMETIC:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, EncodedTensor):
+                x.note_read()
     if is_backward():
         args = _decoded_after_gradient(args)
     return func(*plain(args), **plain(kwargs))
@@ -406,6 +432,8 @@ def _run_writing(
     for x in written:
         if isinstance(x, EncodedTensor):
             x.write(stands_for[id(x)], name_of(func))
+            if func in _ARITHMETIC:
+                x.note_change(name_of(func))
     owners = {id(stands_for[id(x)]): x for x in written}
     return pytree.tree_map_only(Tensor, lambda y: owners.get(id(y), y), out)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded import dispatch
-from fp8manifold._encoded.scaled import is_lent_here, lent
+from fp8manifold._encoded.scaled import Arithmetic, is_lent_here, lent, note_gradient
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._encoded.stored_scale import refit_scale_
 
@@ -58,6 +58,8 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func if is_traced(x.codes) else lambda part: part
     )  # the parts count their writes themselves
     twin.lent_from = x.lent_from
+    note_gradient(x)
+    twin.arithmetic, twin.is_detached = x.arithmetic, True
     return twin
 
 
@@ -67,6 +69,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_whole(x):
         return NotImplemented
     twin = x.with_parts(Tensor.clone)
+    twin.arithmetic, twin.is_detached = Arithmetic(), True
     if hasattr(x, "writes_before"):
         twin.writes_before = twin._writes()
     return twin
@@ -89,7 +92,11 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for name, value in kwargs.items()
         if name in ("device", "non_blocking", "pin_memory")
     }
-    return x.with_parts(lambda part: func(part, **places), dtype)
+    twin = x.with_parts(lambda part: func(part, **places), dtype)
+    twin.is_detached = True
+    if not x.requires_grad:  # else a weight that moves, as of Module.to
+        twin.arithmetic = Arithmetic()
+    return twin
 
 
 @dispatch.implements(_aten.copy_.default)
@@ -105,7 +112,17 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     not_waiting = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if not_waiting and _is_whole(x) and not is_traced(x.codes) and _is_there(x, source):
         return x
-    return _replace(func, x, lambda values: values.copy_(dispatch.plain(source)), fresh=False)
+    copied = _replace(func, x, lambda values: values.copy_(dispatch.plain(source)), fresh=False)
+    done = root_arithmetic(x)
+    if done is not None and done.is_read:
+        x.note_change("copy_")
+    return copied
+
+
+def root_arithmetic(x: Any) -> Arithmetic | None:
+    """What arithmetic has done to the copy that ``x`` is, or views; None for no copy."""
+    done: Arithmetic | None = getattr(dispatch.root_of(x), "arithmetic", None)
+    return done
 
 
 def _is_there(x: Any, source: Any) -> bool:

@@ -2,13 +2,16 @@
 codes autocast lent it.
 """
 
+import warnings
 import weakref
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
+from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._encoded.dispatch import EncodedTensor, View, root_of
 from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced, largest_magnitude
@@ -19,6 +22,10 @@ from fp8manifold.random_bits import Draws
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: Final = ("nearest", "stochastic")
 DRAWS: Final = get_args(Draws)
+_REPEATED: Final = 4
+"""Changes of a copy by arithmetic that are a running average: merging a few weights takes
+fewer.
+"""
 
 
 class Traits(NamedTuple):
@@ -107,6 +114,17 @@ def check_own(x: Any) -> None:
         )
 
 
+@dataclass
+class Arithmetic:
+    """What arithmetic has done to a copy of a weight, whatever tensors share its memory."""
+
+    changes: int = 0  #: Times that its values were changed.
+    #: True if values were read that a later ``copy_`` may put back, changed.
+    is_read: bool = False
+    #: True once the copy has had a gradient: a weight that an optimizer steps.
+    is_trained: bool = False
+
+
 Lent = tuple[
     tuple[Tensor, int], ...
 ]  #: Parts of the tensor that was cast, and their versions then.
@@ -129,6 +147,9 @@ class ScaledTensor(EncodedTensor):
     stepped_by: "weakref.ref[Any] | None" = (
         None  #: The optimizer whose state has something in units of the scale.
     )
+    #: What arithmetic has done to a copy of a weight; None for a tensor that is none.
+    arithmetic: Arithmetic | None = None
+    is_detached = False  #: True for what ``detach``, ``clone`` and ``to`` return.
     #: True if it came from a state dict: a tensor that copies it takes over its count
     #: and seed.
     resumes = False
@@ -200,9 +221,51 @@ class ScaledTensor(EncodedTensor):
         self._changed()
         return self
 
+    @property
+    def is_bare(self) -> bool:
+        """True for what ``detach``, ``clone`` and ``to`` return, if it is no parameter."""
+        return self.is_detached and not getattr(self, "_is_param", False)
+
+    def float(self, **options: Any) -> Tensor:
+        """Return a plain tensor in float32 of a copy or a detached tensor.
+
+        A parameter stays one in codes, as ``Module.float`` needs it.
+        """
+        if not self.is_bare or (self.requires_grad and torch.is_grad_enabled()):
+            return super().float(**options)
+        return self._in_float32()
+
+    def note_read(self) -> None:
+        if self.arithmetic is not None:
+            self.arithmetic.is_read = True
+
+    def note_change(self, operator: str) -> None:
+        """Count a change of a copy that nothing trains, and warn at the fourth."""
+        note_gradient(self)
+        done = self.arithmetic
+        if done is None or done.is_trained or is_traced(self.codes):
+            return
+        done.changes += 1
+        done.is_read = False
+        if done.changes == _REPEATED:
+            warnings.warn(
+                f"{operator} has changed a copy of a weight in {self.format.name} for the "
+                f"{_REPEATED}th time, rounded to codes each time: a running average has to be in "
+                "floats, as of fp8manifold.averaged_model(model) or p.detach().float()",
+                scaling.RepeatedRoundingWarning,
+                stacklevel=2,
+            )
+
     def _changed(self) -> None:
         """After every write."""
         raise NotImplementedError
+
+
+def note_gradient(x: Any) -> None:
+    """Note that a copy of a weight has a gradient, or an optimizer of this library."""
+    if x.arithmetic is None or x.arithmetic.is_trained:
+        return
+    x.arithmetic.is_trained = x.stepped_by is not None or (x.is_leaf and x.grad is not None)
 
 
 def write_kept(kept: Tensor, new: Tensor) -> None:

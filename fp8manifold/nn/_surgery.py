@@ -5,7 +5,7 @@ way back, and a report of it.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
+_ATTACHED_AS: Final = "fp8manifold"
+"""The method by which transformers knows a model that ``huggingface.attach`` took."""
 
 
 def quantize_model(
@@ -243,7 +245,7 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     values as float parameters.
 
     Other parameters in codes become floats too. Hooks and attributes are transferred as
-    in :func:`quantize_model`.
+    in :func:`quantize_model`. A model of transformers is no quantised one to it any more.
 
     Args:
         model: changed in place.
@@ -288,6 +290,10 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
         put_parameter(model, names[id(parameter)], values)
     _carried.turn_back(model)
+    for module in model.modules():
+        quantizer: Any = getattr(module, "hf_quantizer", None)
+        if getattr(module, "quantization_method", None) == _ATTACHED_AS and quantizer is not None:
+            quantizer.remove_quantization_config(module)
     return replace_layers(model, layers)
 
 

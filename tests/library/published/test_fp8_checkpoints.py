@@ -56,6 +56,23 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["squares, shards", "squares, experts", "rows", "mxfp4"])
+def test_a_published_model_is_averaged_in_floats(name: str, tmp_path: Path) -> None:
+    make(name, folder := tmp_path / "published")
+    model = load_fp8(folder)
+    average = fm.averaged_model(model)
+    # transformers refuses Module.float of a quantised model
+    floats = fm.dequantize_model(nn.Module.float(copy.deepcopy(model)))
+    for _ in range(2):
+        average.update_parameters(model)
+    assert not average.module.is_quantized
+    for ours, values in zip(average.module.parameters(), floats.parameters(), strict=True):
+        assert type(ours) is nn.Parameter
+        assert ours.dtype is torch.float32
+        assert torch.equal(ours, values)
+    average.module.save_pretrained(tmp_path / "average")
+
+
 @pytest.mark.parametrize(
     "name", ["squares, shards", "squares, experts", "rows, experts", "modelopt, kv", "mxfp4"]
 )

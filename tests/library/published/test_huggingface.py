@@ -305,6 +305,38 @@ def test_a_model_is_dequantised_and_exported(maker, tmp_path):
     torch.testing.assert_close(logits(floats), expected, rtol=1e-5, atol=1e-6)
 
 
+@MAKERS
+def test_a_model_that_is_dequantised_is_no_quantised_one(maker, tmp_path):
+    """By the library's function as by the method of transformers."""
+    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
+    floats = fm.dequantize_model(copy.deepcopy(model))
+    assert not floats.is_quantized
+    assert copy.deepcopy(floats).half().dtype is torch.float16
+    floats.float().save_pretrained(tmp_path)
+    assert torch.equal(logits(read(tmp_path)), logits(floats))
+    assert model.is_quantized
+    assert model.config.quantization_config.quant_method == "fp8manifold"
+
+
+@MAKERS
+def test_a_model_that_is_attached_is_averaged(maker, tmp_path):
+    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
+    average = fm.averaged_model(model)
+    first = fm.dequantize_model(copy.deepcopy(model))
+    average.update_parameters(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    average.update_parameters(model)
+    second = fm.dequantize_model(copy.deepcopy(model))
+    ours = dict(average.module.named_parameters())
+    for (name, one), two in zip(first.named_parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(ours[name], (one + two) / 2)
+    average.module.save_pretrained(tmp_path)
+    assert torch.equal(logits(read(tmp_path)), logits(average.module))
+    assert model.is_quantized
+
+
 def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path):
     """Nor by a copy, or the model within; floats are."""
     model = quantize_model(llama(), "E4M3", "fp8", tied="leave")

@@ -5,6 +5,7 @@ came to be.
 import copy
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -323,3 +324,154 @@ def test_an_average_of_transposed_weights(storage) -> None:
     for ours, layer in zip(average.module, model, strict=True):
         weight = layer.weight.detach()
         assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
+
+
+def in_place(average: Tensor, weight: Tensor) -> None:
+    average.mul_(0.999).add_(weight, alpha=0.001)
+
+
+def over_lists(average: Tensor, weight: Tensor) -> None:
+    torch._foreach_lerp_([average], [weight], 0.001)
+
+
+def of_difference(average: Tensor, weight: Tensor) -> None:
+    average.sub_(0.001 * (average - weight))
+
+
+def put_back(average: Tensor, weight: Tensor) -> None:
+    average.data.copy_(0.999 * average + 0.001 * weight)
+
+
+def of_rows(average: Tensor, weight: Tensor) -> None:
+    average[:2].lerp_(weight[:2], 0.001)
+
+
+COPIES = {
+    "detach, clone": lambda p: p.detach().clone(),
+    "clone, detach": lambda p: p.clone().detach(),
+    "deepcopy": lambda p: copy.deepcopy(p).requires_grad_(False),
+    "deepcopy that trains": copy.deepcopy,
+    "to": lambda p: p.detach().to("cpu", copy=True),
+    "data": lambda p: p.data.clone(),
+}
+
+
+@pytest.mark.parametrize("changed", [in_place, over_lists, of_difference, put_back, of_rows])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_running_average_in_codes_warns_once(copied, changed) -> None:
+    weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
+    average = copied(weight)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(40):
+            changed(average, weight.detach())
+    assert [warning.category for warning in said] == [fm.RepeatedRoundingWarning]
+    assert "averaged_model" in str(said[0].message)
+
+
+@pytest.mark.extra("diffusers")
+def test_a_running_average_of_diffusers_warns_in_codes_and_is_right_in_floats() -> None:
+    from diffusers.training_utils import EMAModel
+
+    weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
+    average = EMAModel([weight])
+    for _ in range(3):
+        average.step([weight])
+    with pytest.warns(fm.RepeatedRoundingWarning, match="sub_ has changed a copy"):
+        average.step([weight])
+    average.step([weight])
+    average = EMAModel([weight.detach().float()], min_decay=0.9, decay=0.9)
+    average.step([weight])  # the first copies
+    with torch.no_grad():
+        weight.zero_()
+    expected = average.shadow_params[0].clone()
+    for _ in range(8):
+        average.step([weight])
+        expected -= 0.1 * expected
+    torch.testing.assert_close(average.shadow_params[0], expected)
+
+
+class StepsOnData(torch.optim.SGD):
+    """Writes through ``data``, as many optimizers outside of torch do."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.mul_(0.999)
+            p.data.add_(p.grad.data, alpha=-0.01)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "data": lambda parameters: StepsOnData(parameters, lr=1e-3),
+    "ours": lambda parameters: optim.StiffnessAdamW(parameters, lr=0.01),
+    "wrapped": lambda parameters: optim.StiffnessWrapper(torch.optim.SGD(parameters, lr=1e-3)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("copied", ["itself", "deepcopy", "moved"])
+def test_a_weight_that_is_trained_does_not_warn(copied, kind) -> None:
+    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "fp8", seed=1)
+    layer = copy.deepcopy(layer) if copied == "deepcopy" else layer
+    layer = layer.bfloat16().float() if copied == "moved" else layer
+    optimizer = OPTIMIZERS[kind](layer.parameters())
+    for _ in range(8):
+        layer(normal(4, 32, seed=2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            layer.weight.data.mul_(0.999)
+
+
+def test_a_copy_that_takes_other_values_does_not_warn() -> None:
+    weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
+    other = weight.detach().clone()
+    for seed in range(8):
+        other.copy_(weight)
+        other.copy_(normal(4, 32, seed=seed))
+        other.normal_()
+    for factor in (0.5, 0.25, 0.125):
+        weight.detach().clone().mul_(factor).add_(weight.detach()).sub_(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_is_a_plain_tensor_in_float(copied, dtype) -> None:
+    weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1, dtype=dtype)
+    plain = copied(weight).detach().float()
+    assert (type(plain), plain.dtype) == (torch.Tensor, torch.float32)
+    assert torch.equal(plain, weight.dequantize().float())
+    plain.zero_()
+    assert weight.dequantize().any()
+
+
+@pytest.mark.parametrize("moved", ["itself", "deepcopy", "to", "pickle", "state"])
+def test_a_parameter_in_codes_stays_one_in_float(moved, tmp_path) -> None:
+    """``Module.float`` asks the same of each of them."""
+    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "fp8", seed=1)
+    if moved == "deepcopy":
+        layer = copy.deepcopy(layer.bfloat16())
+    elif moved == "to":
+        layer = layer.to(torch.bfloat16)
+    elif moved == "pickle":
+        torch.save(layer, tmp_path / "layer.pt")
+        layer = torch.load(tmp_path / "layer.pt", weights_only=False)
+    elif moved == "state":
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+    for _ in range(2):
+        layer = copy.deepcopy(layer.float())
+        assert type(layer.weight) is fm.FP8Parameter
+        assert layer.weight.dtype is torch.float32
+    x = normal(4, 32, seed=2)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert type(layer.weight.float()) is fm.FP8Parameter
+
+
+def test_the_gradient_goes_through_float() -> None:
+    weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
+    (3.0 * weight.clone().float()).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 32), 3.0))
