@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from fp8manifold._base.replaced import MARK, note_replaced
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import AT_OWN_SCALE, PARTS
 from fp8manifold.nn._products import forbid_fused_operators, is_called
@@ -93,9 +94,9 @@ def turn_back(model: nn.Module) -> None:
 
 def _turn_parameter(module: Any, entry: str) -> None:
     own = module._parameters[entry]
-    module._parameters[entry] = nn.Parameter(
-        own.detach().mT.contiguous(), requires_grad=own.requires_grad
-    )
+    turned = nn.Parameter(own.detach().mT.contiguous(), requires_grad=own.requires_grad)
+    module._parameters[entry] = turned
+    note_replaced(own, turned, entry)
 
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
@@ -119,16 +120,18 @@ def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> 
     """Put a parameter in the place of another, under all its names, with its hooks,
     attributes and gradient.
     """
-    _carry_weight(model.get_parameter(names[0]), parameter, False)
+    before = model.get_parameter(names[0])
+    _carry_weight(before, parameter, False)
     for name in names:
         owner, _, entry = name.rpartition(".")
         module = model.get_submodule(owner)
         setattr(module, entry, parameter)
         setattr(module, AT_OWN_SCALE, True)
+    note_replaced(before, parameter, names[0])
 
 
 def _weight_attributes(weight: Tensor) -> list[str]:
-    own = {"manifold", *vars(weight.detach())}
+    own = {"manifold", MARK, *vars(weight.detach())}
     hidden = [
         key for key in vars(weight) if inspect.isdatadescriptor(getattr(Tensor, key, None))
     ]  # as accelerate does
@@ -158,9 +161,11 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
             _carry_over(old[name], layer)
             done.add(layer)
         if not name:
+            _note_weights(layer, old, layers)
             return layer
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
+    _note_weights(model, old, layers)
     for kind in set[Any](base for module in model.modules() for base in type(module).__mro__):
         if kind.__name__ == "PreTrainedModel" and not hasattr(
             kind.save_pretrained, "refuses_codes"
@@ -169,6 +174,17 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
                 kind.save_pretrained
             )  # an own attribute would be a cycle
     return model
+
+
+def _note_weights(model: nn.Module, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Note which weights were replaced; one that other modules share stays in the
+    model.
+    """
+    left = set(map(id, model.parameters()))
+    for name, layer in new.items():
+        before = old[name].weight
+        weight = f"{name}.weight".lstrip(".")
+        note_replaced(before, layer.weight, weight, stays=id(before) in left)
 
 
 def _refusing_codes(save: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_int
+from fp8manifold._base.replaced import note_replaced
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
@@ -261,6 +262,7 @@ def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | 
             if isinstance(entry, nn.Parameter):
                 made[id(entry)] = nn.Parameter(value, requires_grad=entry.requires_grad)
                 vars(made[id(entry)]).update(vars(entry))
+                note_replaced(entry, made[id(entry)], names[0])
     for module in model.modules():
         for place in (module._parameters, module._buffers):
             entries: dict[str, Any] = place

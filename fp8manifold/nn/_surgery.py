@@ -54,7 +54,8 @@ def quantize_model(
     ``storage="master"``.
 
     Its linear layers become :class:`QuantizedLinear`; the model's own code does not
-    change.
+    change. Make optimizers afterwards: the next step of one that was made before raises
+    RuntimeError.
 
     A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches
     ``blocks.0.mlp.fc``, ``*`` matches everything. The one with the most literal

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8manifold._base.checks import check_choice
+from fp8manifold._base.replaced import refuse_replaced
 from fp8manifold.optim._agreement import are_several
 from fp8manifold.optim._in_backward.gradients import Accumulation, Clipping, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
@@ -299,6 +300,7 @@ class InBackward:
             # first has stepped
             return
         if (place := self._place_of(parameter)) is None:
+            refuse_replaced(self.optimizer)  # whose hooks went on to those in their places
             return  # no group contains it any more: its gradient belongs to others
         group = self.optimizer.param_groups[place[0]]
         if gradient is None:
@@ -403,8 +405,9 @@ def step_in_backward(
     Raises:
         TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the
             reverse, ``clip`` with ``accumulate``.
-        RuntimeError: a gradient exists, another optimizer steps in backward already, or
-            there are several processes.
+        RuntimeError: a gradient exists, another optimizer steps in backward already,
+            there are several processes, or ``quantize_model`` has replaced parameters
+            since the optimizer was made.
         FloatingPointError: ``on_nonfinite="raise"``, in the pass, or in ``step()``
             where that skips the whole step.
 
@@ -434,6 +437,7 @@ def step_in_backward(
         raise RuntimeError(
             "there are gradients already, which no backward pass would use: call zero_grad() first"
         )
+    refuse_replaced(optimizer)
     _check_alone()
     handle = InBackward(optimizer)
     handle._clipping, handle._accumulation = _options(clip, max_norm, first, accumulate)
