@@ -25,6 +25,7 @@ from fp8manifold._published.layout import (
     entries_of,
     is_ignored,
 )
+from fp8manifold._published.options import sorted_options
 from fp8manifold._published.places import part_of, weight_of
 from fp8manifold._published.replaced import INDEX, replacing
 from fp8manifold._ranks import share_of
@@ -47,7 +48,6 @@ _BESIDE_ADAPTERS: Final = frozenset({"base_layer", "original_module"})
 _TRANSPOSED: Final = "_blocks"
 #: files of a repository that are downloaded: weights, settings and a tokenizer's
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-_OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -93,8 +93,12 @@ def load_fp8(
         activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at
             the files' ``input_scale``.
         rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
-        options: of transformers' ``from_pretrained``, and for the Hub ``revision``,
-            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``.
+        options: of transformers' ``from_pretrained``: ``subfolder``, for the Hub
+            ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and
+            ``force_download``; ``attn_implementation``, ``experts_implementation``,
+            ``generation_config`` and those of kernels; and settings of ``config.json``
+            (``attention_dropout=0.1``), which :func:`save_fp8` does not write. Others
+            are refused.
 
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode.
@@ -124,34 +128,60 @@ def load_fp8(
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
+    given = sorted_options(options, dtype, device)
     library = needed("transformers", "hf", _BY)
-    place = _folder_of(folder, {key: options.pop(key) for key in _OF_HUB if key in options})
+    place = _folder_of(folder, given.hub, given.subfolder)
     with closing(FileTensors(files_of(place))) as tensors:
         layout = Layout(described(place, tensors))
         if not layout.stored:
             raise ValueError(
                 f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained"
             )
-        how = {"rounding": rounding, "draws": draws, "dtype": dtype, "device": device}
+        how: dict[str, Any] = {"rounding": rounding, "draws": draws}
+        how |= {"dtype": given.dtype, "device": given.device}
         reader = _Reader(tensors, layout, how, seed, activations)
-        config = library.AutoConfig.from_pretrained(place)
-        for part in (config, config.get_text_config(decoder=True)):
-            vars(part).pop("quantization_config", None)
+        config = _settings_of(library, place, given.settings)
         model, said = _class_of(library, config).from_pretrained(
             None,
             config=config,
             state_dict=reader.floats,
-            dtype=dtype,
+            dtype=given.dtype,
             quantization_config=reading(layout.published, reader),
             output_loading_info=True,
-            **options,
+            **given.passed,
         )
         if missing := sorted(said["missing_keys"]):
             raise ValueError(f"the model has {missing[0]!r}, which {str(place)!r} lacks")
         _check_floats_kept(model, tensors, layout)
-    if model.can_generate() and (place / GENERATION).is_file():
+    _name(model, str(Path(folder, given.subfolder) if Path(folder).is_dir() else folder))
+    chosen = given.passed.get("generation_config")
+    if chosen is None and model.can_generate() and (place / GENERATION).is_file():
         model.generation_config = library.GenerationConfig.from_pretrained(place)
-    return model.to(device)
+    return model.to(given.device)
+
+
+def _settings_of(library: Any, place: Path, changes: dict[str, Any]) -> Any:
+    """The settings of a folder with changes to some, as transformers makes them."""
+    config, unknown = library.AutoConfig.from_pretrained(
+        place, return_unused_kwargs=True, **changes
+    )
+    for name in changes:
+        if name in unknown:
+            raise TypeError(
+                f"{name!r} is no option of load_fp8 or from_pretrained, and no setting of "
+                f"{type(config).__name__}"
+            )
+    for part in (config, config.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
+def _name(model: Any, name: str) -> None:
+    """Say where a model was read, for libraries that write its name beside an adapter."""
+    model.config.name_or_path = name
+    for module in model.modules():
+        if "name_or_path" in vars(module):
+            module.name_or_path = name
 
 
 def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
@@ -216,7 +246,9 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     entries = entries_of(base)
     _check_complete(model, base, layout, entries)
     known = published.get("source")
-    place = _folder_of(source, {}) if source is not None else None if known is None else Path(known)
+    place = None if known is None else Path(known)
+    if source is not None:
+        place = _folder_of(source, {})
     texts = dict(published["documents"])
     save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
     where: dict[str, str] = {}
@@ -322,8 +354,8 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
     no tensor is read.
 
     Args:
-        folder, options: as in :func:`load_fp8`, but only the options for the Hub, which
-            a local folder ignores.
+        folder, options: as in :func:`load_fp8`, but only ``subfolder`` and the options
+            for the Hub, which a local folder does not need.
 
     Returns:
         A description of each weight (format, granularity, file and more) by its name;
@@ -338,23 +370,29 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
         >>> found["model.layers.0.mlp.up_proj.weight"].granularity  # doctest: +SKIP
         'square'
     """
-    place = _folder_of(folder, options)
+    given = sorted_options(options, torch.bfloat16, "cpu")
+    if more := [*given.settings, *given.passed]:
+        raise TypeError(f"published_weights has no option {more[0]!r}: it reads headers alone")
+    place = _folder_of(folder, given.hub, given.subfolder)
     with closing(FileTensors(files_of(place))) as tensors:
         return Layout(described(place, tensors)).stored
 
 
-def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
-    """A folder, or that of a model's name in the hub's cache."""
-    if Path(folder).is_dir():
-        return Path(folder).resolve()
-    hub = needed("huggingface_hub", "hf", _BY)
-    try:
-        return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
-    except (OSError, ValueError) as error:  # of a bad name and of the network
-        why = str(error).partition("\n")[0]
-        raise FileNotFoundError(
-            f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {why}"
-        ) from error
+def _folder_of(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
+    """A folder, or that of a model's name in the hub's cache, or one inside."""
+    place = Path(folder)
+    if not place.is_dir():
+        hub = needed("huggingface_hub", "hf", _BY)
+        try:
+            place = Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+        except (OSError, ValueError) as error:  # of a bad name and of the network
+            why = str(error).partition("\n")[0]
+            raise FileNotFoundError(
+                f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {why}"
+            ) from error
+    if not (place / subfolder).is_dir():
+        raise FileNotFoundError(f"{str(folder)!r} has no folder {subfolder!r}")
+    return (place / subfolder).resolve() if Path(folder).is_dir() else place / subfolder
 
 
 def _class_of(library: Any, config: Any) -> Any:
