@@ -25,9 +25,10 @@ ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 """Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells
 them; None is ``original``.
 """
-SHAPES: Final = ("auto", "flatten", "batch")
-"""Readings of a parameter of more than two dimensions: refused, one matrix, or one
-matrix per entry.
+TRANSPOSED: Final = "transposed"
+SHAPES: Final = ("auto", "flatten", "batch", TRANSPOSED)
+"""Readings of a parameter: a matrix; of more than two dimensions one matrix, or one per
+entry; a matrix, or one per entry, with a row for each input.
 """
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
@@ -343,7 +344,8 @@ def as_matrices(x: Tensor, shape: str) -> Tensor:
     """A view of a tensor as one matrix or a batch of them: a kernel has a row per
     filter, experts are a batch.
     """
-    return x if x.dim() == 2 or (x.dim() == 3 and shape == "batch") else x.flatten(1)
+    is_batch = x.dim() == 3 and shape in ("batch", TRANSPOSED)
+    return x if x.dim() == 2 or is_batch else x.flatten(1)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

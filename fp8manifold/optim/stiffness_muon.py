@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
-from fp8manifold.nn._selection import CONVOLUTIONS, is_linear
+from fp8manifold.nn._selection import CONVOLUTIONS, is_conv1d, is_linear
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
     SHAPES,
+    TRANSPOSED,
     adjusted_rate,
     as_matrices,
     take_muon_steps,
@@ -34,9 +35,10 @@ _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names of output layers."""
-_Kind = Literal["matrices", "kernels", "experts", "others", "vectors"]
+_Kind = Literal["matrices", "transposed", "kernels", "experts", "others", "vectors"]
 _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "matrices": {},
+    "transposed": {"matrix_shape": TRANSPOSED},
     "kernels": {"matrix_shape": "flatten"},
     "experts": {"matrix_shape": "batch"},
     "others": {"direction": "adam"},
@@ -45,6 +47,8 @@ _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
 """Options of the groups, in their order, where they are not ``direction="muon"`` with
 the given decay.
 """
+_OF_EITHER_SHAPE: Final = "match_rms_adamw"
+"""The rule for the size of a step that is the same for a transposed matrix."""
 _NO_DECAY: Final = re.compile(
     r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
     r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
@@ -84,7 +88,9 @@ class StiffnessMuon(StiffnessOptimizer):
         matrix_shape: for a parameter of more than two dimensions: ``flatten`` makes one
             matrix with a row for each entry of the first (a convolution's filters),
             ``batch``, with three, a matrix for each entry of the first (experts);
-            ``auto`` refuses it.
+            ``auto`` refuses it. ``transposed``: a matrix, or one for each entry of the
+            first of three dimensions, with a row for each input, as in ``Conv1D``;
+            ``a`` is then that of its transpose.
         ns_dtype: what the products are computed in; None is bfloat16 where the device
             has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
@@ -171,7 +177,8 @@ class StiffnessMuon(StiffnessOptimizer):
         embeddings, the head and depthwise convolutions. Vectors, positions, tokens,
         parameters of state spaces and those that the model marks (``_no_weight_decay``)
         or lists (``no_weight_decay()``) don't decay. :func:`muon_report` prints all of
-        this.
+        this. Where ``a`` depends on it, float ``Conv1D`` and transposed experts have a
+        group with ``matrix_shape="transposed"``.
 
         Args:
             model: quantised or not; parameters that require no gradient are left out.
@@ -196,16 +203,22 @@ class StiffnessMuon(StiffnessOptimizer):
         """
         if "direction" in options:
             raise TypeError("for_model sorts the parameters by direction: leave direction out")
+        options = {"adjust_lr_fn": _OF_EITHER_SHAPE, **options}
+        depends = options["adjust_lr_fn"] != _OF_EITHER_SHAPE
         kinds: dict[_Kind, list[tuple[str, Tensor]]] = {}
         for name, parameter, kind, _ in _sorted(model, others):
-            kinds.setdefault(kind, []).append((name, parameter))
+            is_matrix = kind in ("matrices", "experts")
+            if depends and is_matrix and _is_transposed(model, name):
+                kinds.setdefault("transposed", []).append((name, parameter))
+            else:
+                kinds.setdefault(kind, []).append((name, parameter))
         decay = {"direction": "muon", "weight_decay": weight_decay}
         groups = [
             {**decay, **_KINDS[kind], "params": kinds[kind]} for kind in _KINDS if kind in kinds
         ]
         for group in groups:
             group["lr"] = lr if group["direction"] == "muon" or other_lr is None else other_lr
-        return cls(groups, lr, weight_decay, **{"adjust_lr_fn": "match_rms_adamw", **options})
+        return cls(groups, lr, weight_decay, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -226,6 +239,8 @@ class StiffnessMuon(StiffnessOptimizer):
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
         shape = torch.empty(slot.parameter.shape, device="meta")
         rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
+        if group["matrix_shape"] == TRANSPOSED:
+            rows, columns = columns, rows
         rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
         return momentum_numbers(rate, momentum, 1 - momentum) | shared
 
@@ -278,7 +293,8 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
             f"direction='adam', or let "
             "StiffnessMuon.for_model sort the model's parameters"
         )
-    if len(shape) > 2 and (matrix_shape == "auto" or (matrix_shape == "batch" and len(shape) != 3)):
+    fits = len(shape) == 2 or matrix_shape == "flatten"
+    if not fits and (matrix_shape == "auto" or len(shape) != 3):
         raise ValueError(
             f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' "
             f"(one matrix, a row per "
@@ -392,6 +408,19 @@ def _kind(
         if parameter.dim() == 2
         else ("experts", f"{parameter.shape[0]} matrices")
     )
+
+
+def _is_transposed(model: nn.Module, name: str) -> bool:
+    """True if a matrix has a row for each input: that of a ``Conv1D``, or of experts as
+    GPT-OSS has them.
+    """
+    place, _, own = name.rpartition(".")
+    owner = model.get_submodule(place)
+    is_turned = own in getattr(owner, "turned", ())
+    is_transposed = own == "weight" and is_conv1d(owner)
+    if model.get_parameter(name).dim() == 3:
+        is_transposed = bool(getattr(owner, "is_transposed", False))
+    return is_transposed != is_turned
 
 
 def _exempt(model: nn.Module) -> set[int]:

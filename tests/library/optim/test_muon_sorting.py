@@ -173,3 +173,46 @@ def test_a_report_says_why():
     ) in rows
     assert "a depthwise convolution" in text
     assert text.endswith("Muon's: 4 of 12 parameters, the rest Adam's")
+
+
+def one_step(model, weight, gradient, **options):
+    """The weight after a step of the model's Muon along a gradient of that weight."""
+    optimizer = StiffnessMuon.for_model(model, 1e-2, ns_dtype=torch.float32, **options)
+    weight.grad = gradient
+    optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("adjust", ["original", "spectral_unclamped", "match_rms_adamw"])
+def test_a_transposed_layer_takes_the_step_of_the_layer(adjust, quantized):
+    """A float ``Conv1D`` used to have the rate of the transposed matrix."""
+    conv = transformers.pytorch_utils.Conv1D(12, 4)
+    linear = nn.Linear(4, 12)
+    linear.weight.data.copy_(conv.weight.detach().t())
+    models = [nn.Sequential(layer) for layer in (linear, conv)]
+    if quantized:
+        models = [fm.quantize_model(model, "E4M3", storage="grid") for model in models]
+    gradient = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (
+        one_step(
+            model,
+            model[0].weight,
+            gradient if model[0].weight.shape == (12, 4) else gradient.t().contiguous(),
+            adjust_lr_fn=adjust,
+            weight_decay=0.0,
+        )
+        for model in models
+    )
+    torch.testing.assert_close(theirs if quantized else theirs.t(), ours, atol=1e-6, rtol=1e-4)
+
+
+def test_experts_that_a_model_has_transposed_have_a_row_for_each_output():
+    groups = StiffnessMuon.for_model(gpt_oss(), 1e-2, adjust_lr_fn="original").param_groups
+    shapes = {name: g.get("matrix_shape") for g in groups for name in g["param_names"]}
+    experts = [name for name in shapes if name.endswith(("gate_up_proj", "down_proj"))]
+    assert {shapes[name] for name in experts} == {"transposed"}
+    others = {shape for name, shape in shapes.items() if name not in experts}
+    assert others == {"auto"}
+    default = StiffnessMuon.for_model(gpt_oss(), 1e-2).param_groups
+    assert "transposed" not in {group["matrix_shape"] for group in default}
