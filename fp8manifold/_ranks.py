@@ -101,6 +101,20 @@ class Replicas(Ranks):
         found = [None if owner is None else owner._parameters.get(name) for owner, name in owners]
         return [None if p is None or share_of(p) is not None else p for p in found]
 
+    def kinds(self) -> list[str]:
+        """What a reduction of gradients has to know of each parameter, in words."""
+        kinds = []
+        for place, name in self._places:
+            owner = place()
+            parameter = None if owner is None else owner._parameters.get(name)
+            if parameter is None:
+                kinds.append("gone")
+                continue
+            use = "trained" if parameter.requires_grad else "frozen"
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            kinds.append(f"{use}, {dtype} of shape {tuple(parameter.shape)}")
+        return kinds
+
 
 replicas: Final[WeakKeyDictionary[nn.Module, dict[str, Replicas]]] = WeakKeyDictionary()
 """The processes that hold replicas of a layer's parameters, by name; set by

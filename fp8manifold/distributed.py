@@ -3,6 +3,7 @@ processes share, and digests.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final
@@ -33,10 +34,10 @@ def sync(model: nn.Module, group: Any = None) -> None:
     parameters and buffers. From then on the magnitudes of delayed and global scales are
     the largest over the processes, this library's optimizers skip a step in all
     processes if a gradient is not finite in one, and their first step compares the
-    parameters. Call it in every process before
-    ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
-    ``fully_shard``; with ``init_sync=True`` DDP calls it for a model with one-byte
-    weights.
+    parameters. The first pass under DDP or ``fully_shard`` compares which parameters
+    each process trains. Call it in every process before ``ZeroRedundancyOptimizer`` and
+    ``fully_shard``; DDP calls it for a model with one-byte weights that has not been
+    synced, whatever ``init_sync`` is.
 
     Args:
         model: of the same layers, formats and shapes in every process; NaN, Inf, -0 and
@@ -45,8 +46,9 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: no process group; a model that is sharded already, or that differs
-            between processes (before anything changes); later, if the model runs in a
-            ``Join`` without ``throw_on_early_termination=True``.
+            between processes (before anything changes); later, if processes train other
+            parameters than each other, or if the model runs in a ``Join`` without
+            ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -69,6 +71,7 @@ def sync(model: nn.Module, group: Any = None) -> None:
     _send(model, ranks)
     share_magnitudes(model, ranks)
     refuse_uneven_inputs(model)
+    _compare_parameters(model, ranks)
 
 
 @torch.no_grad()
@@ -131,8 +134,9 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     tensors = {name: value.detach().contiguous() for name, value in (state | hidden).items()}
     own: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()}
     for name, p in model.named_parameters():  # seeds and rounding may differ: they are sent
+        own[f"requires_grad of {name}"] = [None, str(p.requires_grad)]
         if isinstance(p, FP8Tensor):
-            own[f"format of {name}"] = [[], f"{p.format.name}, {p.block_size}, {p.dtype}"]
+            own[f"format of {name}"] = [None, f"{p.format.name}, {p.block_size}, {p.dtype}"]
     first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
     refusal = _difference(own, first_own)
     if ranks.any(refusal is not None, device):
@@ -157,6 +161,8 @@ def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
             (".history", ".value")
         )  # a scale that has seen no tensor yet does not know its shape
         if dtype != first[name][1] or (shape != first[name][0] and not grows):
+            if shape is None:
+                return f"the {name} is {dtype} here, and {first[name][1]} there"
             there = f"{first[name][1]} of shape {tuple(first[name][0])} there"
             return f"{name!r} is {dtype} of shape {tuple(shape)} here, and {there}"
     return None
@@ -181,6 +187,8 @@ def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
         ]
         if any(module not in replicas for module in stored):
             sync(model, wrapper.process_group)
+        else:
+            _compare_now(model)
 
 
 register_module_module_registration_hook(_start_together)
@@ -207,6 +215,68 @@ def _check_inputs(model: nn.Module, inputs: Any) -> None:
             "steps and scales need all processes: give each the same number of batches, or Join "
             "throw_on_early_termination=True"
         )
+
+
+class _Comparison:
+    """A forward hook that compares, once, which parameters processes train, and their
+    dtypes and shapes.
+
+    It does so in the first pass in which they reduce gradients together, or where DDP
+    takes the model. Without it the bytes of that reduction would be of other numbers in
+    one process, which ends in gloo without a line.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.has_compared = False
+
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        if self.has_compared or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if _reduces_gradients(model):
+            self.has_compared = True
+            self.compare(model)
+
+    def compare(self, model: nn.Module) -> None:
+        """Raise RuntimeError in every process if a parameter differs in one."""
+        if not isinstance(self.ranks, Replicas):
+            return
+        kinds = self.ranks.kinds()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        words = torch.tensor([[_key(kind) for kind in kinds]], device=device)
+        table = self.ranks.gathered(words).cpu()
+        columns = (table != table[0]).any(0).nonzero().flatten().tolist()
+        if not columns:
+            return
+        column = columns[0]
+        others = (table[:, column] != words[0, column].cpu()).nonzero().flatten().tolist()
+        raise RuntimeError(
+            f"{self.ranks.names[column]!r} is {kinds[column]} in process {self.ranks.rank}, and "
+            f"something else in {', '.join(map(str, others))}: freeze and cast the same parameters "
+            "in every process, before the model is wrapped"
+        )
+
+
+def _reduces_gradients(model: nn.Module) -> bool:
+    """True in a pass that every process of DDP or ``fully_shard`` has to take part in."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
+
+
+def _compare_now(model: nn.Module) -> None:
+    for hook in list(model._forward_pre_hooks.values()):
+        if isinstance(hook, _Comparison):
+            hook.compare(model)
+
+
+def _compare_parameters(model: nn.Module, ranks: Ranks) -> None:
+    """Have a model compare its parameters over the processes that train it."""
+    hooks = model._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Comparison)]:
+        del hooks[key]
+    model.register_forward_pre_hook(_Comparison(ranks))
 
 
 @torch.no_grad()

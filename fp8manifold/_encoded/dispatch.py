@@ -539,8 +539,11 @@ class NoStorage:
 
 def refuse_memory(name: str) -> NoReturn:
     """Raise NotImplementedError, a RuntimeError: there is no memory full of floats."""
+    # an address is also what Accelerate's plugin tells parameters apart by
+    to_shard = "; to shard it, call fully_shard in place of Accelerate's FSDP2 plugin"
     raise NotImplementedError(
         f"an FP8Tensor has no {name} of floats, because it stores codes and scales: to save it, "
         f"use its module's "
         "state_dict(), whose entries are plain tensors; for plain floats call dequantize()"
+        f"{to_shard if name == 'address' else ''}"
     )

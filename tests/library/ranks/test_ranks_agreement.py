@@ -10,7 +10,8 @@ from optimizer_cases import bits_of, normal, same_bits
 from rank_cases import batch, loss_of, model, refusal, stored, synced, train_on
 from test_ranks_fsdp import check_same, own_rows, same_count, sharded
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8manifold as fm
@@ -197,12 +198,27 @@ CASES = {
 }
 
 
+def mean_by_torch_alone():
+    """The gradient that ``fully_shard`` leaves of a float weight, whose mean over the
+    processes is 1.
+    """
+    alone = fully_shard(
+        nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    alone(torch.ones(1, 2)).sum().backward()
+    return alone.weight.grad._local_tensor.mean().item()
+
+
 @pytest.mark.parametrize(
     ("case", "size"), [*((case, 2) for case in CASES), ("rows", 3), ("one scale", 3)]
 )
 def test_passes_and_steps_are_those_of_one_process(pair, pool, case, size):
+    processes = pair if size == 2 else pool
+    if processes.run(mean_by_torch_alone)[0] != 1:
+        assert torch.__version__.startswith("2.8.")
+        pytest.xfail("FSDP2 over gloo leaves the sum of gradients with torch 2.8 itself")
     fmt, spec, options, how = CASES[case]
-    (pair if size == 2 else pool).run(trained, fmt, spec, options, **how)
+    processes.run(trained, fmt, spec, options, **how)
 
 
 def given_away(fmt, products):

@@ -9,6 +9,7 @@ import pickle
 import re
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from laws import each
 from optimizer_cases import bits_of, frozen
 from rank_cases import batch, combined, loss_of, model, refusal, seeds, stored, synced, train_on
 from tensor_cases import parameter
-from test_ranks_fsdp import BORDER, near_the_border
+from test_ranks_fsdp import BORDER, near_the_border, sharded
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -64,13 +65,13 @@ def test_every_rank_starts_from_the_first_ones_model(pool, granularity):
         assert (before == first) == (before is first)
 
 
-def started_by_ddp(storage):
+def started_by_ddp(storage, **options):
     """Models that are others in every rank after DDP's own start, and after two steps."""
     rank = dist.get_rank()
     net = model(
         storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {})
     )
-    wrapped = DistributedDataParallel(net)
+    wrapped = DistributedDataParallel(net, **options)
     if storage == "fp8":
         assert held(net) == held(model(seed=0, keep_remainder=True))
         assert all(p.detach().shape == p.shape for p in net.parameters())
@@ -83,6 +84,10 @@ def started_by_ddp(storage):
 @pytest.mark.parametrize("storage", ["fp8", "master", "grid"])
 def test_ddps_own_start_sends_codes(pool, storage):
     equal_everywhere(pool.run(started_by_ddp, storage))
+
+
+def test_ddp_without_its_own_start_sends_codes_too(pair):
+    equal_everywhere(pair.run(started_by_ddp, "fp8", init_sync=False))
 
 
 def as_launched():  # the variables by which libraries find a launcher's processes
@@ -119,6 +124,57 @@ def test_accelerate_starts_several_processes(pair):
     equal_everywhere(each)
     assert each[0][1] == seeds(model(seed=0))
     assert each[0][0] != stored(model(seed=0))
+
+
+def by_accelerates_plugin():
+    """What Accelerate's FSDP2 says; it takes processes with GPUs only, so its state is
+    told that there are some.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    as_launched()
+    accelerator, net = Accelerator(cpu=True), model()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    state = AcceleratorState._shared_state
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    told = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    with mock.patch.dict(state, told):
+        assert accelerator.is_fsdp2
+        return refusal(lambda: accelerator.prepare(net, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerates_fsdp2_plugin_is_refused_by_what_to_do(pair):
+    for said in pair.run(by_accelerates_plugin):
+        assert "to shard it, call fully_shard in place of Accelerate's FSDP2 plugin" in said
+
+
+def sharded_before_accelerate(*, with_accelerate):
+    """The rows of this process after two steps of a model that was sharded by hand."""
+    from accelerate import Accelerator
+
+    as_launched()
+    accelerator = Accelerator(cpu=True)
+    net = sharded(synced(model()))
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    clip, backward = nn.utils.clip_grad_norm_, torch.Tensor.backward
+    if with_accelerate:
+        optimizer = accelerator.prepare(optimizer)
+        clip, backward = accelerator.clip_grad_norm_, accelerator.backward
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(loss_of(net, batch(step, dist.get_rank())))
+        clip(net.parameters(), 0.5)
+        optimizer.step()
+    return [bits_of(p._local_tensor) for p in net.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerate_trains_a_model_that_was_sharded_before(pair):
+    ours = pair.run(sharded_before_accelerate, with_accelerate=True)
+    assert ours == pair.run(sharded_before_accelerate, with_accelerate=False)
 
 
 def trained_by_others(folder):
@@ -174,6 +230,59 @@ def test_other_models_are_refused_in_every_rank(pair, what, start, said):
     first, second = pair.run(another, what, start)
     assert first == "the models differ: another process says where"
     assert re.search(f"^the models differ: .*{said}", second)
+
+
+def frozen_in_one(when, wrapper, change):
+    """What a step says where one process has frozen or cast a weight."""
+    net = model("tensor")
+
+    def alter():
+        if dist.get_rank() == 1 and change == "frozen":
+            net[2].weight.requires_grad_(False)
+        elif dist.get_rank() == 1:
+            net[2].bias.data = net[2].bias.data.bfloat16()
+
+    def step():
+        if when == "before sync":
+            alter()
+        fm.distributed.sync(net)
+        if when == "after sync":
+            alter()
+        if wrapper == "FSDP":
+            wrapped = sharded(net)
+        else:
+            wrapped = DistributedDataParallel(net, init_sync=wrapper == "DDP")
+        if when == "after wrapping":
+            alter()
+        train_on(wrapped, fm.optim.StiffnessAdamW(net.parameters(), 0.01), batch(0))
+
+    return refusal(step)
+
+
+AT_SYNC = ["another process says where", "requires_grad of 2.weight is False here, and True"]
+FROZEN = [
+    "'2.weight' is trained, float32 of shape (64, 22) in process 0, and something else in 1",
+    "'2.weight' is frozen, float32 of shape (64, 22) in process 1, and something else in 0",
+]
+CAST = ["'2.bias' is trained, float32", "'2.bias' is trained, bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("when", "wrapper", "change", "lines"),
+    [
+        ("before sync", "DDP", "frozen", AT_SYNC),
+        ("after sync", "DDP", "frozen", FROZEN),
+        ("after sync", "DDP without init_sync", "frozen", FROZEN),
+        ("after wrapping", "DDP", "frozen", FROZEN),
+        ("after sync", "FSDP", "frozen", FROZEN),
+        ("after wrapping", "FSDP", "frozen", FROZEN),
+        ("after sync", "DDP", "cast", CAST),
+        ("after sync", "DDP without init_sync", "cast", CAST),
+    ],
+)
+def test_what_one_process_alone_freezes_is_told_in_all(pair, when, wrapper, change, lines):
+    for line, said in zip(lines, pair.run(frozen_in_one, when, wrapper, change), strict=True):
+        assert line in said
 
 
 def test_without_processes_there_is_nothing_to_sync():
