@@ -129,9 +129,6 @@ def read(folder: Path, way: str, dtype: str) -> Any:
     if way == "own":
         with torch.device("meta"):
             model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=asked)
-        model.model.rotary_emb = type(model.model.rotary_emb)(
-            model.config
-        )  # its buffers are in no file
         return fm.load_quantized(model, folder, FORMATS, tied="leave")
     return fm.quantize_model(
         auto.from_pretrained(folder, dtype=asked), FORMATS, "fp8", tied="leave"

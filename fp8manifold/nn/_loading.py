@@ -16,6 +16,7 @@ from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
 from fp8manifold.nn import _tensor_files
+from fp8manifold.nn._buffers import computed_buffers
 from fp8manifold.nn._carried import check_layers, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
@@ -48,7 +49,9 @@ def load_quantized(
 
     Args:
         model: all its parameters on ``torch.device("meta")``; changed in place once
-            everything has been read.
+            everything has been read. Buffers that no state dict holds are computed by
+            its ``_init_weights``, where it is of transformers, or by the
+            ``reset_parameters`` of their module.
         source: a safetensors file, several, their folder, or a mapping from name to
             tensor, with the names of ``model.state_dict()``; for a tied weight one name
             is enough. Of a folder ``model.safetensors`` is read, else the files of the
@@ -64,8 +67,9 @@ def load_quantized(
 
     Raises:
         TypeError, ValueError: as :func:`fp8manifold.quantize_model`, for NaN and Inf
-            too; a parameter that already has values; tensors that are missing, unknown,
-            of another shape, or not floats. The model is then unchanged.
+            too; a parameter that already has values; a buffer without values that
+            nothing computes; tensors that are missing, unknown, of another shape, or
+            not floats. The model is then unchanged.
         FileNotFoundError, ImportError: no such file; safetensors is missing.
 
     Example:
@@ -84,6 +88,7 @@ def load_quantized(
         )
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
+    buffers = computed_buffers(model)
     # tried without values, so that no file is opened for a model that can't be made
     check_layers(model, layers_of(planned))
     parameters_of(model, planned)
@@ -106,7 +111,7 @@ def load_quantized(
                 floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
             tensors.was_read(value.nbytes)
             del value
-    _put(model, floats, device)
+    _put(model, floats, buffers, device)
     made = carry_out(model, planned, codes)
     return made if torch.device(device).type == "cpu" else made.to(device)
 
@@ -126,6 +131,7 @@ def _load_as_stored(
         )
     check_int("seed", seed, 0, 2**31 - 1)
     _check_without_values(model)
+    buffers = computed_buffers(model)
     codes: dict[str, FP8Parameter] = {}
     floats: dict[str, Tensor] = {}
     with closing(_tensor_files.StoredTensors(source)) as tensors:
@@ -147,27 +153,17 @@ def _load_as_stored(
                 there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how
             )
             codes[name].requires_grad_(own.requires_grad)
-    _put(model, floats, device)
+    _put(model, floats, buffers, device)
     return put_codes(model, codes).to(device)
 
 
 def _check_without_values(model: nn.Module) -> None:
-    """Refuse parameters that have values already, and buffers without values that no
-    state dict has.
-    """
+    """Refuse parameters that have values already."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} has values already: build the model under torch.device('meta')"
             )
-    for name, module in model.named_modules():
-        for entry in sorted(module._non_persistent_buffers_set):
-            if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta:
-                buffer_name = f"{name}.{entry}".lstrip(".")
-                raise ValueError(
-                    f"buffer {buffer_name!r} has no values, and no state dict holds it: give it "
-                    f"values before loading"
-                )
 
 
 def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
@@ -251,10 +247,18 @@ def _read(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -
     return value
 
 
-def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Give the model its floats, each under all its names, and move the buffers that
-    have values already.
+def _put(
+    model: nn.Module,
+    floats: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    device: torch.device | str,
+) -> None:
+    """Give the model its floats, each under all its names, and the buffers that were
+    computed; move those that have values already.
     """
+    for buffer_name, computed in buffers.items():
+        owner, _, entry_name = buffer_name.rpartition(".")
+        model.get_submodule(owner)._buffers[entry_name] = computed
     made: dict[int, Tensor] = {}
     for names, entry in _groups(model).values():
         if names[0] in floats:
