@@ -460,7 +460,7 @@ def build_observers(
         if run_dir is not None and config.alerts.enabled
         else None
     )
-    watched = Watched.of(config, trainer.model, trainer.device, trainer.look)
+    watched = Watched.from_model(config, trainer.model, trainer.device, trainer.look)
     shadow = MODULES["shadow"].build(watched) if config.shadow.enabled else None
     monitors = [
         built

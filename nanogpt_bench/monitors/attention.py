@@ -1,4 +1,4 @@
-"""Attention entropy: how widely each head spreads its attention, on a validation batch."""
+"""Attention entropy: how widely each head spreads its attention."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -30,39 +30,39 @@ _CHUNK = 1 << 22
 
 @torch.no_grad()
 def attention_entropy(query: Tensor, key: Tensor) -> Tensor:
-    """Return the mean entropy of causal attention of each head, in nats: float32 (H,),
-    from (B, H, T, C) each.
+    """Return the mean entropy of causal attention of each head, in nats.
 
-    It is between 0 (one key gets all attention) and ln T. NaN or Inf in a head gives
-    NaN for it; an empty batch 0.
+    The result is float32 (H,). Query and key are (B, H, T, C). An entropy is between 0
+    (one key gets all attention) and ln T. NaN or Inf in a head makes its entropy NaN.
+    An empty batch has entropy 0.
 
-    >>> attention_entropy(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))  # 0 and ln 2
+    >>> query = key = torch.zeros(1, 1, 2, 4)
+    >>> attention_entropy(query, key)  # the mean of 0 and ln 2
     tensor([0.3466])
 
     Source: Zhai et al. 2023 (arXiv 2303.06296), for collapsed entropy as a sign of
     instability.
     """
     batch, heads, rows, width = query.shape
-    factor, hidden = (
-        1 / math.sqrt(max(width, 1)),
-        torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1),
-    )
+    factor = 1 / math.sqrt(max(width, 1))
+    future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
     total = torch.zeros(heads, device=query.device)
     size = max(_CHUNK // max(heads * rows * rows, 1), 1)
     for q, k in zip(query.detach().split(size), key.detach().split(size), strict=True):
         scores = (q.float() * factor) @ k.float().transpose(2, 3)
-        logarithms = scores.masked_fill_(hidden, -math.inf).log_softmax(-1)
-        total += (
-            -(logarithms.exp() * logarithms.clamp(min=-1e4)).sum(-1).sum((0, 2))
-        )  # a hidden key adds nothing
+        logarithms = scores.masked_fill_(future, -math.inf).log_softmax(-1)
+        # The logarithm of a future key is -Inf: clamped, 0 times it is 0 and not NaN.
+        terms = logarithms.exp() * logarithms.clamp(min=-1e4)
+        total += -terms.sum(-1).sum((0, 2))
     return total / max(batch * rows, 1)
 
 
 class AttentionEntropy(Monitor):
-    """Records `attention/entropy/BLOCK/HEAD` in nats, with their mean and the smallest.
+    """Records `attention/entropy/BLOCK/HEAD` in nats, their mean and the smallest.
 
-    The model runs on one validation batch, in evaluation mode, as far as the last block
-    whose turn it is. Its buffers, scales among them, are restored afterwards.
+    The model runs on one validation batch in evaluation mode. The pass ends after the
+    last block whose turn it is. The model's buffers, scales among them, are restored
+    afterwards.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -73,72 +73,82 @@ class AttentionEntropy(Monitor):
     def after_step(self, step: Step) -> None:
         if not self.looks(step):
             return
-        found: dict[str, Tensor] = {}
-        blocks = [
-            (name, module)
-            for name, module in step.model.named_modules()
-            if isinstance(module, Attention)
-        ]
-        looked_at = [
-            (str(index), module)
-            for index, (name, module) in enumerate(blocks)
-            if self.takes(step, name.rpartition(".")[0])
-        ]
-        handles = [
-            module.qkv.register_forward_hook(
-                _measure(found, block, module.n_head, last=block == looked_at[-1][0])
-            )
-            for block, module in looked_at
-        ]
-        try:
-            with buffers_kept(step.model), suppress(_SeenAll):
-                if handles:
-                    self._look(self._turns.count)
-        finally:
-            for handle in handles:
-                handle.remove()
-        for block, entropies in found.items():
+        attentions = self._attentions_in_turn(step)
+        for block, entropies in self._measure(step.model, attentions).items():
             for head, entropy in enumerate(entropies.tolist()):
                 self._figures.add(ENTROPY, f"{block}/{head}", float(entropy), 1)
         self._figures.write(step)
-        if latest := self._figures.latest(ENTROPY):
+        latest = self._figures.latest(ENTROPY)
+        if latest:
             step.record[ENTROPY_MIN.name] = min(latest)
 
+    def _attentions_in_turn(self, step: Step) -> dict[str, Attention]:
+        """Return the attention layers that this step measures, by their block."""
+        attentions: dict[str, Attention] = {}
+        index = 0
+        for name, module in step.model.named_modules():
+            if not isinstance(module, Attention):
+                continue
+            block_name = name.rpartition(".")[0]
+            if self.takes(step, block_name):
+                attentions[str(index)] = module
+            index += 1
+        return attentions
+
+    def _measure(self, model: nn.Module, attentions: dict[str, Attention]) -> dict[str, Tensor]:
+        """Run the model on a validation batch; return the entropies (H,) by block."""
+        entropies: dict[str, Tensor] = {}
+        if not attentions:
+            return entropies
+        last_block = list(attentions)[-1]
+        handles = []
+        for block, module in attentions.items():
+            hook = _entropy_hook(entropies, block, module.n_head, last=block == last_block)
+            handles.append(module.qkv.register_forward_hook(hook))
+        try:
+            with restored_buffers(model), suppress(_LastBlockMeasured):
+                self._look(self._turns.count)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return entropies
+
     def written(self, step: Step) -> None:
-        """Do nothing: the figures were written after the step, and a skipped step has
-        none.
+        """Do nothing.
+
+        The figures were written after the step, and a skipped step has none.
         """
 
 
-class _SeenAll(Exception):  # not an error
-    """Ends a forward pass once the last block to be measured has run."""
+class _LastBlockMeasured(Exception):
+    """Ends a forward pass once the last block to be measured has run; no error."""
 
 
-def _measure(
-    found: dict[str, Tensor], block: str, heads: int, *, last: bool
+def _entropy_hook(
+    entropies: dict[str, Tensor], block: str, heads: int, *, last: bool
 ) -> Callable[..., None]:
+    """Return a forward hook of a layer `qkv` that stores its heads' entropies (H,)."""
+
     def measure(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         batch, time, width = output.shape
         parts = output.view(batch, time, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
+        query, key = parts[0], parts[1]
         with torch.autocast(output.device.type, enabled=False):
-            found[block] = attention_entropy(parts[0], parts[1])
+            entropies[block] = attention_entropy(query, key)
         if last:
-            raise _SeenAll
+            raise _LastBlockMeasured
 
     return measure
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore every buffer: the tensor itself, since a pass may replace it, and its
-    values.
-    """
-    saved = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore every buffer at the end, the tensor itself and its values."""
+    saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                saved.append((module, name, buffer, buffer.clone()))
     try:
         yield
     finally:

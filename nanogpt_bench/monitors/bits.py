@@ -1,7 +1,8 @@
 """Bits: which codes and exponents of its format each operand uses."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -31,14 +32,23 @@ TOP_EXPONENT = _bits(
 )
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """How many elements of an operand have each code of its format."""
+
+    format: fm.FloatFormat
+    counts: Tensor
+
+
 def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor:
-    """Return how many elements have each code, after rounding `x / scale` to the
-    nearest value: int64, in code order.
+    """Return how many elements have each code after rounding `x / scale` to nearest.
 
-    `x` may be the uint8 codes themselves. NaN has the code that `fm.encode` gives it,
-    Inf that of the largest value, and -0 its own if the format has one.
+    The result is int64, in code order. `x` may be the uint8 codes themselves. NaN has
+    the code that `fm.encode` gives it, Inf that of the largest value. -0 has a code of
+    its own if the format has one.
 
-    >>> code_histogram(torch.tensor([1.0, 1.0, -6.0]), fm.FloatFormat.from_string("E2M1")).nonzero().flatten().tolist()
+    >>> fmt = fm.FloatFormat.from_string("E2M1")
+    >>> code_histogram(torch.tensor([1.0, 1.0, -6.0]), fmt).nonzero().flatten().tolist()
     [2, 15]
     """
     size = 2 * fmt.sign_bit
@@ -51,28 +61,33 @@ def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor
 
 
 def bit_figures(counts: Tensor, fmt: fm.FloatFormat) -> tuple[int, dict[Metric, float]]:
-    """Return the number of elements with finite codes in a histogram, and its metrics,
-    all shares of that number.
+    """Return the number of elements with finite codes in a histogram, and its metrics.
 
-    +0 and -0 are two codes; all metrics of an empty histogram are 0.
+    All metrics are shares of that number. +0 and -0 are two codes. All metrics of an
+    empty histogram are 0.
 
     >>> fmt = fm.FloatFormat.from_string("E2M1")
-    >>> size, found = bit_figures(code_histogram(torch.tensor([1.0, 1.5, 1.0, 1.5]), fmt), fmt)
-    >>> size, found[UNIFORMITY], found[TOP_EXPONENT]
+    >>> counts = code_histogram(torch.tensor([1.0, 1.5, 1.0, 1.5]), fmt)
+    >>> size, figures = bit_figures(counts, fmt)
+    >>> size, figures[UNIFORMITY], figures[TOP_EXPONENT]
     (4, 0.25, 0.0)
     """
 
     def exponent(code: int) -> int:
         return (code & (fmt.sign_bit - 1)) >> fmt.mantissa_bits
 
-    finite = _finite_codes(fmt)
-    used, top = [int(n) for n in counts[finite].tolist()], max(map(exponent, finite))
-    used_top = sum(n for code, n in zip(finite, used, strict=True) if exponent(code) == top)
-    total = sum(used)
+    codes = _finite_codes(fmt)
+    uses = [int(count) for count in counts[codes].tolist()]
+    top = max(exponent(code) for code in codes)
+    uses_of_top = 0
+    for code, count in zip(codes, uses, strict=True):
+        if exponent(code) == top:
+            uses_of_top += count
+    total = sum(uses)
     return total, {
-        UNIFORMITY: _entropy(used) / math.log2(len(finite)),
-        CODES_USED: sum(n > 0 for n in used) / len(finite),
-        TOP_EXPONENT: used_top / max(total, 1),
+        UNIFORMITY: _entropy(uses) / math.log2(len(codes)),
+        CODES_USED: sum(count > 0 for count in uses) / len(codes),
+        TOP_EXPONENT: uses_of_top / max(total, 1),
     }
 
 
@@ -87,51 +102,48 @@ def _entropy(counts: Sequence[int]) -> float:
 
 
 class Bits(Monitor):
-    """Records `bits/FIGURE/OPERAND/LAYER` of operands that are quantised or have a
-    format to be measured against.
+    """Records `bits/FIGURE/OPERAND/LAYER`.
+
+    It measures operands that are quantised or have a format to be measured against.
     """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._capture, self._monitor = (
-            watched.layers,
-            watched.capture,
-            watched.config.monitor,
-        )
-        self._counts: dict[tuple[str, str], tuple[fm.FloatFormat, Tensor]] = {}
+        self._layers = watched.layers
+        self._capture = watched.capture
+        self._settings = watched.config.monitor
+        #: histograms by operand and layer
+        self._histograms: dict[tuple[str, str], Histogram] = {}
 
     def after_backward(self, step: Step) -> None:
         if not self.looks(step) or not step.at_last_micro_step:
             return
-        for operand in flowing(self._layers, self._capture, self._monitor):
+        for operand in flowing(self._layers, self._capture, self._settings):
             if operand.format is not None and bool(operand.values.isfinite().all()):
                 counts = code_histogram(operand.values, operand.format, operand.scale)
-                self._counts[operand.kind, operand.layer] = operand.format, counts
+                self._histograms[operand.kind, operand.layer] = Histogram(operand.format, counts)
 
     def written(self, step: Step) -> None:
         if not step.number or not self.looks(step):
             return
-        self._counts.update(self._weights(step))
-        for (kind, layer), (fmt, counts) in self._counts.items():
-            size, found = bit_figures(counts, fmt)
-            for metric, value in found.items():
+        self._count_weights(step)
+        for (kind, layer), histogram in self._histograms.items():
+            size, figures = bit_figures(histogram.counts, histogram.format)
+            for metric, value in figures.items():
                 self._figures.add(metric.by(kind), layer, value, size)
-        self._counts.clear()
+        self._histograms.clear()
         super().written(step)
 
     @torch.no_grad()
-    def _weights(
-        self, step: Step
-    ) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
+    def _count_weights(self, step: Step) -> None:
         for name, layer in self._layers.items():
-            if (
-                self.takes(step, name)
-                and isinstance(layer, fm.QuantizedLinear)
-                and is_rounded(layer)
-            ):
+            if not self.takes(step, name):
+                continue
+            if isinstance(layer, fm.QuantizedLinear) and is_rounded(layer):
                 fmt = layer.weight_format
                 assert fmt is not None
-                yield ("weight", name), (fmt, code_histogram(layer.weight_codes(), fmt))
+                counts = code_histogram(layer.weight_codes(), fmt)
+                self._histograms["weight", name] = Histogram(fmt, counts)
 
 
 #: returns the monitor of a run

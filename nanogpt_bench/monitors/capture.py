@@ -1,5 +1,8 @@
-"""Tensors of a step for the monitors: operands of layers, by hooks, and the updates of
-quantised weights.
+"""Tensors of a step for the monitors: operands of layers, and updates of weights.
+
+Operands (inputs, gradients, outputs of blocks) are captured by hooks, which the model
+has in measured steps only. Updates of quantised weights come from the optimizer, or
+from copies made before the step.
 """
 
 from __future__ import annotations
@@ -22,12 +25,10 @@ from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
 
 
 class Capture(Observer):
-    """Holds the tensors of a measured step's last micro-batch, from its forward pass
-    until the step is over.
+    """Holds the tensors of a measured step's last micro-batch until the step is over.
 
-    They are those of the layers and blocks whose turn it is, and not copies.
-
-    Between measurements the model has no hooks.
+    They are those of the layers and blocks whose turn it is, and not copies. Between
+    measurements the model has no hooks.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -87,7 +88,8 @@ class Capture(Observer):
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             self.inputs[name] = inputs[0].detach()
             self.output_dtypes[name] = output.dtype
-            if output.requires_grad:  # layers below everything that is trained have no gradient
+            # Layers below everything that is trained have no gradient.
+            if output.requires_grad:
                 output.register_hook(keep_gradient)
 
         def keep_gradient(gradient: Tensor) -> None:
@@ -96,29 +98,34 @@ class Capture(Observer):
         return keep
 
     def _keep(self, tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
-        """Return a hook that stores its last tensor: the output of a module, or the
-        input of a scaler.
+        """Return a hook that stores the output of a module, or the input of a scaler.
+
+        A hook before the forward pass gets no output.
         """
 
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            tensors[name] = (*inputs, *output)[-1].detach()
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], *outputs: Tensor) -> None:
+            tensor = outputs[-1] if outputs else inputs[-1]
+            tensors[name] = tensor.detach()
 
         return keep
 
 
-BLOCK = 32
+#: elements that share a scale under granularity "block"
+_ELEMENTS_PER_SCALE = 32
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of one layer in one step: weight, activation, gradient,
-    weight_gradient or residual.
+    """One operand of one layer in one step.
+
+    Its kind is weight, activation, gradient, weight_gradient or residual.
     """
 
     kind: str
     layer: str
     values: Tensor
-    #: its own format, or the one that it is measured against; None without either
+    #: the format of the operand, or the one that it is measured against; None without
+    #: either
     format: fm.FloatFormat | None = None
     scale: Tensor | float = 1.0
 
@@ -126,33 +133,29 @@ class Operand:
 def flowing(
     layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig
 ) -> Iterator[Operand]:
-    """Yield operands before quantisation: layers' inputs, gradients at outputs and of
-    weights, and blocks' outputs.
+    """Yield operands before quantisation.
+
+    They are the layers' inputs, the gradients at their outputs and of their weights,
+    and the blocks' outputs.
     """
     for name, layer in layers.items():
         if name in capture.inputs:
-            yield _operand(
-                "activation", name, layer, capture.inputs[name], monitor.activation_format
-            )
+            inputs = capture.inputs[name]
+            yield _operand("activation", name, layer, inputs, monitor.activation_format)
         if name in capture.gradients:
-            yield _operand(
-                "gradient", name, layer, capture.gradients[name], monitor.gradient_format
-            )
+            gradient = capture.gradients[name]
+            yield _operand("gradient", name, layer, gradient, monitor.gradient_format)
         if name in capture.weight_gradients:
-            yield _operand(
-                "weight_gradient",
-                name,
-                layer,
-                capture.weight_gradients[name],
-                monitor.gradient_format,
-            )
+            gradient = capture.weight_gradients[name]
+            yield _operand("weight_gradient", name, layer, gradient, monitor.gradient_format)
     for name, output in capture.residuals.items():
-        yield _measured("residual", name, _rows(output), monitor.activation_format)
+        yield _unquantised("residual", name, _rows(output), monitor.activation_format)
 
 
-def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
-    """Return a layer's weight as an operand; `values` are its master copy, or a step's
-    result before the write-back.
+def weight_operand(name: str, layer: nn.Linear, values: Tensor) -> Operand:
+    """Return a layer's weight as an operand.
+
+    `values` are its master copy, or a step's result before the write-back.
     """
     if isinstance(layer, fm.QuantizedLinear) and layer.weight_format is not None:
         return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach())
@@ -160,29 +163,31 @@ def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
 
 
 def _operand(
-    kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None
+    kind: str, name: str, layer: nn.Linear, values: Tensor, format_to_compare: str | None
 ) -> Operand:
-    own: Any = "activation_gradient" if kind == "gradient" else kind  # the layer's name for it
-    spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
+    # The name that the layer has for the operand.
+    layer_kind: Any = "activation_gradient" if kind == "gradient" else kind
+    spec = layer.spec.operand(layer_kind) if isinstance(layer, fm.QuantizedLinear) else None
     rows = _rows(values)
     if spec is None:
-        return _measured(kind, name, rows, otherwise)
-    scale = getattr(layer, f"{own}_scaler").value
+        return _unquantised(kind, name, rows, format_to_compare)
+    scale = getattr(layer, f"{layer_kind}_scaler").value
     if spec.granularity == "block":
-        scale = scale.reshape(len(rows), -1).repeat_interleave(BLOCK, -1)
+        scale = scale.reshape(len(rows), -1).repeat_interleave(_ELEMENTS_PER_SCALE, -1)
     return Operand(kind, name, rows, spec.format, scale)
 
 
-def _measured(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:
-    """An operand that is not quantised, with the scale that `fmt` would get for it."""
+def _unquantised(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:
+    """Return an operand that is not quantised, with the scale that `fmt` would have."""
     if fmt is None:
         return Operand(kind, name, rows)
     return Operand(kind, name, rows, fm.FloatFormat.from_string(fmt), fm.amax_scale(rows, fmt))
 
 
 def _rows(values: Tensor) -> Tensor:
-    """(batch, time, features) as rows, for which scales are computed, in float32 or
-    wider, which is fast.
+    """Return (batch, time, features) as rows in float32 or wider.
+
+    Scales are computed for rows, and float32 is fast.
     """
     rows = values.reshape(-1, values.shape[-1])
     return rows.float() if rows.dtype.itemsize < 4 else rows
@@ -190,8 +195,9 @@ def _rows(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Watched:
-    """A resolved configuration with its model; the function `build` of every monitor
-    takes it.
+    """A resolved configuration with its model.
+
+    The function `build` of every monitor takes it.
     """
 
     config: Config
@@ -205,7 +211,7 @@ class Watched:
     capture: Capture
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         config: Config,
         model: nn.Module,
@@ -213,34 +219,41 @@ class Watched:
         look: Callable[[int], object] = lambda one_in: None,
     ) -> Watched:
         """Return the `Watched` of a model."""
-        layers, monitor = linear_layers(model), config.monitor
+        layers = linear_layers(model)
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
-        turns = Turns(monitor.turns, [layers, blocks], monitor.interval)
+        turns = Turns(config.monitor.turns, [layers, blocks], config.monitor.interval)
         return cls(
-            config, model, device, look, layers, quantized_layers(model), turns, Capture(turns)
+            config=config,
+            model=model,
+            device=device,
+            look=look,
+            layers=layers,
+            quantized=quantized_layers(model),
+            turns=turns,
+            capture=Capture(turns),
         )
 
 
 @dataclass(frozen=True)
 class Update:
-    """One layer's weight before and after a step: plain tensors, in value, that must
-    not be changed.
+    """One layer's weight before and after a step.
+
+    The tensors are plain, in value, and must not be changed.
     """
 
     name: str
     layer: fm.QuantizedLinear
-    before: Tensor
-    #: the step's result before the write-back; the same as `after` where nothing is
-    #: rounded
-    target: Tensor
-    after: Tensor
+    old: Tensor
+    #: the step's result before the write-back; equal to `new` where nothing is rounded
+    requested: Tensor
+    new: Tensor
     #: uint8 codes before the step, if the weight is a master copy
     codes: Tensor | None
     format: fm.FloatFormat
     scale: Tensor
 
     @cached_property
-    def codes_after(self) -> Tensor:
+    def new_codes(self) -> Tensor:
         """uint8 codes of the weight after the step."""
         return self.layer.weight_codes()
 
@@ -256,78 +269,87 @@ class UpdateMonitor(Monitor):
         """Called after the last update of a step."""
 
 
+@dataclass(frozen=True)
+class _WeightCopy:
+    """A weight before a step, and its codes if it is a master copy."""
+
+    values: Tensor
+    codes: Tensor | None
+
+
 class UpdateObserver(Observer):
-    """Passes quantised weights' updates to monitors at a measurement: the optimizer's,
-    or made from copies.
+    """Passes quantised weights' updates to monitors at a measurement.
+
+    Weights in codes are handed over by the optimizer. Other weights are copied before
+    the step.
     """
 
-    def __init__(self, watched: Watched, watching: Sequence[UpdateMonitor]) -> None:
-        self._layers, self._watching, self._turns = watched.quantized, watching, watched.turns
+    def __init__(self, watched: Watched, monitors: Sequence[UpdateMonitor]) -> None:
         storage = watched.config.model.storage
-        self._rounded, self._coded = storage in ROUNDED, storage == "master"
+        self._layers = watched.quantized
+        self._monitors = monitors
+        self._turns = watched.turns
+        self._is_rounded = storage in ROUNDED
+        self._has_master = storage == "master"
         self._names = {id(layer.weight): name for name, layer in self._layers.items()}
-        self._before: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._copies: dict[str, _WeightCopy] = {}
 
     def before_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
             return
-        if self._rounded:
+        if self._is_rounded:
             optimizer: Any = step.optimizer
-            optimizer.observer, optimizer.observes = (
-                partial(self._hand_over, step),
-                partial(self._sees, step),
-            )
+            optimizer.observer = partial(self._take_view, step)
+            optimizer.observes = partial(self._observes, step)
             return
         for name, layer in self._layers.items():
             if self._turns.takes(step, name):
-                self._before[name] = (
-                    plain(layer.weight).clone(),
-                    layer.weight_codes() if self._coded else None,
-                )
+                codes = layer.weight_codes() if self._has_master else None
+                self._copies[name] = _WeightCopy(plain(layer.weight).clone(), codes)
 
     def after_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
             return
-        if self._rounded:
+        if self._is_rounded:
             optimizer: Any = step.optimizer
             optimizer.observer = optimizer.observes = None
-        for name, (before, codes) in self._before.items():
-            after = plain(self._layers[name].weight)
-            self._show(step, name, before, after, after, codes)
-        self._before = {}
-        for monitor in self._watching:
+        for name, copy in self._copies.items():
+            new = plain(self._layers[name].weight)
+            self._pass_on(step, name, copy.values, new, new, copy.codes)
+        self._copies = {}
+        for monitor in self._monitors:
             monitor.finish(step)
 
-    def _sees(self, step: Step, weight: Tensor) -> bool:
+    def _observes(self, step: Step, weight: Tensor) -> bool:
         name = self._names.get(id(weight))
         return name is not None and self._turns.takes(step, name)
 
-    def _hand_over(self, step: Step, view: Any) -> None:
+    def _take_view(self, step: Step, view: Any) -> None:
         name = self._names.get(id(view.parameter))
         if name is not None:
-            self._show(step, name, view.before, view.target, view.after)
+            self._pass_on(step, name, view.before, view.target, view.after)
 
     @torch.no_grad()
-    def _show(
+    def _pass_on(
         self,
         step: Step,
         name: str,
-        before: Tensor,
-        target: Tensor,
-        after: Tensor,
+        old: Tensor,
+        requested: Tensor,
+        new: Tensor,
         codes: Tensor | None = None,
     ) -> None:
         layer = self._layers[name]
         assert layer.weight_format is not None
         update = Update(
-            name,
-            layer,
-            before,
-            target,
-            after,
-            codes,
-            layer.weight_format,
-            layer.weight_scale().detach(),
+            name=name,
+            layer=layer,
+            old=old,
+            requested=requested,
+            new=new,
+            codes=codes,
+            format=layer.weight_format,
+            scale=layer.weight_scale().detach(),
         )
-        for monitor in self._watching:
+        for monitor in self._monitors:
             monitor.see(step, update)

@@ -1,8 +1,10 @@
-"""Geometry: the spacing of the weights' grid, weights off the grid, and distances from
-geoopt's manifolds.
+"""Geometry: the grid's spacing at the weights, and distances from grid and manifolds.
+
+The manifolds are geoopt's, on which weights are constrained.
 """
 
 from functools import partial
+from typing import Any
 
 import geoopt
 import torch
@@ -42,38 +44,38 @@ CONSTRAINT_ROUNDED = _constraint(
 
 @torch.no_grad()
 def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict[Metric, float]:
-    """Return the mean spacing S at the weights, in value, and the share of the weights
-    that are off the grid.
+    """Return the mean spacing S at the weights, and the share of weights off the grid.
 
-    NaN or Inf makes the mean NaN and is off the grid; for an empty tensor both are 0.
+    The spacing is in value. NaN or Inf makes the mean NaN and is off the grid. For an
+    empty tensor both are 0.
 
-    >>> list(geometry_figures(torch.tensor([1.0, 2.0, 4.0, 8.1]), fm.FloatFormat.from_string("E4M3")).values())
+    >>> fmt = fm.FloatFormat.from_string("E4M3")
+    >>> list(geometry_figures(torch.tensor([1.0, 2.0, 4.0, 8.1]), fmt).values())
     [0.46875, 0.25]
     """
     sums = []
     for scales, part in scaled_blocks(scale, w):
         units = part / scales
         near = inside(units, fmt)
-        ulps = fm.ulp(near, fmt).add_(units * 0)  # NaN for NaN and Inf
-        # compared in value and in the weights' dtype: dividing by the scale need not
-        # undo a multiplication
+        # NaN for NaN and Inf
+        ulps = fm.ulp(near, fmt).add_(units * 0)
+        # Compared in value and in the weights' dtype: dividing by the scale need not
+        # undo a multiplication.
         nearest = near.div_(ulps).round_().mul_(ulps).mul_(scales).to(w.dtype)
-        sums.append(
-            torch.stack(
-                [(ulps * scales).sum().double(), (nearest.to(part.dtype) != part).sum().double()]
-            )
-        )
-    stiffness, off = torch.stack(sums).sum(0).tolist()
+        spacings = (ulps * scales).sum().double()
+        off_grid = (nearest.to(part.dtype) != part).sum().double()
+        sums.append(torch.stack([spacings, off_grid]))
+    stiffness, off_grid_count = torch.stack(sums).sum(0).tolist()
     n = max(w.numel(), 1)
-    return {STIFFNESS_MEAN: stiffness / n, OFF_GRID: off / n}
+    return {STIFFNESS_MEAN: stiffness / n, OFF_GRID: off_grid_count / n}
 
 
 @torch.no_grad()
 def orthogonality(q: Tensor) -> float:
-    """Return |Q^T Q - I| of a matrix: how far its columns, or its rows if there are
-    fewer, are from orthonormal.
+    """Return |Q^T Q - I| of a matrix: how far its columns are from orthonormal.
 
-    NaN gives NaN, an empty matrix 0.
+    If there are fewer rows than columns, it is the distance of the rows. NaN gives NaN,
+    an empty matrix 0.
 
     >>> orthogonality(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     3.0
@@ -100,7 +102,8 @@ class Geometry(Monitor):
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._constrained = watched.quantized, constrained_weights(watched.model)
+        self._layers = watched.quantized
+        self._constrained = constrained_weights(watched.model)
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
@@ -108,33 +111,35 @@ class Geometry(Monitor):
             return
         for name, layer in self._layers.items():
             if self.takes(step, name):
-                self._measure(name, layer)
-        # The distance of a weight from its manifold, and that of the rounded weight by
-        # which the layer multiplies.
+                self._measure_grid(name, layer)
         for name, parameter in self._constrained.items():
-            on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
-            distance = row_length_error if on_sphere else orthogonality
-            self._figures.add(
-                OFF_SPHERE if on_sphere else ORTHOGONALITY, name, distance(plain(parameter)), size
-            )
-            found = self._layers.get(name.removesuffix(".weight"))
-            if found is not None and found.weight_scaler is not None:
-                self._figures.add(CONSTRAINT_ROUNDED, name, distance(forward_weight(found)), size)
+            self._measure_constraint(name, parameter)
 
-    def _measure(self, name: str, layer: fm.QuantizedLinear) -> None:
-        fmt, scale, weight = (
-            layer.weight_format,
-            layer.weight_scale().detach(),
-            forward_weight(layer),
-        )
+    def _measure_grid(self, name: str, layer: fm.QuantizedLinear) -> None:
+        fmt = layer.weight_format
         assert fmt is not None
-        found = geometry_figures(weight, fmt, scale)
-        if layer.storage == "master" or not is_rounded(
-            layer
-        ):  # with a scale that is no power of two no grid is exact
-            del found[OFF_GRID]
-        for metric, value in found.items():
+        weight = forward_weight(layer)
+        figures = geometry_figures(weight, fmt, layer.weight_scale().detach())
+        # With a scale that is no power of two no grid is exact.
+        if layer.storage == "master" or not is_rounded(layer):
+            del figures[OFF_GRID]
+        for metric, value in figures.items():
             self._figures.add(metric, name, value, weight.numel())
+
+    def _measure_constraint(self, name: str, parameter: Any) -> None:
+        """Measure a weight's distance from its manifold, and the rounded weight's.
+
+        The rounded weight is the one by which the layer multiplies.
+        """
+        on_sphere = isinstance(parameter.manifold, geoopt.Sphere)
+        metric = OFF_SPHERE if on_sphere else ORTHOGONALITY
+        distance = row_length_error if on_sphere else orthogonality
+        size = parameter.numel()
+        self._figures.add(metric, name, distance(plain(parameter)), size)
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is not None and layer.weight_scaler is not None:
+            rounded_distance = distance(forward_weight(layer))
+            self._figures.add(CONSTRAINT_ROUNDED, name, rounded_distance, size)
 
 
 def build(watched: Watched) -> Geometry | None:

@@ -1,5 +1,7 @@
-"""The weights' gradients before clipping: norms, signal to noise, zeros, dead weights,
-and the noise of rounding.
+"""The weights' gradients before clipping, and their updates against rounding noise.
+
+Recorded are norms, signal to noise, zeros, dead gradients, and the power of requested
+updates over the variance that stochastic rounding adds.
 """
 
 import math
@@ -56,11 +58,11 @@ _ROUNDING = 2.0**-20
 
 @torch.no_grad()
 def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
-    """Return the norm of a gradient, the magnitude of its mean over its standard
-    deviation, and its share of zeros.
+    """Return a gradient's norm, |mean| over standard deviation, and share of zeros.
 
-    NaN or Inf make the norm NaN or Inf and the ratio None. It is None for a constant,
-    too, and above 1000. -0 is a zero; for an empty tensor the others are 0.
+    NaN or Inf make the norm NaN or Inf and the ratio None. The ratio is None for a
+    constant, too, and above 1000. -0 is a zero. For an empty tensor norm and share are
+    0.
 
     >>> list(gradient_figures(torch.tensor([3.0, 4.0, 0.0, 1.0])).values())
     [5.0990195135927845, 1.2649110640673518, 0.25]
@@ -68,65 +70,67 @@ def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
     n = g.numel()
     if n == 0:
         return {GRAD_L2: 0.0, GRAD_SNR: None, GRAD_ZERO: 0.0}
-    found = []
+    # Each piece is summed in a unit of its own, its largest magnitude: squares of large
+    # gradients could overflow float32.
+    rows = []
     for (part,) in blocks(g):
         magnitude = part.abs()
         top = magnitude.amax()
         unit = torch.where((top > 0) & top.isfinite(), top, 1.0)
         scaled = part / unit
+        total = scaled.sum().double()
+        power = torch.dot(scaled, scaled).double()
         zeros = torch.eq(magnitude, 0.0, out=magnitude).sum(dtype=torch.float64)
-        found.append(
-            torch.stack(
-                [unit.double(), scaled.sum().double(), torch.dot(scaled, scaled).double(), zeros]
-            )
-        )
-    unit, sums, squares, zeros = torch.stack(found).unbind(1)
-    mean, square, none = torch.stack(
-        [(sums * unit).sum() / n, (squares * unit * unit).sum() / n, zeros.sum() / n]
+        rows.append(torch.stack([unit.double(), total, power, zeros]))
+    units, totals, powers, zero_counts = torch.stack(rows).unbind(1)
+    mean, square, zero_share = torch.stack(
+        [(totals * units).sum() / n, (powers * units * units).sum() / n, zero_counts.sum() / n]
     ).tolist()
     variance = square - mean * mean
-    noisy = math.isfinite(variance) and variance > square * _ROUNDING
+    varies = math.isfinite(variance) and variance > square * _ROUNDING
     return {
         GRAD_L2: math.sqrt(square * n),
-        GRAD_SNR: abs(mean) / math.sqrt(variance) if noisy else None,
-        GRAD_ZERO: none,
+        GRAD_SNR: abs(mean) / math.sqrt(variance) if varies else None,
+        GRAD_ZERO: zero_share,
     }
 
 
 @torch.no_grad()
 def update_to_noise(
-    before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0
+    weight: Tensor, requested: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0
 ) -> float | None:
-    """Return the power of a step's updates over the variance that stochastic rounding
-    of `target` adds to them.
+    """Return the power of a step's updates over the variance that rounding adds.
 
-    With f the part of a spacing S by which a target is above a grid value, the variance
-    is the sum of f (1 - f) S². Inf without variance, as beyond the range, and None if
-    no update was requested. NaN gives NaN, Inf gives Inf.
+    `requested` is stochastically rounded. With f the part of a spacing S by which it is
+    above a grid value, the variance is the sum of f (1 - f) S². The result is Inf
+    without variance, as beyond the range, and None if no update was requested. NaN
+    gives NaN, Inf gives Inf.
 
     >>> e4m3 = fm.FloatFormat.from_string("E4M3")
-    >>> update_to_noise(torch.tensor([1.0]), torch.tensor([1.03125]), e4m3)  # f = 1/4 of a step of 1/8
+    >>> requested = torch.tensor([1.03125])  # f = 1/4 of a spacing of 1/8
+    >>> update_to_noise(torch.tensor([1.0]), requested, e4m3)
     0.3333333333333333
     """
     sums = []
-    for scales, start, wanted in unit_blocks(scale, before, target):
-        end = inside(wanted, fmt)
+    for scales, start, target in unit_blocks(scale, weight, requested):
+        end = inside(target, fmt)
         gap = fm.ulp(end, fmt)
         fraction = (end / gap).abs_().frac_()
-        step = (gap * scales).double()
-        noise = (fraction * (1 - fraction)).double() * step * step
-        sums.append(torch.stack([((wanted - start) * scales).double().square().sum(), noise.sum()]))
-    asked, added = torch.stack(sums).sum(0).tolist()
-    if asked == 0:
+        spacing = (gap * scales).double()
+        noise = (fraction * (1 - fraction)).double() * spacing * spacing
+        update = ((target - start) * scales).double()
+        sums.append(torch.stack([update.square().sum(), noise.sum()]))
+    update_power, noise_power = torch.stack(sums).sum(0).tolist()
+    if update_power == 0:
         return None
-    return float(asked / added if added else asked * math.inf)
+    return float(update_power / noise_power if noise_power else update_power * math.inf)
 
 
 class DeadRuns:
-    """Counts, up to 32767, of the steps in a row in which each element of a gradient
-    has been below `DEAD_BELOW`.
+    """Counts the steps in a row in which each element of a gradient was dead.
 
-    NaN and Inf end a run, -0 is a zero; the share of an empty gradient is 0.
+    An element is dead below `DEAD_BELOW`. Counts end at 32767. NaN and Inf end a run,
+    -0 is a zero. The share of an empty gradient is 0.
 
     >>> runs = DeadRuns()
     >>> for steps in (60, 40):
@@ -137,7 +141,8 @@ class DeadRuns:
 
     def __init__(self) -> None:
         self.runs: Tensor | None = None
-        self._bound = 0  # on the length of the runs
+        #: an upper bound on the lengths of the runs
+        self._bound = 0
 
     @torch.no_grad()
     def update(self, g: Tensor, steps: int = 1) -> None:
@@ -150,17 +155,17 @@ class DeadRuns:
         flat = self.runs.view(-1)
         pieces = flat.split(BLOCK) if g.device.type == "cpu" and g.numel() else [flat]
         for runs, (part,) in zip(pieces, blocks(g), strict=True):
-            small = (
-                part.abs().lt_(DEAD_BELOW).to(runs.dtype)
-            )  # a comparison into a mask costs four times as much
+            # A comparison into a mask costs four times as much.
+            small = part.abs().lt_(DEAD_BELOW).to(runs.dtype)
             if steps > 1:
                 runs.add_(steps - 1)
             torch.addcmul(small, runs, small, out=runs)
 
     @property
     def dead(self) -> float:
-        """The share of elements whose run is at least `DEAD_STEPS` long; 0 before the
-        first update.
+        """The share of elements whose run is at least `DEAD_STEPS` long.
+
+        It is 0 before the first update.
         """
         if self.runs is None:
             return 0.0
@@ -176,40 +181,40 @@ class DeadRuns:
 
 
 class Gradients(UpdateMonitor):
-    """Records `grad/FIGURE/LAYER` at measurements; dead gradients are counted every
-    `monitor.dead_interval` steps.
+    """Records `grad/FIGURE/LAYER` at measurements.
+
+    Dead gradients are counted every `monitor.dead_interval` steps.
     """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._dead_interval = watched.layers, watched.config.monitor.dead_interval
+        self._layers = watched.layers
+        self._dead_interval = watched.config.monitor.dead_interval
         self._dead = {name: DeadRuns() for name in watched.layers}
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
         if not step.at_last_micro_step:
             return
-        counted = step.number % self._dead_interval == 0
+        counts_dead = step.number % self._dead_interval == 0
         for name, layer in self._layers.items():
-            taken = self.takes(step, name)
-            if layer.weight.grad is None or not (counted or taken):
+            is_measured = self.takes(step, name)
+            if layer.weight.grad is None or not (counts_dead or is_measured):
                 continue
             gradient = plain(layer.weight.grad)
-            if counted:
+            if counts_dead:
                 self._dead[name].update(gradient, self._dead_interval)
-            if taken:
+            if is_measured:
                 self._measure(name, gradient)
 
     def see(self, step: Step, update: Update) -> None:
         """Compare a requested update with the noise that rounding it adds."""
-        ratio = update_to_noise(update.before, update.target, update.format, update.scale)
-        self._figures.add(UPDATE_TO_NOISE, update.name, ratio, update.before.numel())
+        ratio = update_to_noise(update.old, update.requested, update.format, update.scale)
+        self._figures.add(UPDATE_TO_NOISE, update.name, ratio, update.old.numel())
 
     def state(self) -> dict[str, Any]:
-        return {
-            "dead": {name: runs.state() for name, runs in self._dead.items()},
-            **super().state(),
-        }
+        dead = {name: runs.state() for name, runs in self._dead.items()}
+        return {"dead": dead, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, runs in self._dead.items():
@@ -217,15 +222,15 @@ class Gradients(UpdateMonitor):
         super().load_state(state)
 
     def _measure(self, name: str, gradient: Tensor) -> None:
-        for metric, value in {
-            **gradient_figures(gradient),
-            GRAD_DEAD: self._dead[name].dead,
-        }.items():
+        figures = gradient_figures(gradient)
+        figures[GRAD_DEAD] = self._dead[name].dead
+        for metric, value in figures.items():
             self._figures.add(metric, name, value, gradient.numel())
 
 
 def build(watched: Watched) -> Gradients | None:
-    """Return the monitor of a run; None with steps in the backward pass, which leave no
-    gradients.
+    """Return the monitor of a run.
+
+    It is None with steps in the backward pass, which leave no gradients.
     """
     return None if watched.config.train.step_in_backward else Gradients(watched)

@@ -1,12 +1,20 @@
-"""Observers: the points of a step at which they are called, layers in turn, and
-collecting figures for the record.
+"""Observers: the points of a step at which they are called, and figures for the record.
+
+A run calls every observer at every point of every step: `before_forward`,
+`after_forward` and `after_backward` in each micro-step, then `before_step`,
+`after_step` and `written` once per step. Observers read the `Step` and add figures to
+its record.
+
+A `Monitor` is an observer that measures layers every `monitor.interval` steps. `Turns`
+decides which layers a measurement includes, `Figures` collects what was measured.
+Figures over all layers use the latest figure of each layer.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +35,9 @@ class Anomaly:
 
     @property
     def lasting(self) -> bool:
-        """True if weights or optimizer state are not finite, so that skipping the step
-        does not help.
+        """True if weights or optimizer state are not finite.
+
+        Skipping the step does not help then.
         """
         return "weight" in self.kinds or "state" in self.kinds
 
@@ -73,34 +82,33 @@ class Step:
         over: Callable[[Iterable[float]], float] | None = None,
         of_all: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Record a figure by layer, and over all layers: `over` of them, or their mean,
-        weighted by `sizes`.
+        """Record a figure by layer, and over all layers.
 
-        A layer whose figure is None or not finite is recorded as null and left out of
-        the mean. If this step measured only some layers, `of_all` has the latest figure
-        of each.
+        The figure over all layers is `over` of them, or their mean, weighted by
+        `sizes`. A layer whose figure is None or not finite is recorded as null and left
+        out of the mean. If this step measured only some layers, `of_all` has the latest
+        figure of each.
         """
-        self.record.update({f"{metric}/{layer}": value for layer, value in figures.items()})
-        every = figures if of_all is None else of_all
-        known = {
-            layer: value
-            for layer, value in every.items()
-            if value is not None and math.isfinite(value)
-        }
-        if not known:
+        for layer, value in figures.items():
+            self.record[f"{metric}/{layer}"] = value
+        finite: dict[str, float] = {}
+        for layer, value in (figures if of_all is None else of_all).items():
+            if value is not None and math.isfinite(value):
+                finite[layer] = value
+        if not finite:
             return
         if over is not None:
-            self.record[metric] = over(known.values())
+            self.record[metric] = over(finite.values())
             return
-        weights = {layer: sizes[layer] if sizes else 1 for layer in known}
-        self.record[metric] = sum(known[layer] * weights[layer] for layer in known) / max(
-            sum(weights.values()), 1
-        )
+        weights = {layer: sizes[layer] if sizes else 1 for layer in finite}
+        weighted_sum = sum(finite[layer] * weights[layer] for layer in finite)
+        self.record[metric] = weighted_sum / max(sum(weights.values()), 1)
 
 
 class Observer:
-    """Base of all observers: override the points you need. Weights must be left as they
-    are.
+    """Base of all observers: override the points you need.
+
+    Weights must be left as they are.
     """
 
     def before_forward(self, step: Step) -> None:
@@ -113,13 +121,15 @@ class Observer:
         """Called after every micro-step's backward pass; gradients accumulate."""
 
     def before_step(self, step: Step) -> None:
-        """Called before the optimizer steps, with complete, clipped gradients (or
-        before a pass that steps).
+        """Called before the optimizer steps, with complete, clipped gradients.
+
+        If the optimizer steps in the backward pass, it is called before that pass.
         """
 
     def after_step(self, step: Step) -> None:
-        """Called once per step after the weights are updated, before the record is
-        written; not in a skipped step.
+        """Called once per step after the weights are updated; not in a skipped step.
+
+        The record is written later.
         """
 
     def written(self, step: Step) -> None:
@@ -129,22 +139,24 @@ class Observer:
         """Called once, however the run ends."""
 
     def state(self) -> dict[str, Any]:
-        """Return what later figures depend on, as `checkpoint.format.capture_tree`
-        takes it; called between steps.
+        """Return what later figures depend on; called between steps.
+
+        It has to be a tree that `checkpoint.format.capture_tree` takes.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; called before any step. The observer may keep the
-        tensors in it.
+        """Go on from a `state`; called before any step.
+
+        The observer may keep the tensors in it.
         """
 
 
 class Turns(Observer):
-    """Says which layers are measured, every `interval` steps: one in `count`, in turn;
-    the first time all.
+    """Decides which layers are measured: one in `count`, in turn.
 
-    The names in each of `lists` are divided in their order, neighbours together. If the
+    There is a measurement every `interval` steps. The first one takes all layers. The
+    names in each of `lists` are divided in their order, neighbours together. If the
     first measured step is not finite, the next one measures all layers again. This
     observer has to come after those that use it.
 
@@ -162,19 +174,22 @@ class Turns(Observer):
     def __init__(
         self, count: int = 1, lists: Iterable[Iterable[str]] = (), interval: int = 1
     ) -> None:
-        self.count, self.interval = count, interval
-        self._part: dict[str, tuple[int, int]] = {}
-        for names in map(list, lists):
-            parts = min(count, len(names))
-            self._part |= {
-                name: (index * parts // len(names), parts) for index, name in enumerate(names)
-            }
-        self._begun = False
+        self.count = count
+        self.interval = interval
+        #: by layer, the turn in which it is measured, and the turns of its list
+        self._turns: dict[str, tuple[int, int]] = {}
+        for layers in lists:
+            names = list(layers)
+            turns = min(count, len(names))
+            for index, name in enumerate(names):
+                self._turns[name] = (index * turns // len(names), turns)
+        #: whether all layers have been measured once
+        self._has_measured_all = False
 
     @property
     def takes_all(self) -> bool:
         """True if this step measures all layers."""
-        return self.count == 1 or not self._begun
+        return self.count == 1 or not self._has_measured_all
 
     def takes(self, step: Step, name: str) -> bool:
         """Return whether this step measures this layer."""
@@ -182,87 +197,105 @@ class Turns(Observer):
             return False
         if self.takes_all:
             return True
-        part, parts = self._part[name]
-        return step.number // self.interval % parts == part
+        turn, turns = self._turns[name]
+        return step.number // self.interval % turns == turn
 
     def written(self, step: Step) -> None:
         if step.number and step.anomaly is None and step.due(self.interval):
-            self._begun = True
+            self._has_measured_all = True
 
     def state(self) -> dict[str, Any]:
-        return (
-            {"count": self.count, "begun": [self.interval] if self._begun else []}
-            if self.count > 1
-            else {}
-        )
+        if self.count == 1:
+            return {}
+        return {"count": self.count, "begun": [self.interval] if self._has_measured_all else []}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; after a change of `count` the next measurement takes all
-        layers.
+        """Go on from a state.
+
+        After a change of `count` the next measurement takes all layers.
         """
-        self._begun = bool(state["begun"]) and state["count"] == self.count
+        self._has_measured_all = bool(state["begun"]) and state["count"] == self.count
+
+
+class SizedFigure(NamedTuple):
+    """The figure of a layer, and its weight in a mean over layers."""
+
+    value: float | None
+    size: int
 
 
 class Figures:
-    """Figures by metric and layer with their sizes; with `turns`, those over all layers
-    use the latest of each.
+    """Figures by metric and layer with their sizes.
+
+    With `turns`, figures over all layers use the latest one of each layer.
     """
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._now: dict[Metric, dict[str, tuple[float | None, int]]] = defaultdict(dict)
-        self._latest: dict[str, dict[str, tuple[float | None, int]]] = defaultdict(dict)
+        self._new: dict[Metric, dict[str, SizedFigure]] = defaultdict(dict)
+        self._latest: dict[str, dict[str, SizedFigure]] = defaultdict(dict)
 
     def __contains__(self, metric: Metric) -> bool:
         """Return whether a figure of a metric was added since the last record."""
-        return metric in self._now
+        return metric in self._new
 
     def add(self, metric: Metric, layer: str, value: float | None, size: int) -> None:
         """Add a figure."""
-        self._now[metric][layer] = value, size
+        self._new[metric][layer] = SizedFigure(value, size)
 
     def write(self, step: Step) -> None:
         """Move all figures into the step's record."""
         if self._turns.takes_all:
             self._latest.clear()
-        for metric, found in self._now.items():
+        for metric, new in self._new.items():
             latest = self._latest[metric.name]
-            latest |= found
-            values, of_all = (
-                {layer: value for layer, (value, _) in part.items()} for part in (found, latest)
+            latest |= new
+            step.add(
+                metric.name,
+                figures={layer: figure.value for layer, figure in new.items()},
+                sizes={layer: figure.size for layer, figure in latest.items()},
+                over=max if metric.over == LARGEST else None,
+                of_all={layer: figure.value for layer, figure in latest.items()},
             )
-            sizes = {layer: size for layer, (_, size) in latest.items()}
-            step.add(metric.name, values, sizes, max if metric.over == LARGEST else None, of_all)
-        self._now.clear()
+        self._new.clear()
 
     def latest(self, metric: Metric) -> list[float]:
         """Return the latest figure of every layer that has one."""
-        return [value for value, _ in self._latest[metric.name].values() if value is not None]
+        values = []
+        for figure in self._latest[metric.name].values():
+            if figure.value is not None:
+                values.append(figure.value)
+        return values
 
     def state(self) -> dict[str, Any]:
-        """Return the latest figures, which later ones over all layers need; empty
-        without turns.
+        """Return the latest figures, which later ones over all layers need.
+
+        The state is empty without turns.
         """
-        return (
-            {"latest": {metric: dict(found) for metric, found in self._latest.items()}}
-            if self._turns.count > 1
-            else {}
-        )
+        if self._turns.count == 1:
+            return {}
+        latest = {}
+        for metric, figures in self._latest.items():
+            latest[metric] = {layer: tuple(figure) for layer, figure in figures.items()}
+        return {"latest": latest}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which may be empty."""
-        self._latest = defaultdict(
-            dict, {metric: dict(found) for metric, found in state.get("latest", {}).items()}
-        )
+        self._latest = defaultdict(dict)
+        for metric, figures in state.get("latest", {}).items():
+            for layer, (value, size) in figures.items():
+                self._latest[metric][layer] = SizedFigure(value, size)
 
 
 class Monitor(Observer):
-    """An observer that measures the layers whose turn it is, and writes the figures
-    into the step's record.
+    """An observer that measures the layers whose turn it is.
+
+    Figures added to `_figures` are written into the step's record.
     """
 
     def __init__(self, turns: Turns) -> None:
-        self._turns, self._figures = turns, Figures(turns)
+        self._turns = turns
+        self._figures = Figures(turns)
 
     def looks(self, step: Step) -> bool:
         """Return whether this step is measured."""
@@ -291,27 +324,28 @@ BLOCK = 131_072
 
 def fitting(scale: Scale, x: Tensor) -> Tensor:
     """Return a scale as a tensor that does not widen `x`."""
-    return torch.as_tensor(scale, device=x.device).detach().to(_working(x))
+    return torch.as_tensor(scale, device=x.device).detach().to(_working_dtype(x))
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield flat pieces of tensors of one shape, in float32 or float64; empty tensors
-    have one empty piece.
+    """Yield flat pieces of tensors of one shape, in float32 or float64.
+
+    Empty tensors have one empty piece.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     numel = flat[0].numel()
     size = BLOCK if flat[0].device.type == "cpu" else max(numel, 1)
     for start in range(0, max(numel, 1), size):
-        yield tuple(part[start : start + size].to(_working(part)) for part in flat)
+        yield tuple(part[start : start + size].to(_working_dtype(part)) for part in flat)
 
 
 def scaled_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield pieces of a scale (flat, or one number) and of tensors."""
     fitted = fitting(scale, tensors[0])
     if fitted.numel() == 1:
-        one = fitted.reshape(())
+        scalar = fitted.reshape(())
         for parts in blocks(*tensors):
-            yield one, *parts
+            yield scalar, *parts
         return
     yield from blocks(fitted.expand(tensors[0].shape), *tensors)
 
@@ -332,5 +366,5 @@ def share(mask: Tensor) -> float:
     return int(mask.sum()) / max(mask.numel(), 1)
 
 
-def _working(x: Tensor) -> torch.dtype:
+def _working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32

@@ -1,9 +1,11 @@
-"""Ranges: overflow, underflow and moments of weights, activations, gradients and
-residual outputs.
+"""Ranges: overflow, underflow and moments of operands.
+
+The operands are weights, activations, gradients and residual outputs.
 """
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from nanogpt_bench.monitors.capture import (
     UpdateMonitor,
     Watched,
     flowing,
-    of_weight,
+    weight_operand,
 )
 from nanogpt_bench.monitors.points import Scale, Step, blocks, unit_blocks
 
@@ -81,62 +83,72 @@ _EXACT = 2**24
 def range_figures(
     x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1.0
 ) -> dict[Metric, float | None]:
-    """Return the shares of a tensor's values that a format, if given, can't hold, and
-    moments of the values.
+    """Return the shares of values that a format can't hold, and moments of the values.
 
     A value overflows if rounding to nearest with an unbounded exponent would exceed the
-    format's largest; it is clamped if it is beyond the largest by any amount. Kurtosis
-    is the fourth central moment over the squared variance. Inf overflows, NaN is not
-    counted, and moments are those of the finite elements, None without variance. For an
-    empty tensor shares and `amax` are 0.
+    format's largest. It is clamped if it is beyond the largest by any amount. Without a
+    format there are no shares. Kurtosis is the fourth central moment over the squared
+    variance. Inf overflows, NaN is not counted. Moments are those of the finite
+    elements, None without variance. For an empty tensor shares and `amax` are 0.
 
     >>> fmt = fm.FloatFormat.from_string("E4M3")
-    >>> found = range_figures(torch.tensor([1.0, 450.0, 500.0, 0.004, 0.0]), fmt)
-    >>> found[OVERFLOW], found[CLAMPED], found[UNDERFLOW], found[AMAX]
+    >>> figures = range_figures(torch.tensor([1.0, 450.0, 500.0, 0.004, 0.0]), fmt)
+    >>> figures[OVERFLOW], figures[CLAMPED], figures[UNDERFLOW], figures[AMAX]
     (0.2, 0.4, 0.0, 500.0)
 
     Source: IEEE 754-2019, section 7.4, for overflow.
     """
     moments = _moments(x)
-    amax, variance, fourth = moments if math.isfinite(moments[0]) else _moments(x[x.isfinite()])
+    if not math.isfinite(moments.amax):
+        moments = _moments(x[x.isfinite()])
     spread, skewness = _spread_of_logs(x)
-    return {
-        **({} if fmt is None else _out_of_range(x, fmt, scale)),
-        AMAX: amax,
-        KURTOSIS: fourth / variance**2 if variance else None,
-        LOG2_STD: spread,
-        LOG2_SKEWNESS: skewness,
-    }
+    figures: dict[Metric, float | None] = {}
+    if fmt is not None:
+        figures.update(_shares_out_of_range(x, fmt, scale))
+    figures[AMAX] = moments.amax
+    figures[KURTOSIS] = moments.fourth / moments.variance**2 if moments.variance else None
+    figures[LOG2_STD] = spread
+    figures[LOG2_SKEWNESS] = skewness
+    return figures
 
 
-def _moments(x: Tensor) -> tuple[float, float, float]:
-    """Largest magnitude, and second and fourth central moments of `x` over it: fourth
-    powers could overflow float32.
+class _Moments(NamedTuple):
+    """The largest magnitude, and central moments of the values over it.
+
+    Fourth powers of the values themselves could overflow float32.
     """
+
+    amax: float
+    variance: float
+    fourth: float
+
+
+def _moments(x: Tensor) -> _Moments:
     n = x.numel()
     if n == 0:
-        return 0.0, 0.0, 0.0
-    first = [
-        torch.stack([part.abs().amax().double(), part.sum().double()]) for (part,) in blocks(x)
-    ]
-    ends = torch.stack(first)
-    amax, mean = ends[:, 0].amax(), ends[:, 1].sum() / n
+        return _Moments(0.0, 0.0, 0.0)
+    rows = []
+    for (part,) in blocks(x):
+        rows.append(torch.stack([part.abs().amax().double(), part.sum().double()]))
+    tops, totals = torch.stack(rows).unbind(1)
+    amax = tops.amax()
+    mean = totals.sum() / n
     unit = amax.clamp(min=2.0**-1000)
-    powers = [_powers(part, mean, unit) for (part,) in blocks(x)]
-    largest, second, fourth = torch.cat([amax.view(1), torch.stack(powers).sum(0) / n]).tolist()
-    return (largest, second, fourth) if second > _ROUNDING else (largest, 0.0, 0.0)
+    powers = [_central_powers(part, mean, unit) for (part,) in blocks(x)]
+    largest, variance, fourth = torch.cat([amax.view(1), torch.stack(powers).sum(0) / n]).tolist()
+    if variance > _ROUNDING:
+        return _Moments(largest, variance, fourth)
+    return _Moments(largest, 0.0, 0.0)
 
 
-def _powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
+def _central_powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
     centred = (part - mean.to(part.dtype)) / unit.to(part.dtype)
     squares = centred.mul_(centred)
     return torch.stack([squares.sum(), torch.dot(squares, squares)]).double()
 
 
 def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
-    """Standard deviation and skewness of log2 |x| over the finite elements that are not
-    0.
-    """
+    """Return standard deviation and skewness of log2 |x| over finite elements but 0."""
     sums = [_powers_of_logs(part) for (part,) in blocks(x)]
     n, first, second, third = torch.stack(sums).sum(0).tolist()
     if not n:
@@ -151,36 +163,42 @@ def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
 
 def _powers_of_logs(part: Tensor) -> Tensor:
     logs = part.abs().log2_().double()
-    there = logs.isfinite()
-    logs = logs.where(there, 0.0)
+    counted = logs.isfinite()
+    logs = logs.where(counted, 0.0)
     squares = logs.square()
-    return torch.stack([there.sum().double(), logs.sum(), squares.sum(), torch.dot(squares, logs)])
+    count = counted.sum().double()
+    return torch.stack([count, logs.sum(), squares.sum(), torch.dot(squares, logs)])
 
 
-def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, float]:
-    tie, found = fmt.max + fmt.ulp_max / 2, []
+def _shares_out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, float]:
+    # Halfway between the largest value and the next one of an unbounded exponent. The
+    # tie itself goes to the even code.
+    tie = fmt.max + fmt.ulp_max / 2
+    tie_overflows = bool(fmt.max_code % 2)
+    rows = []
     for _, units in unit_blocks(scale, x):
         magnitude = units.abs_()
-        overflow = (
-            _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie
-        )  # a tie goes to the even code
-        limits = overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2
-        scratch, kind = (
-            torch.empty_like(magnitude),
-            torch.float64 if magnitude.numel() > _EXACT else None,
-        )
-        # A comparison into floats costs a quarter of one into a mask.
-        counts = [
-            torch.gt(magnitude, limit, out=scratch).sum(dtype=kind).double() for limit in limits
-        ]
-        found.append(torch.stack(counts))
-    beyond, clamped, nonzero, represented = torch.stack(found).sum(0).tolist()
+        overflow = _next_below(tie, magnitude.dtype) if tie_overflows else tie
+        limits = (overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2)
+        scratch = torch.empty_like(magnitude)
+        dtype = torch.float64 if magnitude.numel() > _EXACT else None
+        counts = []
+        for limit in limits:
+            # A comparison into floats costs a quarter of one into a mask.
+            above = torch.gt(magnitude, limit, out=scratch)
+            counts.append(above.sum(dtype=dtype).double())
+        rows.append(torch.stack(counts))
+    overflowing, clamped, nonzero, represented = torch.stack(rows).sum(0).tolist()
     n = max(x.numel(), 1)
-    return {OVERFLOW: beyond / n, UNDERFLOW: (nonzero - represented) / n, CLAMPED: clamped / n}
+    return {
+        OVERFLOW: overflowing / n,
+        UNDERFLOW: (nonzero - represented) / n,
+        CLAMPED: clamped / n,
+    }
 
 
-def _below(value: float, dtype: torch.dtype) -> float:
-    """The next smaller float: comparing with `>` to it is `>=` to `value`."""
+def _next_below(value: float, dtype: torch.dtype) -> float:
+    """Return the next smaller float: `x >` it is `x >= value`."""
     return torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(0.0, dtype=dtype)).item()
 
 
@@ -194,36 +212,36 @@ class Ranges(UpdateMonitor):
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._capture, self._monitor = (
-            watched.layers,
-            watched.capture,
-            watched.config.monitor,
-        )
-        self._seen: set[str] = set()
+        self._layers = watched.layers
+        self._capture = watched.capture
+        self._settings = watched.config.monitor
+        #: layers whose weight was measured in this step, before its write-back
+        self._updated_layers: set[str] = set()
 
     def see(self, step: Step, update: Update) -> None:
         """Measure a weight before its write-back."""
-        self._measure(of_weight(update.name, update.layer, update.target))
-        self._seen.add(update.name)
+        self._measure(weight_operand(update.name, update.layer, update.requested))
+        self._updated_layers.add(update.name)
 
     def after_backward(self, step: Step) -> None:
         if self.looks(step) and step.at_last_micro_step:
-            for operand in flowing(self._layers, self._capture, self._monitor):
+            for operand in flowing(self._layers, self._capture, self._settings):
                 self._measure(operand)
 
     def written(self, step: Step) -> None:
         if not step.number or not self.looks(step):
             return
         for name, layer in self._layers.items():
-            if name not in self._seen and self.takes(step, name):
-                self._measure(of_weight(name, layer, plain(layer.weight)))
-        self._seen.clear()
+            if name not in self._updated_layers and self.takes(step, name):
+                self._measure(weight_operand(name, layer, plain(layer.weight)))
+        self._updated_layers.clear()
         super().written(step)
 
     def _measure(self, operand: Operand) -> None:
-        found = range_figures(operand.values, operand.format, operand.scale)
-        for metric, value in found.items():
-            self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())
+        size = operand.values.numel()
+        figures = range_figures(operand.values, operand.format, operand.scale)
+        for metric, value in figures.items():
+            self._figures.add(metric.by(operand.kind), operand.layer, value, size)
 
 
 #: returns the monitor of a run

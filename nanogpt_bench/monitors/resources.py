@@ -1,6 +1,4 @@
-"""Resources of a run: peak memory, and the share of the GPU's peak arithmetic that it
-uses.
-"""
+"""Resources of a run: peak memory, and the share of a GPU's arithmetic that is used."""
 
 import resource
 import sys
@@ -39,8 +37,9 @@ PEAK_FLOPS = {
 
 
 class Resources(Observer):
-    """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the GPU's
-    speed is known.
+    """Adds `memory/peak_bytes` to the records of validations, and `mfu`.
+
+    `mfu` is added where the GPU's speed is known.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -48,9 +47,8 @@ class Resources(Observer):
         self._flops = flops_per_token(watched.model, watched.config)
         self._peak = _peak_flops(watched.device)
         if watched.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(
-                watched.device
-            )  # a sweep trains run after run in a process
+            # A sweep trains run after run in a process.
+            torch.cuda.reset_peak_memory_stats(watched.device)
 
     def written(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:
@@ -62,16 +60,18 @@ class Resources(Observer):
 
 
 def flops_per_token(model: nn.Module, config: Config) -> float:
-    """Return the multiplications and additions of training per token: 6 per weight, and
-    attention's products.
+    """Return the multiplications and additions of training per token.
+
+    They are 6 per weight, and those of attention's products.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     weights = sum(layer.weight.numel() for layer in linear_layers(model).values())
     settings = config.model
-    return 6.0 * weights + 12.0 * (settings.n_layer or 0) * (settings.n_embd or 0) * (
-        settings.block_size or 0
-    )
+    layers = settings.n_layer or 0
+    width = settings.n_embd or 0
+    positions = settings.block_size or 0
+    return 6.0 * weights + 12.0 * layers * width * positions
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -1,5 +1,9 @@
-"""Zones without gradient: weights that can move half a spacing to either side without
-changing their layer's output.
+"""Zones without gradient: weights that can move without changing their layer's output.
+
+Such a weight can move half a spacing to either side. The outputs of a few tokens are
+computed in float32. The slack of an output is its distance from the nearest number that
+rounds to another value of the outputs' dtype. A weight is in a zone if half a spacing,
+times its input, is below the slack of its output at every token.
 """
 
 from collections.abc import Iterator
@@ -40,82 +44,97 @@ def zero_gradient_zone(
     output: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
 ) -> float:
-    """Return the share of a linear layer's weights for which half a spacing, up or
-    down, leaves every output unchanged.
+    """Return the share of weights that half a spacing can move without any effect.
+
+    The output of the layer is unchanged for half a spacing, up or down.
 
     A finite difference of the loss with respect to such a weight is zero. `weight` (O,
     I) is the one multiplied by, and `output` the dtype of the outputs. Fewer rows of
-    `inputs` (..., I) give a larger share, or the same: 1 without any. An output that is
-    NaN or Inf does not change for any step; a weight NaN, or multiplied by NaN or Inf,
-    is in no zone.
+    `inputs` (..., I) give a larger share, or an equal one: 1 without any. An output
+    that is NaN or Inf does not change for any step. A weight that is NaN, or multiplied
+    by NaN or Inf, is in no zone.
 
-    >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.01, 0.0]])
-    >>> zero_gradient_zone(weight, inputs, fm.FloatFormat.from_string("E4M3"))  # outputs near 1 are 0.0078 apart
+    >>> weight = torch.tensor([[1.0, 1.0, 1.0]])
+    >>> inputs = torch.tensor([[1.0, 0.01, 0.0]])
+    >>> fmt = fm.FloatFormat.from_string("E4M3")
+    >>> zero_gradient_zone(weight, inputs, fmt)  # outputs near 1 are 0.0078 apart
     0.6666666666666666
     """
     fitted = fitting(scale, weight)
-    half = fm.ulp(weight / fitted, fmt) * (fitted / 2)
+    half_spacings = fm.ulp(weight / fitted, fmt) * (fitted / 2)
     rows = inputs.reshape(-1, weight.shape[1]).float()
-    outputs = torch.nn.functional.linear(
-        rows, weight.float(), None if bias is None else bias.detach().float()
-    )
-    ratios = _largest_ratios(rows, _slack(outputs, output), half.expand(weight.shape))
-    return sum(int((ratio * part < 1).sum()) for ratio, part in ratios) / max(weight.numel(), 1)
+    float_bias = None if bias is None else bias.detach().float()
+    outputs = torch.nn.functional.linear(rows, weight.float(), float_bias)
+    half_spacings = half_spacings.expand(weight.shape)
+    count = 0
+    for ratios, halves in _largest_ratios(rows, _slack(outputs, output), half_spacings):
+        count += int((ratios * halves < 1).sum())
+    return count / max(weight.numel(), 1)
 
 
-def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The largest |x_tj| / slack_ti over tokens t, for blocks of outputs i, with their
-    part of `half`.
+def _largest_ratios(
+    rows: Tensor, slack: Tensor, half_spacings: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the largest |x_tj| / slack_ti over tokens t, for blocks of outputs i.
+
+    With each block comes its part of `half_spacings`.
     """
     size = max(BLOCK // max(rows.shape[1], 1), 1)
     inverse = (1 / slack).nan_to_num_(nan=0.0, posinf=_LARGE).clamp_(max=_LARGE)
-    rows = rows.abs()
-    for inverses, part in zip(inverse.split(size, dim=1), half.split(size), strict=True):
-        worst = rows.new_zeros(part.shape)
-        scratch = torch.empty_like(worst)
-        for margin, x in zip(inverses, rows, strict=True):
-            torch.maximum(worst, torch.mul(margin[:, None], x, out=scratch), out=worst)
-        yield worst, part
+    magnitudes = rows.abs()
+    for inverses, halves in zip(inverse.split(size, dim=1), half_spacings.split(size), strict=True):
+        largest = magnitudes.new_zeros(halves.shape)
+        scratch = torch.empty_like(largest)
+        for inverses_of_token, x in zip(inverses, magnitudes, strict=True):
+            ratios = torch.mul(inverses_of_token[:, None], x, out=scratch)
+            torch.maximum(largest, ratios, out=largest)
+        yield largest, halves
 
 
-def _slack(outputs: Tensor, output: torch.dtype) -> Tensor:
-    """The distance of each output from the nearest number that rounds to another value."""
-    rounded = outputs.to(output)
+def _slack(outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each output's distance from the nearest number that rounds elsewhere."""
+    rounded = outputs.to(dtype)
     infinity = torch.full_like(rounded, float("inf"))
-    ends = [torch.nextafter(rounded, end).double() for end in (-infinity, infinity)]
-    low, high = ((rounded.double() + end) / 2 for end in ends)
+    value = rounded.double()
+    next_below = torch.nextafter(rounded, -infinity).double()
+    next_above = torch.nextafter(rounded, infinity).double()
     exact = outputs.double()
-    return torch.minimum(exact - low, high - exact).float()
+    slack_below = exact - (value + next_below) / 2
+    slack_above = (value + next_above) / 2 - exact
+    return torch.minimum(slack_below, slack_above).float()
 
 
 class Zones(Monitor):
-    """Records `stall/zero_gradient_zone/LAYER`, measured on `ROWS` tokens spread over
-    the batch.
+    """Records `stall/zero_gradient_zone/LAYER`.
+
+    It is measured on `ROWS` tokens spread over the batch.
     """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)
-        self._layers, self._capture = watched.quantized, watched.capture
+        self._layers = watched.quantized
+        self._capture = watched.capture
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
         if not self.looks(step) or not step.at_last_micro_step:
             return
         for name, layer in self._layers.items():
-            inputs, fmt = self._capture.inputs.get(name), layer.weight_format
+            inputs = self._capture.inputs.get(name)
+            fmt = layer.weight_format
             if inputs is None or fmt is None or not is_rounded(layer):
                 continue
             rows = layer.quantized_input(inputs).reshape(-1, inputs.shape[-1])
-            some = rows[:: max(1, len(rows) // ROWS)][:ROWS].float()
-            found = zero_gradient_zone(
+            stride = max(1, len(rows) // ROWS)
+            zone = zero_gradient_zone(
                 forward_weight(layer),
-                some,
+                rows[::stride][:ROWS].float(),
                 fmt,
                 layer.weight_scale().detach(),
                 output=self._capture.output_dtypes[name],
                 bias=layer.bias,
             )
-            self._figures.add(ZERO_GRADIENT_ZONE, name, found, layer.weight.numel())
+            self._figures.add(ZERO_GRADIENT_ZONE, name, zone, layer.weight.numel())
 
 
 def build(watched: Watched) -> Zones | None:

@@ -136,11 +136,11 @@ def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
     )
     with monkeypatch.context() as patched:
         patched.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 2e12)
-        Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
+        Resources(Watched.from_model(config, model, torch.device("cpu"))).written(step)
     assert step.record["mfu"] == pytest.approx(1e5 * flops / 2e12)
     assert (step.record["memory/peak_bytes"] or 0) > 1e7
     step.record.pop("mfu")
-    Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
+    Resources(Watched.from_model(config, model, torch.device("cpu"))).written(step)
     assert "mfu" not in step.record
 
 

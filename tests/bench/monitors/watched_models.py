@@ -51,7 +51,7 @@ def watched(
     config, layers = Config(), quantized_layers(model)
     config.monitor = MonitorConfig(interval=interval, **settings)
     config.model.storage = next(iter(layers.values())).storage if layers else "float32"
-    return Watched.of(config, model, torch.device("cpu"), look)
+    return Watched.from_model(config, model, torch.device("cpu"), look)
 
 
 def observers_of(of: Watched, *names: str) -> list[Observer]:
