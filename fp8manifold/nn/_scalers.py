@@ -185,6 +185,7 @@ class Scale(Scaler):
         self.pow2 = pow2 or granularity == "block"
         self.register_buffer("value", torch.ones(()))
         self.register_buffer("frozen", torch.tensor(False))
+        self._was_frozen = False  # when it was last read: a tracer's buffer has no value
         self._length = history
         if policy == "delayed":
             self.register_buffer("history", torch.zeros(history))
@@ -208,9 +209,14 @@ class Scale(Scaler):
         elif self.policy == "dynamic":
             self.value = self._fresh(x)
         elif not self._is_frozen():
+            if torch.compiler.is_exporting():
+                raise RuntimeError(
+                    f"a static {self.format.name} scale has seen no tensor yet, and an exported "
+                    "program can't freeze it: run the model once before torch.export"
+                )
             self.value = self._fresh(x)
-            self.frozen.fill_(True)
-        else:
+            self._freeze()
+        elif not torch.compiler.is_exporting():  # a program has no warnings
             self._warn_if_saturated(x)
         return self.value
 
@@ -232,12 +238,13 @@ class Scale(Scaler):
                 f"policy={self.policy!r} measures its scale: freeze takes policy='static'"
             )
         self.value = scale.to(self.value)
-        self.frozen.fill_(True)
+        self._freeze()
 
     def reset_parameters(self) -> None:
         """Return to the state before the first tensor."""
         super().reset_parameters()
         self.frozen.fill_(False)
+        self._was_frozen = False
         if self.policy == "delayed":
             self.history = torch.zeros(self._length, device=self.value.device)
 
@@ -248,8 +255,20 @@ class Scale(Scaler):
     def _amax(self, x: Tensor) -> Tensor:
         return scaling.amax_of(x, self.granularity, self.axis)
 
+    def _freeze(self) -> None:
+        self.frozen.fill_(True)
+        if has_values(self.frozen):
+            self._was_frozen = True
+
     def _is_frozen(self) -> bool:
-        return has_values(self.frozen) and bool(known(self.frozen, bool))
+        if torch.compiler.is_exporting():
+            return self._was_frozen
+        if not has_values(self.frozen):
+            return False
+        frozen = bool(known(self.frozen, bool))
+        if not torch.compiler.is_compiling():
+            self._was_frozen = frozen
+        return frozen
 
     def _fresh(self, x: Tensor) -> Tensor:
         return scaling.scale_of_amax(self._amax(x), self.format, pow2=self.pow2)
@@ -291,6 +310,8 @@ class Scale(Scaler):
             if saved is not None and own is not None:
                 setattr(self, name, torch.empty_like(saved, device=own.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.policy == "static":
+            self._is_frozen()
 
 
 class FixedScale(Scaler):

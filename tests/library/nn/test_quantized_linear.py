@@ -3,6 +3,7 @@ it learns.
 """
 
 import copy
+import warnings
 
 import geoopt
 import pytest
@@ -73,6 +74,74 @@ def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
     )
     layer(x).sum().backward()
     assert torch.allclose(layer.weight.grad, x.sum(0).expand(5, 64))
+
+
+def exported(model: nn.Module, x: Tensor, *, strict: bool) -> nn.Module:
+    """The program of a model; torch warns that a forward pass stores scales for
+    logging.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.export(model, (x,), strict=strict).module()
+
+
+def same_frozen(model: nn.Module, way: str) -> nn.Module:
+    """A model that has the frozen scales of another, in one of the ways to get there."""
+    if way == "deepcopy":
+        return copy.deepcopy(model)
+    if way == "state":
+        fresh = quantize_model(
+            nn.Sequential(nn.Linear(8, 4)), model[0].spec, storage=model[0].storage
+        )
+        fresh.load_state_dict(model.state_dict())
+        return fresh.eval()
+    if way == "freeze":
+        scale = model[0].activation_scaler.value
+        model[0].activation_scaler.reset_parameters()
+        model[0].activation_scaler.freeze(scale)
+    return model
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("way", ["itself", "deepcopy", "state", "freeze"])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+def test_a_frozen_scale_is_exported(storage, way, strict) -> None:
+    spec = LayerSpec("E4M3", activation={"format": "E4M3", "policy": "static"})
+    model = quantize_model(nn.Sequential(nn.Linear(8, 4)), spec, storage=storage).eval()
+    first = torch.linspace(-3.0, 3.0, 16).view(2, 8)
+    with torch.no_grad():
+        model(first)
+        model = same_frozen(model, way)
+        smaller = first * 0.3
+        expected = model(smaller)
+        program = exported(model, first, strict=strict)
+        assert torch.equal(program(smaller), expected)
+        assert model[0].activation_scaler.value == first.abs().max() / 448.0
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_scale_that_is_not_frozen_yet_is_not_exported(reset, strict) -> None:
+    spec = LayerSpec("E4M3", activation={"format": "E4M3", "policy": "static"})
+    model = quantize_model(nn.Sequential(nn.Linear(8, 4)), spec).eval()
+    x = torch.ones(2, 8)
+    if reset:
+        model(x)
+        model[0].activation_scaler.reset_parameters()
+    with pytest.raises(Exception, match="run the model once before torch.export"):
+        exported(model, x, strict=strict)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_delayed_scale_is_exported(training) -> None:
+    spec = LayerSpec("E4M3", activation={"format": "E4M3", "policy": "delayed"})
+    model = quantize_model(nn.Sequential(nn.Linear(8, 4)), spec)
+    x = torch.linspace(-3.0, 3.0, 16).view(2, 8)
+    model(x)
+    model.train(training)
+    program = exported(model, x, strict=False)
+    with torch.no_grad():
+        assert torch.equal(program(x * 0.3), copy.deepcopy(model)(x * 0.3))
 
 
 def test_static_scales_are_frozen_after_the_first_forward() -> None:

@@ -135,6 +135,46 @@ def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, backgrou
         assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
 
 
+def states_of(parts, optimizer):
+    """As the page takes them: the optimizer's first, whose residual takes the remainders."""
+    optimizer_state = states.get_optimizer_state_dict(parts, optimizer)
+    return {"model": states.get_model_state_dict(parts), "optimizer": optimizer_state}
+
+
+def prepared_with_remainder(kind, seed):
+    parts, whole = (model(seed=seed, keep_remainder=True) for _ in range(2))
+    parts = sharded(parts)
+    return parts, whole, made(kind, parts), made(kind, whole)
+
+
+def saved_with_remainder(kind, folder, steps):
+    parts, whole, *optimizers = prepared_with_remainder(kind, 0)
+    step_on(parts, whole, optimizers, range(steps))
+    dcp.save(states_of(parts, optimizers[0]), checkpoint_id=folder)
+
+
+def loaded_with_remainder(kind, folder, steps):
+    _, whole, _, its = prepared_with_remainder(kind, 0)
+    for step in range(steps):
+        step_whole((whole,), (its,), step)
+    parts, _, ours, _ = prepared_with_remainder(kind, 5)
+    state = states_of(parts, ours)
+    dcp.load(state, checkpoint_id=folder)
+    states.set_state_dict(
+        parts, ours, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    step_on(parts, whole, (ours, its), range(steps, steps + 3))
+    check_same(parts, whole, seeds=False)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_model_with_remainders_resumes(pools, tmp_path, kind, steps):
+    pools[2].run(saved_with_remainder, kind, str(tmp_path), steps)
+    for size in (1, 2, 3):
+        pools[size].run(loaded_with_remainder, kind, str(tmp_path), steps)
+
+
 def gathered(kind):
     """Full states of rows are those of the whole, and load into a model of one process,
     which goes on.
