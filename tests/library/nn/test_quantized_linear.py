@@ -128,7 +128,7 @@ def test_a_scale_that_is_not_frozen_yet_is_not_exported(reset, strict) -> None:
     if reset:
         model(x)
         model[0].activation_scaler.reset_parameters()
-    with pytest.raises(Exception, match="run the model once before torch.export"):
+    with pytest.raises(Exception, match=r"run the model once before torch\.export"):
         exported(model, x, strict=strict)
 
 
