@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +77,8 @@ def _earlier_weights(folder: Path) -> set[str]:
     """Names of the weights and of the index that an earlier save has written there."""
     there = {name for name in os.listdir(folder) if (folder / name).is_file()}
     names = {name for name in there if name in (WEIGHTS_FILE, INDEX) or _SHARD.fullmatch(name)}
-    if INDEX in there:
+    # an index that can't be read names nothing, and is replaced or removed itself
+    with suppress(ValueError):
         names |= {name for name in indexed_names(folder / INDEX) if name.endswith(_ENDING)}
     return names & there
 

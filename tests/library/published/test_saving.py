@@ -175,6 +175,31 @@ def test_the_base_of_a_tied_model_is_the_whole_of_it(
     assert files(tmp_path / "base") == files(tmp_path / "whole")
 
 
+def test_a_compiled_model_is_saved_over_its_source(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["squares, shards"], tmp_path / "published")
+    model = trained(folder)
+    fm.save_fp8(model, tmp_path / "expected")
+    fm.save_fp8(compiled(model), folder)
+    assert files(folder) == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("settings", ["new settings", "settings of older versions"])
+def test_what_never_had_a_place_is_copied(settings: str, tmp_path: Path) -> None:
+    folder = make("squares, deepseek", tmp_path / "published")
+    more = {"model.layers.61.enorm.weight": torch.ones(128, dtype=torch.bfloat16)}
+    first = next(iter(tensors_of(folder)))
+    rewritten(folder, lambda name, value: {name: value} | (more if name == first else {}), None)
+    model = fm.load_fp8(folder)
+    published = model.config.quantization_config.published
+    assert published["copied"] == list(more)
+    if settings == "settings of older versions":
+        published.pop("copied")
+    fm.save_fp8(model, tmp_path / "same")
+    assert files(tmp_path / "same") == files(folder)
+
+
 def lora(**options: Any) -> Any:
     from peft import LoraConfig
 
@@ -322,6 +347,12 @@ def test_another_file_of_weights_beside_an_unusual_name_is_refused(
     (tmp_path / "out" / "others.safetensors").rename(tmp_path / "out" / "model.safetensors")
     fm.save_fp8(model, tmp_path / "out")
     assert files(tmp_path / "out") == files(folder)
+
+
+def test_an_index_that_cannot_be_read_is_replaced(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("half of an ind")
+    fm.save_fp8(fm.load_fp8(folders["squares"]), tmp_path)
+    assert files(tmp_path) == files(folders["squares"])
 
 
 def test_a_save_that_fails_changes_nothing(
