@@ -25,7 +25,7 @@ from fp8manifold.grid import decode
 from fp8manifold.nn._carried import in_place_parameters, parameter_names, turned_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._parts import PARTS
-from fp8manifold.nn._selection import is_linear
+from fp8manifold.nn._selection import computation, is_linear
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 
@@ -311,6 +311,9 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
         if not isinstance(layer, QuantizedLinear) or layer.weight_format is None:
             continue
         fmt, allowed = layer.weight_format, _FORMATS[layout]
+        computed = computation(layer)
+        if computed is not None:
+            raise ValueError(f"layer {name!r} can't be exported: {computed}")
         if share_of(layer.weight) is not None:
             raise TypeError(f"layer {name!r} is sharded: export the model in one process")
         if isinstance(layer, QuantizedConv1D):

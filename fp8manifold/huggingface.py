@@ -6,21 +6,22 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, needed
+from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._published.found import FLOATS
-from fp8manifold.exchange import has_own_head
+from fp8manifold.exchange import has_own_head, is_transformers_model
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._carried import in_place_parameters, parameter_names, turn
 from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
-from fp8manifold.nn._parts import PARTS, gather_parts
+from fp8manifold.nn._parts import PARTS, gather_parts, is_in_codes
 from fp8manifold.nn._saved import (
     parameters_recipe_of,
     put_layers,
@@ -28,6 +29,7 @@ from fp8manifold.nn._saved import (
     recipe_of,
     spec_as_json,
 )
+from fp8manifold.nn._savers import guard_savers, prepare_with
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
@@ -39,6 +41,8 @@ __all__ = ["attach", "check_floats", "quantization_config", "register", "trainer
 
 _METHOD: Final = "fp8manifold"
 _BY: Final = "fp8manifold.huggingface"
+_CONFIG: Final = "Fp8ManifoldConfig"
+_QUANTIZER: Final = "Fp8ManifoldQuantizer"
 _RULES: Final = ("adamw", "muon")
 _OWN_CODES: Final = "_fp8_codes"
 """What transformers finds behind the name of a parameter's codes while it loads."""
@@ -117,6 +121,9 @@ def attach(model: Any) -> Any:
     """Let transformers save a model that :func:`fp8manifold.quantize_model` quantised,
     and its ``Trainer`` train it.
 
+    The first ``save_pretrained`` of a model with weights in codes calls it by itself;
+    one with storage ``grid`` or ``master`` is saved as floats until it is attached.
+
     ``save_pretrained`` then writes the tensors that
     :func:`fp8manifold.unflatten_state_dict` describes, and each layer's options to
     ``config.json``; ``from_pretrained`` and ``Trainer``'s ``resume_from_checkpoint``
@@ -144,20 +151,74 @@ def attach(model: Any) -> Any:
 
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+    given = model
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
+    if not is_transformers_model(model):
         raise TypeError(
             f"model is a {type(model).__name__}, not a transformers model: save its state_dict() "
             f"instead"
         )
     register()
+    guard_savers(model)
     config, quantizer = _classes()
+    _check_ties(model)
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
     if not layers and not parameters:
         raise ValueError("the model has no quantised layer: call quantize_model first")
     model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
     model.is_quantized, model.quantization_method = True, _METHOD
     _describe(model)
-    return model
+    if _name_as_wrapped not in model._load_state_dict_pre_hooks.values():
+        model.register_load_state_dict_pre_hook(_name_as_wrapped)
+    return given
+
+
+def _check_ties(model: nn.Module) -> None:
+    """Refuse codes that a quantised layer shares with another module.
+
+    Each would be made again by itself, and one of them without its scales.
+    """
+    for names in _in_codes(model):
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        layers = [name for name, owner in owners.items() if isinstance(owner, QuantizedLinear)]
+        if not layers:
+            continue
+        layer = layers[0]
+        others = [name for name in names if owners[name] is not owners[layer]]
+        if others:
+            raise ValueError(
+                f"{layer!r}, the weight of a quantised layer, is also {others[0]!r}: they were "
+                "tied after the layer was quantised; call fm.dequantize_model(model), and quantise "
+                "again with embeddings= and tied='leave'"
+            )
+
+
+def _name_as_wrapped(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before a model loads: names in a saved folder are those without compiled
+    blocks, which torch names by their wrapper.
+    """
+    for name, _module in model.named_modules():
+        if not name.endswith("_orig_mod"):
+            continue
+        wrapped, plain = f"{prefix}{name}.", f"{prefix}{plain_name(name)}."
+        for key in list(state):
+            if key.startswith(plain) and not key.startswith(wrapped):
+                state[wrapped + key.removeprefix(plain)] = state.pop(key)
+
+
+def _prepare(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Attach a model with codes that transformers is about to save, and note the state
+    that it was given.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        if not any(is_in_codes(own) for own in model.parameters()):
+            return
+        attach(model)
+    if isinstance(model.hf_quantizer, _Quantizer):
+        model.hf_quantizer.given_state = arguments.get("state_dict")
+
+
+prepare_with("PreTrainedModel", _prepare)
 
 
 @functools.cache
@@ -167,9 +228,18 @@ def _classes() -> tuple[Any, Any]:
         raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
     config = needed("transformers.utils.quantization_config", "hf", _BY).QuantizationConfigMixin
     quantizer = needed("transformers.quantizers.base", "hf", _BY).HfQuantizer
-    return type("Fp8ManifoldConfig", (_Config, config), {}), type(
-        "Fp8ManifoldQuantizer", (_Quantizer, quantizer), {}
+    return (
+        type(_CONFIG, (_Config, config), {"__module__": __name__}),
+        type(_QUANTIZER, (_Quantizer, quantizer), {"__module__": __name__}),
     )
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that need transformers, made when a pickle of a model asks for them."""
+    if name in (_CONFIG, _QUANTIZER):
+        register()
+        return _classes()[(_CONFIG, _QUANTIZER).index(name)]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Config:
@@ -224,6 +294,8 @@ class _Quantizer:
     """A reader that makes codes of tensors from transformers, or puts in those that it
     read itself.
     """
+    given_state: Mapping[str, Tensor] | None = None
+    """The state that ``save_pretrained`` is to write in place of the model's own."""
     own_parameters: tuple[
         str, ...
     ] = ()  #: Names of parameters in codes that are called otherwise than ``weight``.
@@ -354,17 +426,63 @@ class _Quantizer:
     def get_state_dict_and_metadata(
         self, model: Any, *_: Any
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The state of the model as it is now; its settings are written after that."""
+        """The state of the model as it is now, or the one given to ``save_pretrained``;
+        its settings are written after that.
+        """
+        _check_ties(model)
         _describe(model)
         _keep_whole(model)
-        state, names = model.state_dict(), parameter_names(model)
-        for own in in_place_parameters(model).values():
-            for name in names[id(own)][
-                1:
-            ]:  # transformers knows of one tied weight, and not of its parts
+        given, self.given_state = self.given_state, None
+        state = {plain_name(name): value for name, value in model.state_dict().items()}
+        if given is not None:
+            state = _checked_state(model, given, state)
+        kept: set[str] = set()
+        for all_names in _in_codes(model):
+            first, *others = [plain_name(name) for name in all_names]
+            kept.add(first)
+            # transformers knows of one tied weight, and not of its parts
+            for name in others:
                 for suffix in PARTS:
                     state.pop(name + suffix, None)
+        # what a class leaves out it computes anew, to other values than those in codes
+        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ())} - kept
         return state, {}
+
+
+def _in_codes(model: nn.Module) -> Iterator[list[str]]:
+    """All names of every parameter in codes."""
+    for names in parameter_names(model).values():
+        if is_in_codes(model.get_parameter(names[0])):
+            yield names
+
+
+def _checked_state(
+    model: nn.Module, given: Mapping[str, Tensor], present: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A state that ``save_pretrained`` was given, if it is one of this model.
+
+    Raises:
+        ValueError: it lacks a tensor, or has a weight otherwise than in the model's
+            codes.
+    """
+    state = {plain_name(name): value for name, value in given.items()}
+    lacking = [name for name in present if name not in state and not name.endswith(PARTS[-1])]
+    if lacking:
+        raise ValueError(
+            f"state_dict has no {lacking[0]!r}: give a copy of the model's own state_dict()"
+        )
+    for names in _in_codes(model):
+        name = plain_name(names[0])
+        traits = f"{name}_traits"
+        same = state[name].shape == present[name].shape and torch.equal(
+            state[traits][:4].cpu(), present[traits][:4].cpu()
+        )
+        if not same:
+            raise ValueError(
+                f"state_dict has {name!r} in another format or shape than the model: give a copy "
+                "of the model's own state_dict()"
+            )
+    return state
 
 
 def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

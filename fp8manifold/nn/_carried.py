@@ -2,7 +2,6 @@
 registered entries.
 """
 
-import functools
 import inspect
 import weakref
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from fp8manifold._base.replaced import MARK, note_replaced
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import AT_OWN_SCALE, PARTS
 from fp8manifold.nn._products import forbid_fused_operators, is_called
+from fp8manifold.nn._savers import guard_savers
 from fp8manifold.nn._selection import is_conv1d
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.tensor import FP8Tensor
 
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -60,6 +59,21 @@ class Turned:
         finally:
             self._parameters = own
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Name the module's own class: this one has no name that can be imported."""
+        kind = type(self).__mro__[2]
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        return _turned_again, (kind, self.turned), *reduced[2:]
+
+
+def _turned_again(kind: type[Any], turned: tuple[str, ...]) -> Any:
+    return object.__new__(_turned_class(kind, turned))
+
+
+def _turned_class(kind: type[Any], turned: tuple[str, ...]) -> type[Any]:
+    facts: dict[str, Any] = {"turned": turned, "__module__": kind.__module__}
+    return type(kind.__name__, (Turned, kind), facts)
+
 
 def turn(model: nn.Module, names: Sequence[str]) -> None:
     """Make modules hold parameters transposed, which have no values yet."""
@@ -68,9 +82,8 @@ def turn(model: nn.Module, names: Sequence[str]) -> None:
         module = model.get_submodule(owner)
         turned, kind = getattr(module, "turned", ()), type(module)
         kind = kind.__mro__[2] if turned else kind
-        facts = {"turned": (*turned, entry), "__module__": kind.__module__}
         _turn_parameter(module, entry)
-        module.__class__ = type(kind.__name__, (Turned, kind), facts)
+        module.__class__ = _turned_class(kind, (*turned, entry))
 
 
 def turned_names(model: nn.Module) -> list[str]:
@@ -166,13 +179,7 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     _note_weights(model, old, layers)
-    for kind in set[Any](base for module in model.modules() for base in type(module).__mro__):
-        if kind.__name__ == "PreTrainedModel" and not hasattr(
-            kind.save_pretrained, "refuses_codes"
-        ):
-            kind.save_pretrained = _refusing_codes(
-                kind.save_pretrained
-            )  # an own attribute would be a cycle
+    guard_savers(model)
     return model
 
 
@@ -185,27 +192,6 @@ def _note_weights(model: nn.Module, old: dict[str, Any], new: dict[str, Any]) ->
         before = old[name].weight
         weight = f"{name}.weight".lstrip(".")
         note_replaced(before, layer.weight, weight, stays=id(before) in left)
-
-
-def _refusing_codes(save: Any) -> Any:
-    """A ``save_pretrained`` that refuses models whose codes it would not mention in
-    ``config.json``.
-    """
-
-    @functools.wraps(save)
-    def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-        in_codes = any(isinstance(p, FP8Tensor) for p in model.parameters())
-        if in_codes and getattr(model, "hf_quantizer", None) is None:
-            raise RuntimeError(
-                f"this {type(model).__name__} has weights in codes, which transformers would save "
-                f"as numbers: call "
-                "fp8manifold.huggingface.attach(model) before save_pretrained, or "
-                "fp8manifold.dequantize_model(model)"
-            )
-        return save(model, *args, **options)
-
-    save_pretrained.refuses_codes = True  # type: ignore[attr-defined]
-    return save_pretrained
 
 
 def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:

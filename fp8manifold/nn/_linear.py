@@ -181,10 +181,11 @@ class QuantizedLinear(nn.Linear):
         bare = (
             self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
         )
-        if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
-            return linear(
-                input, own, parameters["bias"]
-            )  # nothing is drawn, remembered or announced
+        bare = bare and self.weight_gradient_scaler is None
+        # a parametrised bias is no parameter
+        if bare and type(own) is FP8Parameter and "bias" in parameters:
+            # nothing is drawn, remembered or announced
+            return linear(input, own, parameters["bias"])
         draw, repeats = self._pass()
         weight: Tensor = self.weight
         if (
@@ -303,6 +304,18 @@ class QuantizedLinear(nn.Linear):
             if how not in ("decoded", "bfloat16")
         ]
         return ", ".join(shown)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; codes must be those that the layer is made for.
+
+        Raises:
+            ValueError: a weight in codes of another format, granularity or shape than
+                the specification's, or in a layer whose storage has none.
+        """
+        # while the layer is made it has no weight yet
+        if name == "weight" and isinstance(param, FP8Tensor) and "_own_names" in vars(self):
+            _spec.check_codes_fit(param, self, self.spec, self.storage)
+        super().register_parameter(name, param)
 
     def _take_weight(self, weight: Tensor, rounding: Rounding, seed: int, draws: Draws) -> None:
         operand = self._operands.get("weight")

@@ -1,5 +1,10 @@
 """One-byte weights in state dicts: codes, scales, a count, the remainder of rounding,
 and traits as numbers.
+
+Codes stand under the weight's own name, which torch's and other libraries' savers know.
+They have one dimension more than the weight, of size 1: whoever takes them for numbers
+(``load_state_dict(strict=False)``, accelerate, diffusers, transformers without this
+library) finds another shape, and refuses it.
 """
 
 import json
@@ -27,6 +32,10 @@ PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
 """Suffixes of a weight's name for its parts; the last exists if a weight has a
 remainder.
 """
+_ADDED_DIMENSIONS: Final = 1
+"""Dimensions that codes in a state have beyond the weight's; none in earlier versions."""
+_NUMBERS: Final = 10
+"""Traits that earlier versions wrote."""
 _EARLIER: Final = "fp8:"
 TAKES_PARTS: Final = (
     "_fp8_takes_parts"  #: An attribute of classes that save and load parts themselves.
@@ -140,11 +149,11 @@ def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
     """
     held: FP8Tensor = local_of(weight)
     scale = spread(weight, held.kept_scale) if held.kept_scale.dim() else held.kept_scale
-    traits = torch.tensor(
-        _numbers(held._traits(), floats=held.exponents is None), device=held.device
-    )
+    numbers = _numbers(held._traits(), floats=held.exponents is None)
+    traits = torch.tensor([*numbers, _ADDED_DIMENSIONS], device=held.device)
     left = [] if held.remainder is None else [spread(weight, held.remainder)]
-    parts = (spread(weight, held.codes), scale, held.counter, traits, *left)
+    codes = spread(weight, held.codes.unsqueeze(-1))
+    parts = (codes, scale, held.counter, traits, *left)
     return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)}
 
 
@@ -192,6 +201,8 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
         options = _read_traits(name, traits, scale)
     try:
         codes = _rows_here(saved, own)
+        if traits is not None and traits.numel() > _NUMBERS:
+            codes = _without_added_dimension(codes)
         scale = _rows_here(scale, own) if scale.dim() else scale
         kind = (
             type(local_of(own)) if is_in_codes(own) and share_of(own) is not None else FP8Parameter
@@ -207,6 +218,12 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
         state[name] = _going_on(made, own)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} can't be put together from its parts: {error}") from None
+
+
+def _without_added_dimension(codes: Tensor) -> Tensor:
+    if not codes.dim() or codes.shape[-1] != 1:
+        raise ValueError(f"codes have shape {tuple(codes.shape)}: the last dimension must be 1")
+    return codes.squeeze(-1)
 
 
 def _rows_here(part: Tensor, own: Tensor) -> Tensor:
@@ -241,12 +258,13 @@ def unflatten_state_dict(
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
     ``state_dict()`` of a module gives a weight ``w`` in codes as plain tensors: ``w``,
-    uint8 codes; ``w_scale``, float32, or uint8 exponents (E8M0) of blocks and squares;
+    uint8 codes in its shape with a last dimension of 1 added, so that no reader takes
+    them for numbers; ``w_scale``, float32, or uint8 exponents (E8M0) of blocks and squares;
     ``w_counter``, int64, stochastic writes; ``w_remainder``, int8, the remainder of the
-    first rounding, until an optimizer uses it; ``w_traits``, ten int64: exponent bits,
+    first rounding, until an optimizer uses it; ``w_traits``, 11 int64: exponent bits,
     mantissa bits, bias, numbers of layout and rounding, seed, number of the dtype,
     block size or 0 (negative: scales in float32), whether operators' names enter the
-    draws, and the draw mode.
+    draws, the draw mode, and the added dimensions (none where there are ten numbers).
 
     ``load_state_dict`` of quantised layers loads them in every storage, and also codes
     with only scales, as compressed-tensors has them.
@@ -325,9 +343,10 @@ def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
 
 def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
     try:
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, draws = (
-            traits.tolist()
-        )
+        *numbers, added = traits.tolist() if traits.numel() > _NUMBERS else [*traits.tolist(), 0]
+        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, draws = numbers
+        if added not in (0, _ADDED_DIMENSIONS):
+            raise ValueError(f"{added} added dimensions: 0 or {_ADDED_DIMENSIONS} are known")
         if block and (block > 0) is not (scale.dtype is torch.uint8):
             raise ValueError(
                 f"{name}_scale is {scale.dtype}, and was "

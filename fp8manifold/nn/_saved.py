@@ -7,6 +7,7 @@ from typing import Any, Final
 from torch import nn
 
 from fp8manifold._base.checks import check_int, check_keys
+from fp8manifold._base.wrappers import plain_name
 from fp8manifold._encoded.scaled import DRAWS
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._carried import (
@@ -16,7 +17,7 @@ from fp8manifold.nn._carried import (
     replace_layers,
 )
 from fp8manifold.nn._linear import QuantizedLinear
-from fp8manifold.nn._selection import is_conv1d, obstacle
+from fp8manifold.nn._selection import computation, is_conv1d, obstacle
 from fp8manifold.nn._spec import OPERANDS, LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import made_layers
 from fp8manifold.parameter import FP8Parameter
@@ -41,9 +42,13 @@ def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
     its name.
     """
     groups: list[dict[str, Any]] = []
-    for name, layer in model.named_modules():
+    for wrapped_name, layer in model.named_modules():
+        name = plain_name(wrapped_name)
         if not isinstance(layer, QuantizedLinear):
             continue
+        computed = computation(layer)
+        if computed is not None:
+            raise ValueError(f"layer {name!r} can't be saved: {computed}")
         if layer.manifold is not None and not isinstance(layer.manifold, FP8Manifold):
             raise ValueError(
                 f"layer {name!r} is on a {type(layer.manifold).__name__}: only an FP8Manifold is "
@@ -58,7 +63,8 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
     together, with their seeds.
     """
     groups: list[dict[str, Any]] = []
-    for name, own in in_place_parameters(model).items():
+    for wrapped_name, own in in_place_parameters(model).items():
+        name = plain_name(wrapped_name)
         made: dict[str, Any] = {
             "format": own.format.name,
             "granularity": own.granularity,

@@ -59,8 +59,8 @@ def obstacle(module: nn.Module) -> Obstacle | None:
     return Obstacle(f"{kind.__name__} is a subclass of {base} with a forward of its own", False)
 
 
-def _done(module: nn.Module) -> str | None:
-    """The change to a layer that would be lost, or None."""
+def computation(module: nn.Module) -> str | None:
+    """What computes a layer's weight or bias, which is no parameter then, or None."""
     if parametrize.is_parametrized(module):
         names = " and ".join(repr(name) for name in module.parametrizations)  # type: ignore[union-attr]
         return f"it is parametrised: call torch.nn.utils.parametrize.remove_parametrizations for its {names} first"
@@ -71,6 +71,14 @@ def _done(module: nn.Module) -> str | None:
     ]
     if computed:
         return f"its {' and '.join(computed)} is computed by {_what_computes(module, computed[0])}"
+    return None
+
+
+def _done(module: nn.Module) -> str | None:
+    """The change to a layer that would be lost, or None."""
+    computed = computation(module)
+    if computed is not None:
+        return computed
     if "forward" in vars(module):
         return "its forward was replaced on the object itself: undo that, quantise, and replace it again"
     if vars(module).get("_compiled_call_impl") is not None:

@@ -558,10 +558,11 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
     if storage != "fp8" or operand is None:
         raise ValueError(
             f"codes need storage='fp8' and a weight format, not {storage!r} with "
-            f"weight={spec.weight!r}"
+            f"weight={NONE if operand is None else operand.format.name}"
         )
     found = (tuple(codes.shape), codes.format.name, codes.granularity)
-    wanted = (tuple(linear.weight.shape), operand.format.name, operand.granularity)
+    shape = (linear.out_features, linear.in_features)
+    wanted = (shape, operand.format.name, operand.granularity)
     if found != wanted:
         raise ValueError(
             f"codes are of (shape, format, granularity) {found}, and the layer's weight is {wanted}"

@@ -21,7 +21,14 @@ from fp8manifold.nn._carried import (
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight, chosen_products
-from fp8manifold.nn._selection import NEVER_CALLED, is_conv1d, linear_around, linear_of, obstacle
+from fp8manifold.nn._selection import (
+    NEVER_CALLED,
+    computation,
+    is_conv1d,
+    linear_around,
+    linear_of,
+    obstacle,
+)
 from fp8manifold.nn._spec import Formats, Products
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
@@ -364,10 +371,13 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
     """
     layers = [_reported(model, entry) for entry in plan(model, None).entries]
-    quantized = (
-        m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None
-    )
-    weights = {id(m.weight): m.weight.numel() for m in quantized}
+    weights = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and module.weight_format is not None:
+            # None while a parametrisation computes it
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                weights[id(weight)] = weight.numel()
     weights |= {id(p): p.numel() for p in in_place_parameters(model).values()}
     return QuantizationReport(
         tuple(layers), sum(p.numel() for p in model.parameters()), sum(weights.values())
@@ -388,5 +398,8 @@ def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
             module.spec, module.in_features, module.out_features, module.weight.device
         )
         left, detail = NEVER_CALLED, "" if read else module._described_formats() + chosen
+        computed = computation(module)
+        if computed is not None and "weight" not in module._parameters:
+            left, detail = computed, ""
     count = sum(p.numel() for p in module.parameters(recurse=False))
     return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)

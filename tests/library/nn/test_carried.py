@@ -3,6 +3,10 @@ back, or are refused.
 """
 
 import copy
+import io
+import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -21,9 +25,11 @@ from fp8manifold import (
     LayerSpec,
     QuantizedLinear,
     dequantize_model,
+    exported_state_dict,
     quantization_report,
     quantize_model,
 )
+from fp8manifold.nn._carried import turn, turn_back, turned_names
 
 storages = each("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
@@ -251,3 +257,87 @@ def test_a_named_layer_is_left_by_naming_it_again() -> None:
         ValueError, match=r"pattern '\*' matches only layers that can't be quantised, such as '0'"
     ):
         quantize_model(nn.Sequential(net[1]), "E4M3")
+
+
+def halved(layer: nn.Module, name: str = "weight") -> None:
+    class Half(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values / 2
+
+    parametrize.register_parametrization(layer, name, Half())
+
+
+COMPUTED = pytest.mark.parametrize("compute", [halved, pruned])
+STORAGES = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+
+
+@COMPUTED
+@STORAGES
+def test_a_weight_that_is_computed_later_is_reported_as_it_is(compute, storage) -> None:
+    net = quantize_model(model(), "E4M3", storage)
+    compute(net[1])
+    report = quantization_report(net)
+    assert [layer.name for layer in report.left] == ["1"]
+    assert "first" in report.left[0].detail
+    assert report.parameters == sum(p.numel() for p in net.parameters())
+    assert report.quantized_parameters == 64 + 32 * (storage == "fp8")
+
+
+@COMPUTED
+@STORAGES
+def test_a_weight_that_is_computed_later_is_not_exported(compute, storage) -> None:
+    net = quantize_model(model(), "E4M3", storage)
+    compute(net[1])
+    with pytest.raises(ValueError, match=r"layer '1' can't be exported: it.* first$"):
+        exported_state_dict(net)
+
+
+@STORAGES
+def test_a_bias_that_is_computed_later_is_added(storage) -> None:
+    net = quantize_model(nn.Linear(8, 8), "E4M3", storage)
+    before = net(X)
+    bias = net.bias.detach().clone()
+    halved(net, "bias")
+    torch.testing.assert_close(net(X), before - bias / 2)
+
+
+class Experts(nn.Module):
+    """A module of a class that can be imported, as a pickle needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(normal(2, 8, 4))
+        self.down = nn.Parameter(normal(2, 4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.up @ self.down
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [
+        copy.deepcopy,
+        lambda net: pickle.loads(pickle.dumps(net)),
+        lambda net: torch.load(saved(net), weights_only=False),
+    ],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+@pytest.mark.parametrize("names", [["0.up"], ["0.up", "0.down"]], ids=["one", "both"])
+def test_modules_that_hold_parameters_transposed_are_copied(twin, names, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, types.SimpleNamespace(Experts=Experts))
+    net = nn.Sequential(Experts())
+    expected = net(X)
+    turn(net, names)
+    other = twin(net)
+    assert turned_names(other) == names
+    assert torch.equal(other(X), expected)
+    turn_back(other)
+    assert type(other[0]) is Experts
+    assert torch.equal(other(X), expected)
+
+
+def saved(net: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return file

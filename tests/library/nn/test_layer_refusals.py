@@ -3,7 +3,9 @@ nothing is changed.
 """
 
 import json
+import re
 
+import pytest
 import torch
 from laws import each
 from refused import check_refused
@@ -293,9 +295,9 @@ REFUSED |= {
             "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale "
             "holds -0.3",
             "_scale=ones(3, 1)": "scale has shape (3, 1)",
-            "_traits=zeros(10).long()": "0.weight_traits can't be read: & exponent_bits=0",
-            "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0])": "9 is out of range: 0 to 5",
-            "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0])": "seed=-1",
+            "_traits=zeros(11).long()": "0.weight_traits can't be read: & exponent_bits=0",
+            "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0, 1])": "9 is out of range: 0 to 5",
+            "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0, 1])": "seed=-1",
             "_counter=zeros(2).long()": "counter has shape",
             "_remainder=zeros(4, 64)": "0.weight can't be put together & remainder is torch.float32",
             "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files "
@@ -380,3 +382,32 @@ def test_what_is_not_allowed_is_known_without_a_model(formats) -> None:
             len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls})
             == 1
         )
+
+
+@pytest.mark.parametrize(
+    ("storage", "codes", "message"),
+    [
+        ("fp8", ("E5M2", "channel", (4, 4)), "'E5M2', 'channel'), and the layer's weight is"),
+        ("fp8", ("E4M3", "tensor", (4, 4)), "'E4M3', 'tensor'), and the layer's weight is"),
+        ("fp8", ("E4M3", "channel", (2, 4)), "(2, 4), 'E4M3', 'channel'), and the layer's"),
+        ("grid", ("E4M3", "channel", (4, 4)), "codes need storage='fp8' and a weight format"),
+        ("master", ("E4M3", "channel", (4, 4)), "codes need storage='fp8' and a weight format"),
+    ],
+    ids=["format", "granularity", "shape", "grid", "master"],
+)
+def test_codes_of_another_kind_than_the_layers_are_not_assigned(storage, codes, message):
+    fmt, granularity, shape = codes
+    layer = fm.quantize_model(nn.Linear(4, 4), "E4M3", storage)
+    weight = layer.weight
+    other = fm.FP8Parameter(torch.ones(shape), fmt, granularity=granularity)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer.weight = other
+    assert layer.weight is weight
+
+
+def test_codes_of_the_layers_kind_are_assigned():
+    layer = fm.quantize_model(nn.Linear(4, 4), "E4M3")
+    layer.weight = fm.FP8Parameter(torch.ones(4, 4), "E4M3")
+    assert torch.equal(layer.weight.dequantize(), torch.ones(4, 4))
+    tensors, _ = fm.exported_state_dict(layer)
+    assert torch.equal(tensors["weight"].float() * tensors["weight_scale"], torch.ones(4, 4))

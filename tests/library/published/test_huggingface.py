@@ -4,7 +4,9 @@ own means.
 
 import copy
 import json
+import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from laws import each
 from optimizer_cases import frozen
 from surgery_models import bits
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.nn.utils import prune
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
@@ -337,15 +341,165 @@ def test_a_model_that_is_attached_is_averaged(maker, tmp_path):
     assert model.is_quantized
 
 
-def test_codes_that_transformers_does_not_know_are_not_saved(tmp_path):
-    """Nor by a copy, or the model within; floats are."""
+READS_A_PICKLE = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    model = pickle.load(file)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_an_attached_model_is_read_from_a_pickle_by_another_process(tmp_path):
+    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps(model))
+    command = [sys.executable, "-W", "ignore", "-c", READS_A_PICKLE, path, tmp_path / "saved"]
+    subprocess.run(command, check=True, timeout=300)
+    assert bits(read(tmp_path / "saved")) == bits(model)
+
+
+def test_names_that_a_module_has_not_are_no_classes():
+    with pytest.raises(AttributeError, match="no attribute 'Fp8ManifoldTrainer'"):
+        huggingface.Fp8ManifoldTrainer  # noqa: B018
+
+
+def test_a_weight_that_is_computed_later_is_not_saved(tmp_path):
+    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+    prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"layer '.*up_proj' can't be saved: its weight is comp"):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("which", ["model", "copy", "base"])
+def test_a_model_is_attached_when_it_is_saved(which, tmp_path):
     model = quantize_model(llama(), "E4M3", "fp8", tied="leave")
-    for one in (model, copy.deepcopy(model), model.model):
-        with pytest.raises(RuntimeError, match=r"attach\(model\) before save_pretrained"):
-            one.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
-    fm.dequantize_model(model).save_pretrained(tmp_path)
-    quantize_model(llama(), "E4M3", "master", tied="leave").save_pretrained(tmp_path)
+    saved = {"model": model, "copy": copy.deepcopy(model), "base": model.model}[which]
+    saved.save_pretrained(tmp_path)
+    kind = transformers.AutoModel if which == "base" else transformers.AutoModelForCausalLM
+    assert bits(kind.from_pretrained(tmp_path)) == bits(saved)
+
+
+def test_a_trainer_saves_and_resumes_without_attach(tmp_path):
+    whole, again = (quantize_model(llama(), {"*": "E4M3"}, tied="leave") for _ in range(2))
+    trained(whole, tmp_path / "whole", "8bit")
+    trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
+    assert bits(again) == bits(whole)
+    assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "master"])
+def test_floats_are_saved_as_floats(storage, tmp_path):
+    model = quantize_model(llama(), "E4M3", storage, tied="leave")
+    if storage == "fp8":
+        fm.dequantize_model(model)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_folder_without_register_is_refused_by_transformers(tmp_path, monkeypatch):
+    """Whose codes have another shape than a float weight."""
+    quantize_model(llama(), "E4M3", tied="leave").save_pretrained(tmp_path)
+    auto = sys.modules["transformers.quantizers.auto"]
+    for mapping in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        monkeypatch.delitem(mapping, "fp8manifold")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("tied", ["leave", "untie"])
+@pytest.mark.parametrize("by_position", [True, False], ids=["by position", "by name"])
+def test_a_given_state_is_saved(tied, by_position, tmp_path):
+    model = quantize_model(llama(), {"*": "E4M3"}, tied=tied, embeddings={"*": "E5M2"})
+    huggingface.attach(model)
+    expected, best = bits(model), copy.deepcopy(model.state_dict())
+    learnt(model)
+    if by_position:
+        model.save_pretrained(tmp_path / "best", True, best)
+    else:
+        model.save_pretrained(tmp_path / "best", state_dict=best)
+    assert bits(read(tmp_path / "best")) == expected
+    model.save_pretrained(tmp_path / "last")
+    assert bits(read(tmp_path / "last")) == bits(model) != expected
+
+
+def of_another_format(state: Any) -> None:
+    state.update(quantize_model(llama(), "E5M2", tied="leave").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("model.norm.weight"), "state_dict has no 'model.norm.weight'"),
+        (lambda state: state.update(llama().state_dict()), "in another format or shape"),
+        (of_another_format, "in another format or shape"),
+    ],
+    ids=["a part", "floats", "another format"],
+)
+def test_a_given_state_of_another_model_is_refused(change, message, tmp_path):
+    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+    state = model.state_dict()
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        model.save_pretrained(tmp_path, state_dict=state)
+
+
+def with_checkpoints(model: Any) -> None:
+    checkpoint_wrapper.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, nn.Linear | nn.Embedding)
+    )
+
+
+def with_compiled_blocks(model: Any) -> None:
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(block, backend="eager")
+
+
+WRAPPED = pytest.mark.parametrize("wrap", [with_checkpoints, with_compiled_blocks])
+
+
+@WRAPPED
+def test_a_model_with_wrapped_modules_comes_back(wrap, tmp_path):
+    model, again = (
+        quantize_model(llama(), {"*": "E4M3"}, tied="leave", embeddings={"*": "E5M2"})
+        for _ in range(2)
+    )
+    wrap(model)
+    huggingface.attach(model).save_pretrained(tmp_path)
+    assert bits(read(tmp_path)) == bits(again)
+
+
+@WRAPPED
+def test_a_trainer_goes_on_with_wrapped_modules(wrap, tmp_path):
+    whole, again = (quantize_model(llama(), {"*": "E4M3"}, tied="leave") for _ in range(2))
+    for model in (whole, again):
+        wrap(model)
+        huggingface.attach(model)
+    trained(whole, tmp_path / "whole", "8bit")
+    trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
+    assert bits(again) == bits(whole)
+    read_again = read(tmp_path / "whole" / "checkpoint-6")
+    assert torch.equal(logits(read_again), logits(whole))
+
+
+def test_embeddings_that_the_class_leaves_out_are_saved_in_codes(tmp_path):
+    sizes = {"d_model": 32, "vocab_size": 48, "max_position_embeddings": 16, "pad_token_id": 0}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
+    config = transformers.MarianConfig(**sizes, decoder_start_token_id=0, eos_token_id=1)
+    model = quantize_model(transformers.MarianMTModel(config), "E4M3", embeddings="E4M3")
+    huggingface.attach(model).save_pretrained(tmp_path)
+    again = transformers.MarianMTModel.from_pretrained(tmp_path)
+    assert bits(again) == bits(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_head_in_codes_that_is_tied_later_is_refused(when, tmp_path):
+    model = quantize_model(llama(tied=False), "E4M3", embeddings="E4M3")
+    if when == "after":
+        huggingface.attach(model)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ValueError, match=r"'lm_head\.weight', .* is also 'model\.embed_tokens"):
+        model.save_pretrained(tmp_path)
 
 
 def test_what_can_not_be_attached_is_refused():

@@ -1,0 +1,81 @@
+"""Other libraries' ``save_pretrained``, which would write codes without saying so.
+
+``save_pretrained`` of a class writes the module's ``state_dict()`` and settings that do
+not mention codes. The methods of the classes in a quantised model are therefore put
+behind a guard: it asks whether the model can be saved, and refuses it or prepares it.
+Savers that only write the state (``torch.save``, ``safetensors.torch.save_model``,
+Lightning, accelerate) need none: models with the same layers read it again, and others
+refuse its shapes.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from fp8manifold.nn._parts import is_in_codes
+from fp8manifold.nn._selection import adapters_of
+
+_GUARDED: Final = "_fp8_is_guarded"
+Preparation = Callable[[Any, Mapping[str, Any]], None]
+_PREPARE: Final[dict[str, Preparation]] = {}
+"""By the name of a class: what makes its models ready to be saved, given the arguments
+of ``save_pretrained`` by their names.
+"""
+
+
+def prepare_with(kind: str, prepare: Preparation) -> None:
+    """Let models of a class be saved with codes, after they are prepared."""
+    _PREPARE[kind] = prepare
+
+
+def guard_savers(model: nn.Module) -> None:
+    """Put ``save_pretrained`` of all classes in a model behind the guard, once."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for kind in kinds:
+        save = vars(kind).get("save_pretrained")
+        if callable(save) and not hasattr(save, _GUARDED):
+            # of the class: an attribute of the model would be a cycle
+            kind.save_pretrained = _guarded(save)  # type: ignore[attr-defined]
+
+
+def _guarded(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(model, nn.Module):
+            given = inspect.signature(save).bind_partial(model, *args, **options)
+            _check_saved(model, given.arguments)
+        return save(model, *args, **options)
+
+    setattr(save_pretrained, _GUARDED, True)
+    return save_pretrained
+
+
+def _check_saved(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Prepare a model for its ``save_pretrained``, or refuse it."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in _PREPARE:
+            _PREPARE[kind.__name__](model, arguments)
+            return
+    names = [name for name, own in model.named_parameters() if is_in_codes(own)]
+    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
+        names = _saved_by_peft(model, names)
+    if names:
+        library = type(model).__module__.partition(".")[0]
+        raise RuntimeError(
+            f"{names[0]!r} of this {type(model).__name__} is in codes, which save_pretrained of "
+            f"{library} would write as numbers: save its state_dict() with "
+            f"safetensors.torch.save_model or torch.save, or call fm.dequantize_model(model) first"
+        )
+
+
+def _saved_by_peft(model: nn.Module, names: list[str]) -> list[str]:
+    """Those parameters that PEFT writes: of adapters, and of layers trained beside them."""
+    parts = adapters_of(model).keys()
+    return [
+        name
+        for name in names
+        if name.rpartition(".")[0] in parts or ".modules_to_save." in f".{name}"
+    ]
