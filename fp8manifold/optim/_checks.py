@@ -120,6 +120,16 @@ one has changed.
 """
 
 
+def are_same(ours: Any, theirs: Any) -> bool:
+    """True if options, or collections of them, are equal; those that can't be compared,
+    as two tensors or arrays that users put into a group, are not.
+    """
+    try:
+        return bool(ours == theirs)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def refuse_recording(optimizer: Any) -> None:
     """Raise RuntimeError where a CUDA graph would record a step: its counts and random
     bits would never change.
@@ -304,7 +314,8 @@ def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None
         for name in sorted(optimizer.defaults.keys() - _MOVING):
             values = given.get(name), loaded.get(name)
             ours, theirs = (list(value) if isinstance(value, tuple) else value for value in values)
-            if ours != theirs:
+            # a line that names two alike tells nothing
+            if not are_same(ours, theirs) and repr(ours) != repr(theirs):
                 other = (
                     " (optim.adopted_state(state, optimizer) keeps these)"
                     if name == "moments"

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from fp8manifold._base.reading import Later
 from fp8manifold._triton.launch import Tables
+from fp8manifold.optim._checks import are_same
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Slot, count_on_card
 from fp8manifold.optim._triton_step import TritonStep
@@ -105,7 +106,7 @@ class _Passes:
                 f"train_step calls the optimizer's step() {len(self._cuts)} times: it has to call "
                 f"it once"
             )
-        if before != _options(optimizer):
+        if not are_same(before, _options(optimizer)):
             raise ValueError(
                 "train_step changes options of the optimizer, which a graph would not do again: "
                 "call the scheduler's step() after the graphed step"

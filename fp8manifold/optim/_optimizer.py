@@ -539,7 +539,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         )  # as they were when last valid; no part of the state
         for group in self.param_groups:
             _checks.check_lr(group)
-            if checked.get(id(group)) == (options := group | _checks.CHANGING):
+            options = group | _checks.CHANGING
+            if _checks.are_same(checked.get(id(group)), options):
                 continue
             self._check_group(group)
             for parameter in group["params"]:

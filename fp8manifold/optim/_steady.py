@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._base.reading import Later
 from fp8manifold.optim._agreement import are_several
-from fp8manifold.optim._checks import CHANGING, check_lr
+from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
 from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
@@ -229,7 +229,7 @@ class Table:
         if not self.alive or (found := self._look(optimizer)) is None:
             return False
         parameters, states, gradients, held, seen = found
-        if seen != self._seen:
+        if not are_same(seen, self._seen):
             return False
         tensors = [held[i] for i in self._places]
         if list(map(_VERSION, tensors)) != self._versions or _facts_of(tensors) != self._facts:

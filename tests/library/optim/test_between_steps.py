@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from laws import each
@@ -417,3 +418,31 @@ def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
             p.grad = torch.cat([torch.zeros(1), p.grad.flatten()])[1:].view(p.shape)
         optimizer.step()
     assert served == [True, True, False]
+
+
+OF_USERS = {
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+    "array": lambda: np.array([1.0, 2.0]),
+    "list": lambda: [torch.ones(2), 3],
+    "dict": lambda: {"deep": (np.ones(3),)},
+    "shapes": lambda: torch.ones(torch.randint(2, 5, ()).item()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entry", OF_USERS)
+def test_a_group_may_have_entries_that_are_not_compared(kind, entry):
+    """Two tensors or arrays have no one truth value; a step used to raise."""
+    ours, plain = made(kind), made(kind)
+    for t in range(6):
+        ours.param_groups[0]["mine"] = OF_USERS[entry]()
+        for optimizer in (ours, plain):
+            put(optimizer, t)
+            optimizer.step()
+    saved = copy.deepcopy(ours.state_dict())
+    ours.defaults["mine"] = None
+    ours.load_state_dict(saved)
+    for optimizer in (ours, plain):
+        for group in optimizer.param_groups:
+            group.pop("mine", None)
+    assert bits(ours) == bits(plain)
