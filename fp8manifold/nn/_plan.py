@@ -27,6 +27,7 @@ from fp8manifold.nn._selection import (
     names_part,
     nearest,
     obstacle,
+    routers_of,
 )
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import StoredGranularity, WeightGranularity
@@ -192,7 +193,11 @@ def check_formats(
     """
     check_choice("storage", storage, STORAGES)
     check_choice("tied", tied, TIED)
-    linears = {name: _Linear((shared or {}).get(name, (f"{name}.weight",))) for name in layers}
+    routers = routers_of(layers)
+    linears = {
+        name: _Linear((shared or {}).get(name, (f"{name}.weight",)), router=routers.get(name))
+        for name in layers
+    }
     specs = _chosen_specs(linears, _spec.read_formats(formats, granularity, products))
     specs = _settled(specs, linears, storage, keep_remainder, tied, [])
     for name, spec in specs.items():
@@ -209,6 +214,7 @@ class _Linear(NamedTuple):
     names: tuple[str, ...]
     obstacle: Obstacle | None = None
     adapter: str | None = None
+    router: str | None = None
     is_quantized: bool = False
 
     @property
@@ -218,12 +224,14 @@ class _Linear(NamedTuple):
 
 def _linears(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str, _Linear]:
     adapters = adapters_of(model)
+    routers = routers_of(name for name, _ in model.named_modules())
     found = {}
     for name, module in model.named_modules():
         if is_linear(module):
             own = names.get(id(module._parameters.get("weight")), ())
             done = isinstance(module, QuantizedLinear)
-            found[name] = _Linear(own, None if done else obstacle(module), adapters.get(name), done)
+            why = None if done else obstacle(module)
+            found[name] = _Linear(own, why, adapters.get(name), routers.get(name), done)
     return found
 
 
@@ -253,6 +261,7 @@ def _chosen_specs(
         name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing
     }
     chosen = _without_adapters(chosen, linears)
+    chosen = _without_routers("formats", chosen, {name: linears[name].router for name in chosen})
     for name, pattern in chosen.items():
         if linears[name].is_quantized:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
@@ -281,6 +290,30 @@ def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) ->
             stacklevel=5,
         )
     return {name: pattern for name, pattern in chosen.items() if name not in left}
+
+
+def _without_routers(
+    what: str, chosen: dict[str, str], routers: Mapping[str, str | None]
+) -> dict[str, str]:
+    """What patterns of an option called ``what`` chose, without the routers that none names.
+
+    Training and serving keep routers in float: the choice among experts jumps.
+    """
+    kept: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for name, pattern in chosen.items():
+        router = routers[name]
+        if router is None or names_part(pattern, router):
+            kept[name] = pattern
+        else:
+            left[pattern] = router
+    for pattern, router in left.items():
+        if pattern not in kept.values():
+            raise ValueError(
+                f"{what}: pattern {pattern!r} matches only routers, which stay in float unless a "
+                f"pattern names them, such as {router!r}"
+            )
+    return kept
 
 
 def _check_in_one_place(
@@ -444,7 +477,11 @@ def _formats_chosen(
 
     chosen = by_pattern(given, names, check)
     formats = {key: None if _spec.is_none(fmt) else as_format(fmt) for key, fmt in given.items()}  # type: ignore[arg-type]
-    return {first: formats[pattern] for first, pattern in chosen.items()}
+    left = {first: pattern for first, pattern in chosen.items() if formats[pattern] is None}
+    taken = {first: pattern for first, pattern in chosen.items() if first not in left}
+    routers = routers_of(names)
+    taken = _without_routers(what, taken, {first: routers.get(first) for first in taken})
+    return {first: formats[pattern] for first, pattern in (left | taken).items()}
 
 
 def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
@@ -467,6 +504,7 @@ def _left(
 ) -> Iterator[Entry]:
     replaced = {entry.name for entry in entries if entry.spec is not None}
     done = {name for entry in entries if not entry.is_copied for name in entry.parameters}
+    routers = routers_of(name for name, _ in model.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):  # the layer that it belongs to is what counts
             continue
@@ -476,10 +514,13 @@ def _left(
             not held and is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
         )
         if (held or computed) and name not in replaced and not (held and done.issuperset(own)):
-            yield Entry(name, module, own, left=_why_left(name, module, names))
+            why = _why_left(name, module, names, routers.get(name))
+            yield Entry(name, module, own, left=why)
 
 
-def _why_left(name: str, module: nn.Module, names: Mapping[int, tuple[str, ...]]) -> str:
+def _why_left(
+    name: str, module: nn.Module, names: Mapping[int, tuple[str, ...]], router: str | None
+) -> str:
     if isinstance(module, QuantizedLinear):
         return "it is quantised already"
     if not is_linear(module):
@@ -490,4 +531,6 @@ def _why_left(name: str, module: nn.Module, names: Mapping[int, tuple[str, ...]]
     others = [other for other in names[id(module.weight)] if other != weight]
     if others:
         return f"its weight is also {others[0]}; tied='untie' gives it one of its own"
+    if router is not None:
+        return f"a router: only a pattern that names it takes it, such as {router!r}"
     return "no pattern names it, or one that says 'none'"

@@ -4,7 +4,7 @@ dotted names.
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,11 @@ CONVOLUTIONS: Final = (
     nn.ConvTranspose3d,
 )
 _WILD: Final = frozenset("*?[")
+_EXPERTS: Final = frozenset(("experts", "shared_expert", "shared_experts"))
+_GATES: Final = frozenset(("gate", "gating", "wg"))
+"""Names of parts that choose among experts where there are any, and are ordinary layers
+elsewhere.
+"""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,36 @@ def adapters_of(model: nn.Module) -> dict[str, str]:
                     f"{prefix}.{inner}".rstrip("."): part for inner, _ in held.named_modules()
                 }
     return found
+
+
+def routers_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of what chooses among experts, with the part that says so.
+
+    A part is a router by its name (``router``, ``modality_router``,
+    ``shared_expert_gate``), or as a ``gate`` beside ``experts``; so is all within it.
+    """
+    names = list(names)
+    parts_in: dict[str, set[str]] = {}
+    for name in names:
+        words = name.split(".")
+        for depth, word in enumerate(words):
+            parts_in.setdefault(".".join(words[:depth]), set()).add(word)
+    routers: dict[str, str] = {}
+    for name in names:
+        words = name.split(".")
+        for depth, word in enumerate(words):
+            if _is_router(word, parts_in[".".join(words[:depth])]):
+                routers[name] = word
+                break
+    return routers
+
+
+def _is_router(part: str, beside: Collection[str]) -> bool:
+    """True for the name of a router among the names of parts of one module."""
+    words = part.split("_")
+    has_experts = not _EXPERTS.isdisjoint(beside)
+    is_expert_gate = words[-1] == "gate" and not {"expert", "experts"}.isdisjoint(words)
+    return "router" in words or is_expert_gate or (part in _GATES and has_experts)
 
 
 def linear_of(layer: Any) -> nn.Linear:

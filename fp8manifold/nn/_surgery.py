@@ -70,7 +70,8 @@ def quantize_model(
     itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and
     gradients; embeddings, norms and attention products are not, unless ``parameters``
     or ``embeddings`` says so, nor are PEFT's adapters, unless a pattern names their
-    part (``lora_*``). A layer whose weight is computed or whose ``forward`` was
+    part (``lora_*``), nor a mixture's routers: parts called ``router`` or
+    ``shared_expert_gate``, or a ``gate`` beside ``experts``. A layer whose weight is computed or whose ``forward`` was
     replaced is skipped by ``*`` and refused if a pattern names it.
     :func:`quantization_report` says what was replaced, what was not, and why.
 

@@ -23,6 +23,64 @@ from fp8manifold import (
 )
 
 
+class Mixture(nn.Module):
+    """A module that is one of transformers' mixtures by the names of its parts."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        for name in names:
+            holder: nn.Module = self.mlp
+            *owners, last = name.split(".")
+            for owner in owners:
+                if not hasattr(holder, owner):
+                    holder.add_module(owner, nn.Module())
+                holder = holder.get_submodule(owner)
+            holder.add_module(last, nn.Linear(8, 8))
+
+
+MIXTURES = {
+    "Qwen2Moe": (["experts.0.up_proj", "gate", "shared_expert_gate"], 1),
+    "Qwen3Next": (["shared_expert.gate_proj", "shared_expert_gate"], 1),
+    "DeepSeek": (["shared_experts.up_proj", "gate"], 1),
+    "Afmoe": (["experts.0.up_proj", "router.gate"], 1),
+    "Dbrx": (["experts.w1", "router.layer"], 1),
+    "Switch": (["experts.expert_0.wi", "router.classifier"], 1),
+    "Doge": (["down_embed", "router_gate"], 1),
+    "HunYuan": (["experts.0.up_proj", "gate.wg"], 1),
+    "Zaya": (["experts.0.up_proj", "gate.router_mlp.fc1"], 1),
+    "Gemma3n": (["prediction", "modality_router"], 1),
+    "DFine": (["gateway.gate", "gateway.norm"], 2),
+    "MiniMax": (["output_gate", "forget_gate.f_proj", "q_gate_proj"], 3),
+    "xLSTM": (["igate_preact", "proj_up_gate", "gate_proj"], 3),
+}
+
+
+@pytest.mark.parametrize(("names", "taken"), MIXTURES.values(), ids=MIXTURES)
+def test_routers_stay_in_float_unless_a_pattern_names_them(names, taken) -> None:
+    model = quantize_model(Mixture(*names), "E4M3")
+    assert [*formats_of(model)] == [f"mlp.{name}" for name in names[:taken]]
+    layers = {f"mlp.{name}": (8, 8) for name in names}
+    assert check_formats("E4M3", layers).keys() == formats_of(model).keys()
+    left = {layer.name: layer.detail for layer in quantization_report(model).left}
+    assert left.keys() == {f"mlp.{name}" for name in names[taken:]}
+    assert all(why.startswith("a router: only a pattern that names it") for why in left.values())
+    part = names[-1].split(".")[0]
+    named = quantize_model(Mixture(*names), {"*": "E4M3", part: "E5M2"})
+    assert formats_of(named)[f"mlp.{names[-1]}"] == "E5M2"
+    by_glob = quantize_model(Mixture(*names), {"*": "E4M3", f"*{part}*": "E5M2"})
+    assert formats_of(by_glob) == formats_of(named)
+
+
+def test_a_pattern_of_routers_alone_is_refused() -> None:
+    model = Mixture("router.layer", "experts.w1")
+    with pytest.raises(ValueError, match=r"formats: pattern 'mlp\.\*\.layer' matches only routers"):
+        quantize_model(model, {"mlp.*.layer": "E4M3"})
+    model.mlp.gate = nn.ParameterDict({"weight": nn.Parameter(torch.ones(4, 8))})
+    with pytest.raises(ValueError, match=r"parameters: .* such as 'gate'"):
+        quantize_model(model, None, parameters={"*.weight": "E4M3", "experts": "none"})
+
+
 def formats_of(model: nn.Module) -> dict[str, str]:
     return {
         name: module.weight_format.name

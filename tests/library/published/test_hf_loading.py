@@ -256,6 +256,21 @@ def quantized(kind: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_router_is_a_parameter_that_stays_in_float(kind: str) -> None:
+    options = options_of(kind)
+    options["parameters"] = {"*": "E4M3", **options["parameters"]}
+    model = quantize_model(mixture(kind), "E4M3", "fp8", **options)
+    codes = {name for name, p in model.named_parameters() if isinstance(p, fm.FP8Tensor)}
+    routers = {name for name, _ in model.named_parameters() if ".gate." in name or "router" in name}
+    assert routers
+    assert not routers & codes
+    name = "router" if kind == "GptOss" else "gate"
+    options["parameters"][name] = "E4M3"
+    model = quantize_model(mixture(kind), "E4M3", "fp8", **options)
+    assert isinstance(model.get_parameter(f"model.layers.0.mlp.{name}.weight"), fm.FP8Tensor)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_logits_and_gradients_are_those_of_the_values(kind: str) -> None:
     model = quantized(kind)
     experts = model.model.layers[0].mlp.experts
