@@ -6,6 +6,8 @@ import copy
 import functools
 import math
 import re
+import sys
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
@@ -29,7 +31,7 @@ from fp8manifold.nn._saved import (
     recipe_of,
     spec_as_json,
 )
-from fp8manifold.nn._savers import guard_savers, prepare_with
+from fp8manifold.nn._savers import guard_savers, prepare_with, when_guarded
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
@@ -43,6 +45,11 @@ _METHOD: Final = "fp8manifold"
 _BY: Final = "fp8manifold.huggingface"
 _CONFIG: Final = "Fp8ManifoldConfig"
 _QUANTIZER: Final = "Fp8ManifoldQuantizer"
+_NAMES_MODEL: Final = "get_config_model_id"
+_LOADS_MODEL: Final = "create_model_from_path"
+"""Functions of TRL's modules."""
+_QUANTIZED: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_GUARDED: Final = "_fp8_is_guarded"
 _RULES: Final = ("adamw", "muon")
 _OWN_CODES: Final = "_fp8_codes"
 """What transformers finds behind the name of a parameter's codes while it loads."""
@@ -193,6 +200,75 @@ def _check_ties(model: nn.Module) -> None:
             )
 
 
+class _NameOfQuantized(str):
+    """The name of the files from which a model was read that is quantised now."""
+
+    __slots__ = ()
+
+
+def _guard_references(model: Any = None) -> None:
+    """Let TRL's trainers that are imported by now refuse a float model as the reference
+    of a quantised one.
+    """
+    if is_transformers_model(model):
+        _QUANTIZED.add(model)
+    for name, module in list(sys.modules.items()):
+        functions = vars(module) if name.startswith("trl.") else {}
+        if not functions.keys() >= {_NAMES_MODEL, _LOADS_MODEL}:
+            continue
+        if not hasattr(functions[_LOADS_MODEL], _GUARDED):
+            setattr(module, _NAMES_MODEL, _noting_quantized(functions[_NAMES_MODEL]))
+            setattr(module, _LOADS_MODEL, _refusing_floats(functions[_LOADS_MODEL]))
+
+
+def _noting_quantized(name_of: Any) -> Any:
+    """TRL's function that finds a model's name in its settings."""
+
+    @functools.wraps(name_of)
+    def get_config_model_id(config: Any) -> Any:
+        name = name_of(config)
+        known = any(model.config is config and _is_quantized(model) for model in _QUANTIZED)
+        if known or isinstance(getattr(config, "quantization_config", None), _Config):
+            return _NameOfQuantized(name)
+        return name
+
+    return get_config_model_id
+
+
+def _refusing_floats(load: Any) -> Any:
+    """TRL's function that reads a model by its name, which a trainer calls for the
+    reference that it was not given.
+    """
+
+    @functools.wraps(load)
+    def create_model_from_path(model_id: Any, *args: Any, **options: Any) -> Any:
+        is_told = options.get("quantization_config") is not None
+        if isinstance(model_id, _NameOfQuantized) and not is_told and not _holds_codes(model_id):
+            raise ValueError(
+                f"the reference would be read in float from {str(model_id)!r}, and the model "
+                "that is trained is quantised: give ref_model=copy.deepcopy(model), or save the "
+                "model and set model.config._name_or_path to that folder"
+            )
+        return load(model_id, *args, **options)
+
+    setattr(create_model_from_path, _GUARDED, True)
+    return create_model_from_path
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def _holds_codes(name: Any) -> bool:
+    """True for a model whose files are in codes; False where it can't be read, too."""
+    settings = needed("transformers", "hf", _BY).AutoConfig
+    try:
+        config = settings.from_pretrained(name)
+    except (OSError, ValueError):
+        return False
+    return getattr(config, "quantization_config", None) is not None
+
+
 def _name_as_wrapped(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook before a model loads: names in a saved folder are those without compiled
     blocks, which torch names by their wrapper.
@@ -219,6 +295,7 @@ def _prepare(model: Any, arguments: Mapping[str, Any]) -> None:
 
 
 prepare_with("PreTrainedModel", _prepare)
+when_guarded(_guard_references)
 
 
 @functools.cache
@@ -300,8 +377,13 @@ class _Quantizer:
         str, ...
     ] = ()  #: Names of parameters in codes that are called otherwise than ``weight``.
     requires_calibration = False
-    is_trainable = True
     is_qat_trainable = True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True; every trainer asks when it is made, before TRL's reads a reference."""
+        _guard_references()
+        return True
 
     def is_serializable(self, *_: Any) -> bool:
         return True

@@ -24,6 +24,7 @@ _PREPARE: Final[dict[str, Preparation]] = {}
 """By the name of a class: what makes its models ready to be saved, given the arguments
 of ``save_pretrained`` by their names.
 """
+_ACTS: Final[list[Callable[[nn.Module], None]]] = []
 
 
 def prepare_with(kind: str, prepare: Preparation) -> None:
@@ -31,8 +32,15 @@ def prepare_with(kind: str, prepare: Preparation) -> None:
     _PREPARE[kind] = prepare
 
 
+def when_guarded(act: Callable[[nn.Module], None]) -> None:
+    """Call a function with every model whose savers are put behind the guard."""
+    _ACTS.append(act)
+
+
 def guard_savers(model: nn.Module) -> None:
     """Put ``save_pretrained`` of all classes in a model behind the guard, once."""
+    for act in _ACTS:
+        act(model)
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     for kind in kinds:
         save = vars(kind).get("save_pretrained")

@@ -2,6 +2,7 @@
 the bit, nothing overridden.
 """
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from test_huggingface import Lines, losses
 from torch import nn
 
 import fp8manifold as fm
+from fp8manifold import huggingface, quantize_model
 from fp8manifold.huggingface import trainer_optimizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -164,20 +166,97 @@ def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path):
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
 
 
-@pytest.mark.extra("trl", "datasets")
-def test_sft_trainer_of_trl_trains_with_it(tmp_path):
-    import datasets
+def numbers_tokenizer():
     import tokenizers
-    import trl
 
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(45))])}
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(
             tokenizers.models.WordLevel(words, unk_token="<unk>")
         ),
         pad_token="<pad>",
         eos_token="</s>",
     )
+
+
+def preferences_trainer(model, folder, **options):
+    """A DPOTrainer of TRL, whose first loss is log 2 where the reference is the model."""
+    import datasets
+    import trl
+
+    lines = [{"prompt": "1 ", "chosen": "2 3", "rejected": "4"} for _ in range(8)]
+    arguments = trl.DPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        max_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+    )
+    return trl.DPOTrainer(
+        model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(lines),
+        processing_class=numbers_tokenizer(),
+        **options,
+    )
+
+
+@pytest.mark.extra("trl", "datasets")
+@pytest.mark.parametrize("attached", ["attached", "read", "quantised"])
+def test_a_float_reference_of_a_quantised_model_is_refused(attached, tmp_path):
+    import trl
+
+    assert trl.DPOTrainer
+
+    llama().save_pretrained(tmp_path / "floats")
+    options = {}
+    if attached == "read":
+        options["quantization_config"] = huggingface.quantization_config("E4M3", tied="leave")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", **options)
+    if attached != "read":
+        quantize_model(model, "E4M3", tied="leave")
+    if attached == "attached":
+        huggingface.attach(model)
+    with pytest.raises(ValueError, match="the reference would be read in float from"):
+        preferences_trainer(model, tmp_path)
+
+
+@pytest.mark.extra("trl", "datasets")
+def test_a_float_model_beside_a_quantised_one_has_a_float_reference(tmp_path):
+    llama().save_pretrained(tmp_path / "floats")
+    model, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats") for _ in range(2)
+    )
+    quantize_model(other, "E4M3", tied="leave")
+    trainer = preferences_trainer(model, tmp_path)
+    assert bits(trainer.ref_model) == bits(model)
+
+
+@pytest.mark.extra("trl", "datasets")
+@pytest.mark.parametrize("reference", ["copy", "folder"])
+def test_the_reference_of_a_quantised_model_is_quantised(reference, tmp_path):
+    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+    options = {}
+    if reference == "copy":
+        options["ref_model"] = copy.deepcopy(model)
+    else:
+        model.save_pretrained(tmp_path / "codes")
+        model.config._name_or_path = str(tmp_path / "codes")
+    trainer = preferences_trainer(model, tmp_path, **options)
+    assert bits(trainer.ref_model) == bits(model)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.mark.extra("trl", "datasets")
+def test_sft_trainer_of_trl_trains_with_it(tmp_path):
+    import datasets
+    import trl
+
+    tokenizer = numbers_tokenizer()
     data = datasets.Dataset.from_list(
         [{"input_ids": Lines()[i]["input_ids"].tolist()} for i in range(24)]
     )
