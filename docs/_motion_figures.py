@@ -43,7 +43,7 @@ def walk() -> Figure:
 
 def _walk(writeback: str, steps: int, update: float, weights: int) -> torch.Tensor:
     """The paths, a column each, of weights whose gradient is -1 throughout."""
-    weight = fm.FP8Parameter(torch.ones(1, weights), "E4M3", scale=1.0)
+    weight = fm.FP8Parameter(torch.ones(1, weights), "E4M3", scale=1.0, seed=1)
     momentum = 0.9 if writeback == "momentum" else 0.0
     lr = update * (1 - momentum)
     options = {"momentum": momentum, "stiffness": 0.0, "writeback": writeback, "seed": 3}

@@ -149,7 +149,7 @@ def settings_sections() -> str:
     ]
     for name, field in Config.model_fields.items():
         if rows := [setting for key, setting in FIELDS.items() if key.startswith(f"{name}.")]:
-            text = (field.annotation.__doc__ or "").split("\n\n")[0]
+            text = " ".join((field.annotation.__doc__ or "").split("\n\n")[0].split())
             parts.append(f"## `{name}`\n\n{text}\n\n" + _settings_rows(rows))
     return "\n".join(parts)
 

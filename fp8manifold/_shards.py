@@ -103,7 +103,8 @@ class FP8Shard(FP8Tensor):
             if len(outputs) == 1:
                 out.kept_scale.copy_(scale)
             out.counter.copy_(self.counter)
-        out.seed, out.by_operator, out.draws = self.seed, self.by_operator, self.draws
+        out.seed, out.by_operator = self.seed, self.by_operator
+        out.draws, out.retraction = self.draws, self.retraction
         return None
 
 

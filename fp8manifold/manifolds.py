@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._numerics.charts import Metric, chart_of, within
+from fp8manifold._numerics.charts import RETRACTIONS, Metric, Retraction, chart_of, within
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws
@@ -37,9 +37,11 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
         \\operatorname{grad} f &= S(x)^2 \\nabla f.
 
-    It is flat, one-dimensional in every element (``ndim = 0``), and ends at
-    ``+-s max``, where ``expmap`` and ``projx`` stop, Inf included. +0 and -0 are one
-    point. NaN stays NaN, and an empty tensor empty.
+    It is one-dimensional in every element (``ndim = 0``), and ends at ``+-s max``,
+    where ``expmap`` and ``projx`` stop, Inf included. Under ``ulp`` it is piecewise
+    flat, not smooth: ``S`` jumps at powers of two, where ``exp_x`` has a derivative of
+    1 away from zero and of 1/2 towards it. +0 and -0 are one point. NaN stays NaN, and
+    an empty tensor empty.
 
     Args:
         fmt: a format or its name.
@@ -267,8 +269,10 @@ class FP8Manifold(StiffnessManifold):
 
     NaN, Inf and empty tensors are treated as there; -0 becomes +0 where the layout has
     none. ``nearest`` violates ``dR_x(0) = id``, a part of the definition of a
-    retraction, because a step below half an ULP does nothing (stall); ``stochastic``
-    satisfies it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
+    retraction, because a step below half an ULP does nothing (stall). ``stochastic``
+    has ``E[R_x(u)] = exp_x(u)`` away from the ends of the range, and so ``dR_x(0) = id``
+    in the mean, but for powers of two, where small steps towards zero go half as far.
+    With the ``euclidean`` retraction ``E[R_x(u)] = x + u`` everywhere.
 
     Args:
         fmt: a format or its name.
@@ -277,8 +281,7 @@ class FP8Manifold(StiffnessManifold):
         seed: key of the random bits; give every parameter its own manifold with another
             seed.
         metric: as in :class:`StiffnessManifold`.
-        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u``
-            (for ablation).
+        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u``.
         draws: ``independent`` in every retraction, or ``dither``: spread evenly
             (:func:`fp8manifold.random_bits`).
 
@@ -316,12 +319,12 @@ class FP8Manifold(StiffnessManifold):
         seed: int = 0,
         *,
         metric: Metric = "ulp",
-        retraction: Literal["exponential", "euclidean"] = "exponential",
+        retraction: Retraction = "exponential",
         draws: Draws = "independent",
     ) -> None:
         super().__init__(fmt, scale, metric)
         check_choice("rounding", rounding, ("nearest", "stochastic"))
-        check_choice("retraction", retraction, ("exponential", "euclidean"))
+        check_choice("retraction", retraction, RETRACTIONS)
         check_int("seed", seed, 0, 2**63 - 1)
         check_choice("draws", draws, get_args(Draws))
         self.rounding, self.retraction, self.draws = rounding, retraction, draws
@@ -353,11 +356,12 @@ class FP8Manifold(StiffnessManifold):
         return rounded
 
     def extra_repr(self) -> str:
-        """Format, scale, metric and rounding, and how random bits are drawn if not
-        independently.
+        """Format, scale, metric and rounding, and draws and retraction unless they are
+        the defaults.
         """
         draws = "" if self.draws == "independent" else f", draws={self.draws}"
-        return f"{super().extra_repr()}, rounding={self.rounding}{draws}"
+        moved = "" if self.retraction == "exponential" else f", retraction={self.retraction}"
+        return f"{super().extra_repr()}, rounding={self.rounding}{draws}{moved}"
 
     def _check_point_on_manifold(
         self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5

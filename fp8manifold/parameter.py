@@ -26,8 +26,8 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
     Args:
         w, fmt: as in :class:`FP8Tensor`.
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``,
-            ``seed``, ``dtype`` and ``keep_remainder``, as there, and ``requires_grad``,
-            True by default.
+            ``retraction``, ``seed``, ``dtype`` and ``keep_remainder``, as there, and
+            ``requires_grad``, True by default.
 
     An :class:`FP8Tensor` without options, or with a parameter's attributes as options,
         shares its codes and scales.

@@ -25,6 +25,7 @@ from fp8manifold._encoded.scaled import (
     check_own,
     write_kept,
 )
+from fp8manifold._numerics.charts import Retraction
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
@@ -68,7 +69,7 @@ class FP8Tensor(ScaledTensor):
         dtype: the apparent dtype, float32 or bfloat16; by default that of ``w``, or
             float32.
         keep_remainder: store the remainder of rounding ``w`` in ``remainder``.
-        draws: as in :func:`fp8manifold.quantize_model`.
+        draws, retraction: as in :func:`fp8manifold.quantize_model`.
         requires_grad: whether autograd records what is done with it.
 
     Attributes:
@@ -112,6 +113,7 @@ class FP8Tensor(ScaledTensor):
     seed: int
     by_operator: bool
     draws: Draws
+    retraction: Retraction
     filled: int | None = None
     """The version of ``codes`` at which an optimizer knew of a weight other than 0
     under every scale.
@@ -131,6 +133,7 @@ class FP8Tensor(ScaledTensor):
         dtype: torch.dtype | None = None,
         keep_remainder: bool = False,
         draws: Draws = "independent",
+        retraction: Retraction = "exponential",
         requires_grad: bool = False,
     ) -> Self:
         working_dtype(w, "w")
@@ -156,7 +159,13 @@ class FP8Tensor(ScaledTensor):
         wide = storage.expand_scale(stored_scale.decoded_scale(kept), block_size, w.shape)
         codes, remainder = storage.codes_of(w, wide, fmt, keep_remainder=keep_remainder)
         traits = Traits(
-            fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws
+            fmt,
+            rounding,
+            fresh_seed() if seed is None else seed,
+            dtype,
+            block_size,
+            draws=draws,
+            retraction=retraction,
         )
         return cls._wrap(
             codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad
@@ -181,6 +190,7 @@ class FP8Tensor(ScaledTensor):
         dtype: torch.dtype = torch.float32,
         by_operator: bool = True,
         draws: Draws = "independent",
+        retraction: Retraction = "exponential",
         requires_grad: bool = False,
     ) -> Self:
         """The tensor of given codes and scales, which it holds without a copy, except
@@ -190,7 +200,8 @@ class FP8Tensor(ScaledTensor):
             codes: uint8, contiguous.
             scale: float32, positive and normal, in a shape of the attribute, or uint8
                 exponents (E8M0) of blocks.
-            fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
+            fmt, rounding, seed, dtype, draws, retraction, requires_grad: as in the
+                constructor.
             block_size: 32 for one scale per block, ``(128, 128)`` for one per square,
                 otherwise None.
             counter, by_operator: stochastic writes so far; whether the writing
@@ -232,6 +243,7 @@ class FP8Tensor(ScaledTensor):
             block_size,
             by_operator,
             draws,
+            retraction,
         )
         return cls._wrap(codes, scale, count, None, traits, requires_grad)
 
@@ -263,14 +275,16 @@ class FP8Tensor(ScaledTensor):
             cls, codes.shape, strides=codes.stride(), **how
         )
         self.codes, self.counter, self.remainder = codes, counter, remainder
-        self.format, self.rounding, self.seed, _, block_size, self.by_operator, self.draws = traits
-        self.kept_scale, self.block_size, self.lent_from = kept_scale, block_size, None
+        self.format, self.rounding, self.seed = traits.format, traits.rounding, traits.seed
+        self.by_operator, self.draws = traits.by_operator, traits.draws
+        self.retraction, self.block_size = traits.retraction, traits.block_size
+        self.kept_scale, self.lent_from = kept_scale, None
         guard_memory(self)
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
         own = (self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
-        return Traits(*own, self.by_operator, self.draws)
+        return Traits(*own, self.by_operator, self.draws, self.retraction)
 
     def with_parts(
         self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
@@ -299,6 +313,7 @@ class FP8Tensor(ScaledTensor):
             self.block_size,
             self.by_operator,
             self.draws,
+            self.retraction,
         )
         return ["codes", "kept_scale", "counter"], rest
 
@@ -403,7 +418,8 @@ class FP8Tensor(ScaledTensor):
             scale = stored_scale.as_kept(scale, blocks=True)
         counter = other.counter
         if other.resumes:
-            self.seed, self.by_operator, self.draws = other.seed, other.by_operator, other.draws
+            self.seed, self.by_operator = other.seed, other.by_operator
+            self.draws, self.retraction = other.draws, other.retraction
         else:
             counter = torch.maximum(self.counter, counter.to(self.counter.device))
         self.codes.copy_(other.codes)
@@ -449,7 +465,12 @@ class FP8Tensor(ScaledTensor):
         tensor's own counter.
         """
         manifold = FP8Manifold(
-            self.format, self.expanded_scale(), self.rounding, self.seed, draws=self.draws
+            self.format,
+            self.expanded_scale(),
+            self.rounding,
+            self.seed,
+            draws=self.draws,
+            retraction=self.retraction,
         )
         manifold.counter = self.counter
         return manifold

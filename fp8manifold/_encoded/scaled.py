@@ -16,6 +16,7 @@ from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._encoded.dispatch import EncodedTensor, View, root_of
 from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced, largest_magnitude
 from fp8manifold._encoded.stored_scale import decoded_scale, other_scale
+from fp8manifold._numerics.charts import RETRACTIONS, Retraction
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
@@ -41,6 +42,8 @@ class Traits(NamedTuple):
     #: how the draws of one weight follow each other in an optimizer's steps; operators
     #: always draw independently
     draws: Draws = "independent"
+    #: where a Riemannian step goes: along the chart, or along its tangent in value
+    retraction: Retraction = "exponential"
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -52,11 +55,13 @@ class Traits(NamedTuple):
     def check(self) -> None:
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("draws", self.draws, DRAWS)
+        check_choice("retraction", self.retraction, RETRACTIONS)
         check_int("seed", self.seed, 0, 2**63 - 1)
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
-        if len(flat) != len(cls._fields):
+        # tensors that an earlier version pickled lack the last trait
+        if len(flat) not in (len(cls._fields) - 1, len(cls._fields)):
             raise ValueError(
                 f"{flat!r} must be the {len(cls._fields)} traits of a tensor: "
                 f"{', '.join(cls._fields)}"

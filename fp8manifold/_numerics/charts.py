@@ -6,7 +6,7 @@ A chart works in units of the scale; it is symmetric and strictly increasing.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fp8manifold.formats import FloatFormat
 METRICS: Final = ("ulp", "log", "euclidean")
 Metric = str | Callable[[Tensor, FloatFormat], Any]
 """``ulp``, ``log``, ``euclidean``, or a positive function S(x, fmt)."""
+Retraction = Literal["exponential", "euclidean"]
+"""Along the chart, ``exp_x(u)``, or along its tangent in value, ``x + u``."""
+RETRACTIONS: Final = get_args(Retraction)
 
 
 class Chart:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.reading import has_values
 from fp8manifold._encoded.stored_scale import are_powers_of_two, warn_if_saturated, warn_of_rounding
+from fp8manifold._numerics.charts import Retraction
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws
@@ -79,6 +80,7 @@ def grid_weight(
     rounding: Literal["nearest", "stochastic"],
     seed: int,
     draws: Draws,
+    retraction: Retraction,
 ) -> tuple[GridParameter, FP8Manifold]:
     """A weight's nearest points of a grid at a fresh scale, and their manifold."""
     if not (has_values(weight) or weight.is_meta):
@@ -88,7 +90,12 @@ def grid_weight(
         )
     values = weight.detach()
     manifold = FP8Manifold(
-        fmt, storage_scale(values, fmt, granularity, headroom=headroom), rounding, seed, draws=draws
+        fmt,
+        storage_scale(values, fmt, granularity, headroom=headroom),
+        rounding,
+        seed,
+        draws=draws,
+        retraction=retraction,
     )
     check_dtype_holds(manifold, weight.dtype)
     projected = manifold.projx(values) if has_values(weight) else values.clone()

@@ -13,6 +13,7 @@ from fp8manifold._base.reading import advance, eager_only, has_values, known
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
+from fp8manifold._numerics.charts import Retraction
 from fp8manifold._published.found import FLOATS
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
@@ -65,7 +66,8 @@ class QuantizedLinear(nn.Linear):
             ``master`` its weight too.
         spec: formats and options.
         storage: ``fp8``, ``grid`` or ``master``.
-        headroom, rounding, draws: of stored weights, as in :func:`quantize_model`.
+        headroom, rounding, draws, retraction: of stored weights, as in
+            :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every
             layer needs another.
         keep_remainder: with ``fp8``, store the rounding's remainder, with which
@@ -125,13 +127,14 @@ class QuantizedLinear(nn.Linear):
         defer_weight_gradient: bool = False,
         global_with: Self | None = None,
         draws: Draws = "independent",
+        retraction: Retraction = "exponential",
         codes: FP8Parameter | None = None,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
         _spec.check_storage(storage, spec, keep_remainder)
-        _spec.check_stored(draws, headroom, storage)
+        _spec.check_stored(draws, retraction, headroom, storage)
         if codes is not None:
             _spec.check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
@@ -151,7 +154,8 @@ class QuantizedLinear(nn.Linear):
         self._units = _spec.units_of(spec, linear.in_features, linear.out_features)
         units_on(self._units, spec, linear.weight.device)  # or refused
         if codes is None:
-            self._take_weight(linear.weight, rounding, seed, draws)
+            how = {"seed": seed, "draws": draws, "retraction": retraction}
+            self._take_weight(linear.weight, rounding=rounding, **how)
         else:
             self.weight, codes.seed = codes, seed
         self._make_scalers(None if global_with is None else global_with.shared_amax)
@@ -285,14 +289,13 @@ class QuantizedLinear(nn.Linear):
             for name in _spec.OPERANDS
             if name in _spec.OPERANDS[:2] or names[name] != _spec.NONE
         ]
-        draws = getattr(
-            self.weight if isinstance(self.weight, FP8Tensor) else self.manifold,
-            "draws",
-            "independent",
-        )
+        own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
+        draws = getattr(own, "draws", "independent")
+        retraction = getattr(own, "retraction", "exponential")
         shown += [
             f"storage={self.storage}",
             *([f"draws={draws}"] if draws != "independent" else []),
+            *([f"retraction={retraction}"] if retraction != "exponential" else []),
         ]
         multiplied = {
             "gradient_products": self.spec.gradient_products,
@@ -317,7 +320,8 @@ class QuantizedLinear(nn.Linear):
             _spec.check_codes_fit(param, self, self.spec, self.storage)
         super().register_parameter(name, param)
 
-    def _take_weight(self, weight: Tensor, rounding: Rounding, seed: int, draws: Draws) -> None:
+    def _take_weight(self, weight: Tensor, **how: Any) -> None:
+        """Store the weight; ``how`` has its rounding, seed, draws and retraction."""
         operand = self._operands.get("weight")
         if operand is None:
             return
@@ -332,12 +336,10 @@ class QuantizedLinear(nn.Linear):
             )
         if self.storage == "grid":
             self.weight, self.manifold = _grid_weight.grid_weight(
-                weight, operand.format, *self._placing, rounding, seed, draws
+                weight, operand.format, *self._placing, **how
             )
         elif self.storage == "fp8":
-            self.weight = self._in_codes(
-                weight, operand.format, rounding=rounding, seed=seed, draws=draws
-            )
+            self.weight = self._in_codes(weight, operand.format, **how)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """Make a scaler for every operand whose scale is not stored with it."""
@@ -417,9 +419,10 @@ class QuantizedLinear(nn.Linear):
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
         """Floats in codes like the layer's own weight: in its format, with its
-        rounding, seed and draws.
+        rounding, seed, draws and retraction.
         """
-        how = {"rounding": weight.rounding, "seed": weight.seed, "draws": weight.draws}
+        options = ("rounding", "seed", "draws", "retraction")
+        how = {name: getattr(weight, name) for name in options}
         return self._in_codes(values, weight.format, **how)
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ library) finds another shape, and refuses it.
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from fp8manifold._encoded.operators import checked_remainder
 from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS, Traits
 from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold._encoded.stored_scale import as_kept
+from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._published import Header, dtype_name, read_parts, stored_weights
 from fp8manifold._published.found import names_beside, refuse_codes
 from fp8manifold._ranks import local_of, share_of, spread
@@ -43,6 +45,8 @@ TAKES_PARTS: Final = (
 AT_OWN_SCALE: Final = "_fp8_at_own_scale"
 """An attribute of modules whose parameters in codes load floats at a fresh scale."""
 _REGISTERED: Final = "_fp8_in_states"
+#: draws and retraction, which share one number, so that states keep their shapes
+_STEPS: Final = tuple((draws, retraction) for retraction, draws in product(RETRACTIONS, DRAWS))
 
 
 def is_in_codes(value: Any) -> bool:
@@ -138,7 +142,8 @@ def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
                 )
         elif hasattr(module, AT_OWN_SCALE) and saved.shape == own.shape:
             how: Any = {
-                name: getattr(own, name) for name in ("granularity", "rounding", "draws", "seed")
+                name: getattr(own, name)
+                for name in ("granularity", "rounding", "draws", "retraction", "seed")
             }
             state[key] = FP8Parameter(saved.detach().to(own.dtype), own.format, **how)
 
@@ -162,7 +167,11 @@ def _numbers(traits: Traits, *, floats: bool) -> list[int]:
     return [
         *(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)),
         *(ROUNDINGS.index(traits.rounding), traits.seed, DTYPES.index(traits.dtype)),
-        *(-size if floats else size, int(traits.by_operator), DRAWS.index(traits.draws)),
+        *(
+            -size if floats else size,
+            int(traits.by_operator),
+            _STEPS.index((traits.draws, traits.retraction)),
+        ),
     ]
 
 
@@ -264,7 +273,8 @@ def unflatten_state_dict(
     first rounding, until an optimizer uses it; ``w_traits``, 11 int64: exponent bits,
     mantissa bits, bias, numbers of layout and rounding, seed, number of the dtype,
     block size or 0 (negative: scales in float32), whether operators' names enter the
-    draws, the draw mode, and the added dimensions (none where there are ten numbers).
+    draws, the number of draws and retraction, and the added dimensions (none where there
+    are ten numbers).
 
     ``load_state_dict`` of quantised layers loads them in every storage, and also codes
     with only scales, as compressed-tensors has them.
@@ -344,7 +354,7 @@ def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
 def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
     try:
         *numbers, added = traits.tolist() if traits.numel() > _NUMBERS else [*traits.tolist(), 0]
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, draws = numbers
+        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, steps = numbers
         if added not in (0, _ADDED_DIMENSIONS):
             raise ValueError(f"{added} added dimensions: 0 or {_ADDED_DIMENSIONS} are known")
         if block and (block > 0) is not (scale.dtype is torch.uint8):
@@ -354,6 +364,7 @@ def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
                 "saved: reading cast it; read it into a tensor of that dtype, or load the file "
                 "into a new model first"
             )
+        draws, retraction = _one_of(_STEPS, steps)
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
             "rounding": _one_of(ROUNDINGS, rounding),
@@ -361,7 +372,8 @@ def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
             "dtype": _one_of(DTYPES, dtype),
             "block_size": block_size_of(abs(block)),
             "by_operator": bool(by_operator),
-            "draws": _one_of(DRAWS, draws),
+            "draws": draws,
+            "retraction": retraction,
         }
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}_traits can't be read: {error}") from None
@@ -412,4 +424,5 @@ def _take_published(
         "dtype": weight.dtype if weight.dtype in DTYPES else torch.float32,
         "block_size": stored.block_size,
         "draws": own.draws if own is not None else DRAWS[0],
+        "retraction": own.retraction if own is not None else RETRACTIONS[0],
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
+from fp8manifold._numerics.charts import Retraction
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn import _spec
 from fp8manifold.nn._carried import parameter_names
@@ -105,6 +106,7 @@ def plan(
     defer_weight_gradients: bool = False,
     tied: str = "refuse",
     draws: Draws = "independent",
+    retraction: Retraction = "exponential",
     products: _spec.Products = "decoded",
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
@@ -116,7 +118,7 @@ def plan(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
-    _spec.check_stored(draws, headroom, storage)
+    _spec.check_stored(draws, retraction, headroom, storage)
     read = {} if formats is None else _spec.read_formats(formats, granularity, products)
     names = {key: tuple(its) for key, its in parameter_names(model).items()}
     linears = _linears(model, names)
@@ -147,6 +149,7 @@ def plan(
         "headroom": headroom,
         "rounding": rounding,
         "draws": draws,
+        "retraction": retraction,
         "keep_remainder": keep_remainder,
         "defer_weight_gradient": defer_weight_gradients,
     }

@@ -9,6 +9,7 @@ from torch import nn
 from fp8manifold._base.checks import check_int, check_keys
 from fp8manifold._base.wrappers import plain_name
 from fp8manifold._encoded.scaled import DRAWS
+from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._carried import (
     in_place_parameters,
@@ -27,10 +28,12 @@ _DEFAULTS: Final = {"products": "decoded", "gradient_products": "bfloat16"}
 """Defaults of options that older versions do not know, which are written only if they
 differ.
 """
+_WEIGHT_OPTIONS: Final = {"draws": DRAWS[0], "retraction": RETRACTIONS[0]}
+"""Options of stored weights with their defaults, likewise written only if they differ."""
 _OPTIONS: Final = (
     "storage",
     "rounding",
-    "draws",
+    *_WEIGHT_OPTIONS,
     "headroom",
     "keep_remainder",
     "defer_weight_gradient",
@@ -70,7 +73,7 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
             "granularity": own.granularity,
             "rounding": own.rounding,
         }
-        made |= {"draws": own.draws} if own.draws != DRAWS[0] else {}
+        made |= _weight_options(own)
         _add(groups, made, name, own.seed)
     return groups
 
@@ -90,8 +93,9 @@ def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> Non
     """
     known = {names[0]: names for names in parameter_names(model).values()}
     for group in recipe:
-        check_keys("parameters", group, ("format", "granularity", "rounding", "draws", "seeds"))
-        how = {key: group[key] for key in ("granularity", "rounding", "draws") if key in group}
+        options = ("granularity", "rounding", *_WEIGHT_OPTIONS)
+        check_keys("parameters", group, ("format", *options, "seeds"))
+        how = {key: group[key] for key in options if key in group}
         for name, seed in group["seeds"].items():
             check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
             if name not in known:
@@ -137,11 +141,15 @@ def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
     own = layer.weight if isinstance(layer.weight, FP8Tensor) else layer.manifold
     if own is not None:
         options["rounding"] = own.rounding
-        options |= (
-            {"draws": own.draws} if own.draws != DRAWS[0] else {}
-        )  # which older versions do not know
-    given = zip(_OPTIONS[3:], (layer._headroom, layer._keep_remainder, layer._defers), strict=True)
+        options |= _weight_options(own)
+    given = zip(_OPTIONS[-3:], (layer._headroom, layer._keep_remainder, layer._defers), strict=True)
     return options | {key: value for key, value in given if value}
+
+
+def _weight_options(own: FP8Tensor | FP8Manifold) -> dict[str, Any]:
+    """The options that are not the defaults, which older versions may not know."""
+    options = {name: getattr(own, name) for name in _WEIGHT_OPTIONS}
+    return {name: value for name, value in options.items() if value != _WEIGHT_OPTIONS[name]}
 
 
 def spec_as_json(spec: LayerSpec) -> dict[str, Any]:

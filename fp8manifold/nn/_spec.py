@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_keys, check_number
 from fp8manifold._encoded.scaled import DRAWS
+from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._ranks import share_of
 from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -525,13 +526,15 @@ def _takes(name: str, operand: OperandSpec, option: str) -> bool:
     return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
-def check_stored(draws: str, headroom: float | None, storage: str) -> None:
-    """Refuse an unknown kind of draws, and options of stored weights where a master
+def check_stored(draws: str, retraction: str, headroom: float | None, storage: str) -> None:
+    """Refuse an unknown kind of draws or retraction, and options of stored weights where a master
     copy is kept.
     """
     check_choice("draws", draws, DRAWS)
+    check_choice("retraction", retraction, RETRACTIONS)
     for option, is_given in (
         (f"{draws=}", draws != "independent"),
+        (f"{retraction=}", retraction != "exponential"),
         (f"{headroom=}", headroom is not None),
     ):
         if is_given and storage == "master":

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._numerics.charts import Retraction
 from fp8manifold.nn import _carried
 from fp8manifold.nn._carried import (
     check_layers,
@@ -53,6 +54,7 @@ def quantize_model(
     defer_weight_gradients: bool = False,
     tied: Tied = "refuse",
     draws: Draws = "independent",
+    retraction: Retraction = "exponential",
     products: Products = "decoded",
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
@@ -98,6 +100,9 @@ def quantize_model(
         draws: of stored weights: ``independent``, or ``dither``
             (:func:`fp8manifold.random_bits`); an optimizer's own option takes
             precedence, and other operators that write always have independent ones.
+        retraction: of stored weights, for Riemannian optimizers: ``exponential``, along
+            the chart, or ``euclidean``, straight in value (:class:`FP8Manifold`); an
+            optimizer's own option takes precedence.
         products: how the matmul runs, if only a format is given, as in
             :class:`LayerSpec`.
         parameters: with ``fp8``, other parameters of two or more dimensions, by
@@ -204,7 +209,8 @@ def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool)
     transposed = entry.spec is not None and is_conv1d(entry.module)
     floats = weight.detach().t().contiguous() if transposed else weight.detach()
     how = {
-        name: planned.options[name] for name in ("rounding", "draws", "headroom", "keep_remainder")
+        name: planned.options[name]
+        for name in ("rounding", "draws", "retraction", "headroom", "keep_remainder")
     }
     try:
         return byte_weight(

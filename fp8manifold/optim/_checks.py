@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import known
+from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS
@@ -194,6 +195,8 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
     check_choice("moments", moments, MOMENTS)
     if group.get("draws") is not None:
         check_choice("draws", group["draws"], get_args(Draws))
+    if group.get("retraction") is not None:
+        check_choice("retraction", group["retraction"], RETRACTIONS)
     if not rule_of(group).injects:
         return
     if (reason := DIRECTIONS[direction].takes_no_error) is not None:

@@ -293,11 +293,13 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     held, share = parameter, share_of(parameter)
     if share is not None:
         held = share.local
-    draws, of_step = group.get("draws"), (group, parameter, state, steps_taken(state))
+    draws, retraction = group.get("draws"), group.get("retraction")
+    of_step = (group, parameter, state, steps_taken(state))
     if isinstance(held, FP8Tensor):
         how: dict[str, Any] = {
             "rounding": held.rounding,
             "draws": draws or held.draws,
+            "retraction": retraction or held.retraction,
             "share": share,
         }
         return Slot(
@@ -318,7 +320,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
         metric=manifold.metric,
         rounding=getattr(manifold, "rounding", "nearest"),
         draws=draws or str(getattr(manifold, "draws", "independent")),
-        retraction=getattr(manifold, "retraction", "exponential"),
+        retraction=retraction or str(getattr(manifold, "retraction", "exponential")),
         in_place=in_place,
     )
 

@@ -104,6 +104,7 @@ _PARTS: Final = attrgetter(
         "block_size",
         "rounding",
         "draws",
+        "retraction",
         "seed",
         "stepped_by",
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import expand_scale
+from fp8manifold._numerics.charts import Retraction
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process
@@ -289,6 +290,11 @@ class RiemannianAdam(Riemannian):
         writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own,
             and for ordinary bfloat16 and float16 parameters stochastic rounding by
             independent draws. Random bits are the optimizer's.
+        retraction: on our manifolds, where a step goes before it is rounded:
+            ``exponential``, along the chart, or ``euclidean``, straight in value,
+            ``(1 - lambda eta / eta_0) w - eta S d``; None takes the parameter's own,
+            ``exponential`` unless :func:`fp8manifold.quantize_model` or the manifold
+            was given another.
         damping, clip: bounds of S / S_ref, as powers of two, beyond which the chart of
             ``ulp`` is linear.
         moments, seed, refresh_every, maximize, on_nonfinite, stabilize_every,
@@ -331,6 +337,7 @@ class RiemannianAdam(Riemannian):
         float_lr: float | None = None,
         writeback: str | None = None,
         draws: Draws | None = None,
+        retraction: Retraction | None = None,
         moments: str = "float32",
         seed: int = 0,
         damping: float = 2.0**-8,
@@ -417,9 +424,9 @@ class RiemannianSGD(Riemannian):
             manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
-        stabilize, float_lr, writeback, draws, moments, seed, damping, clip,
-            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
-            as in :class:`RiemannianAdam`.
+        stabilize, float_lr, writeback, draws, retraction, moments, seed, damping,
+            clip, refresh_every, maximize, on_nonfinite, stabilize_every, reset_every,
+            flags: as in :class:`RiemannianAdam`.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and
@@ -453,6 +460,7 @@ class RiemannianSGD(Riemannian):
         float_lr: float | None = None,
         writeback: str | None = None,
         draws: Draws | None = None,
+        retraction: Retraction | None = None,
         moments: str = "float32",
         seed: int = 0,
         damping: float = 2.0**-8,

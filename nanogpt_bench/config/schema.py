@@ -26,8 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
     "stiffness_lion": {**_ADAM, **_EXPONENT, "lr": 2.5e-4},
     "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
-    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
-    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
+    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3, "retraction": None},
+    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1, "retraction": None},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9},
     "sdnq_muon": {**_ADAM, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
     "sdnq_adamw": _ADAM,
@@ -309,6 +309,14 @@ class OptimizerConfig(Section):
         choices=("independent", "dither"),
         of_formats=True,
         storages=ROUNDED,
+    )
+    retraction: str | None = setting(
+        None,
+        "riemannian_adam, riemannian_sgd: where a step goes before it is rounded, along the "
+        "format's chart (exponential) or straight in value (euclidean); null: exponential",
+        choices=("exponential", "euclidean"),
+        of_formats=True,
+        storages=MANIFOLDS,
     )
     moments: str | None = setting(
         None,

@@ -170,7 +170,7 @@ def _built(model: nn.Module, config: Config, batches: Any) -> Any:
     own: dict[str, Any] = {"moments": settings.moments or "float32", "seed": config.seed}
     own |= {
         key: value
-        for key in ("writeback", "draws")
+        for key in ("writeback", "draws", "retraction")
         if (value := getattr(settings, key)) is not None
     }
     if "stiffness" in OPTIONS[name]:

@@ -89,6 +89,7 @@ class Slow:
             "moments": "float32",
             "maximize": False,
             "amsgrad": False,
+            "retraction": "exponential",
         }
         defaults |= {"max_direction": 10.0, "escape": 2.0**-4}
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
@@ -436,7 +437,11 @@ class Slow:
             return f32(start - f32(direction * rate))
         if self.riemannian:
             steps = min(max(f32(direction * -rate), f32(-(2.0**24))), f32(2.0**24))
-            moved = start if steps == 0 else self._chart(weight.scale).shift(start, steps)
+            chart = self._chart(weight.scale)
+            if self.options["retraction"] == "euclidean":
+                moved = f32(start + f32(steps * chart.stiffness(start)))
+            else:
+                moved = start if steps == 0 else chart.shift(start, steps)
             return min(max(moved, -top), top)
         if self.kind == "Madam":
             return self._multiply(

@@ -110,6 +110,20 @@ def test_steps_of_every_shape(name, way, draws):
         optimizer.step()
 
 
+@pytest.mark.parametrize("retraction", ["exponential", "euclidean"])
+@pytest.mark.parametrize("name", ["E4M3", "E7M0"])
+@pytest.mark.parametrize("kind", ["RiemannianAdam", "RiemannianSGD"])
+def test_steps_by_either_retraction(kind, name, retraction):
+    """Compared by the plugin."""
+    parameters = weights(name, 3, "independent")
+    options = {"retraction": retraction, "weight_decay": 0.05}
+    optimizer = getattr(optim, kind)(parameters, lr=1.7, **options)
+    for step in range(2):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(p.shape, (step + i) % 5, 7 * i + step)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
 def test_momentum_of_matrices(moments):
     """Rows in blocks, rows that no block divides, zeros, subnormals and all binades;

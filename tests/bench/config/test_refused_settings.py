@@ -34,6 +34,7 @@ REFUSED = {
     "model.storage=peer model.peer=sdnq-E2M4 train.parallel=fsdp train.recompute=true "
     "optimizer.writeback=nearest optimizer.moments=8bit optimizer.momentum=0.5 "
     "optimizer.float_lr=1 optimizer.stiffness=1 optimizer.constrained_lr=0.5 "
+    "optimizer.retraction=euclidean "
     "optimizer.name=riemannian_adam optimizer.name=optimi_adamw optimizer.name=sdnq_muon",
     LABELS: f"{GIVEN} model.tie_weights=true data.train_tokens=500 eval.also=other "
     f"train.parallel=ddp",
@@ -43,7 +44,8 @@ REFUSED = {
     f"optimizer.name=adamw",
     f"{STIEFEL} model.n_head=1": "model.n_embd=1",
     f"{STIEFEL} optimizer.float_lr=2e-3": "optimizer.lr=1e-3",
-    f"{STIEFEL} optimizer.name=riemannian_sgd": "optimizer.weight_decay=0.1",
+    f"{STIEFEL} optimizer.name=riemannian_sgd": "optimizer.weight_decay=0.1 "
+    "optimizer.retraction=euclidean",
     PEER: f"{GIVEN} model.tie_weights=true train.parallel=ddp train.precision=bf16-pure "
     f"train.precision=bf16-mixed "
     "shadow.enabled=true runtime.compile=true",
@@ -51,7 +53,9 @@ REFUSED = {
     "rule=fp32": "optimizer.writeback_end=residual8 optimizer.draws=dither model.products=fp8 "
     "model.peer=sdnq-int8 train.step_in_backward=true",
     "rule=sgd": "optimizer.beta1=0.5",
-    STOCHASTIC: "optimizer.stiffness_schedule=cosine optimizer.clip_by=exact",
+    STOCHASTIC: "optimizer.stiffness_schedule=cosine optimizer.clip_by=exact "
+    "optimizer.retraction=euclidean",
+    f"rule=riemannian {E4M3}": "optimizer.retraction=geodesic",
     f"rule=stochastic-fp8 {E4M3}": "model.storage=grid",
     "optimizer.name=stiffness_muon": "optimizer.stiffness=1",
     E4M3: "model.tied=leave train.precision=bf16-pure model.torchao_float8=rowwise",

@@ -126,6 +126,13 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
         build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
 
 
+@each("name", ["riemannian_adam", "riemannian_sgd"])
+def test_the_retraction_reaches_the_optimizer(name):
+    asked = on_one_byte(name, "--optimizer.retraction=euclidean")
+    assert {group["retraction"] for group in asked.param_groups} == {"euclidean"}
+    assert {group["retraction"] for group in on_one_byte(name).param_groups} == {None}
+
+
 @each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
 def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
     asked = on_one_byte(name, "--optimizer.draws=dither")

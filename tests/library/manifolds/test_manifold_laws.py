@@ -327,3 +327,64 @@ def test_random_points_lie_on_the_grid_and_spread_over_the_codes(fmt, rounding) 
     expected[[0, -1]] /= 2
     chi2, freedom = float(((counts - expected).square() / expected).sum()), 2 * fmt.max_code
     assert abs(chi2 - freedom) <= 5 * math.sqrt(2 * freedom)
+
+
+# ------------------------------------------------- means of the rounded retractions
+
+#: the share of a step of 0.2 ULP from a power of two that is made in the mean, by
+#: retraction and direction
+ONE_SIDED = {
+    ("exponential", "inwards"): 0.5,
+    ("exponential", "outwards"): 1.0,
+    ("euclidean", "inwards"): 1.0,
+    ("euclidean", "outwards"): 1.0,
+}
+
+
+@pytest.mark.parametrize(("case", "share"), ONE_SIDED.items(), ids=map("-".join, ONE_SIDED))
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_mean_of_a_small_step_from_a_power_of_two(name, sign, case, share) -> None:
+    """The exponential map has a derivative of 1/2 towards zero there, and so has the
+    mean of its rounding.
+    """
+    retraction, side = case
+    manifold = fm.FP8Manifold(name, rounding="stochastic", seed=3, retraction=retraction)
+    x = torch.full((200_000,), 2.0 * sign)
+    step = 0.2 * manifold.stiffness(x) * sign * (1 if side == "outwards" else -1)
+    made = (manifold.retr(x, step) - x) / step
+    assert made.mean().item() == pytest.approx(share, abs=0.02)
+    if retraction == "exponential":
+        assert (manifold.expmap(x, step) - x)[0].item() == pytest.approx(
+            share * step[0].item(), rel=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_mean_of_a_small_step_from_inside_a_binade(name, sign) -> None:
+    manifold = fm.FP8Manifold(name, rounding="stochastic", seed=3)
+    x = torch.full((200_000,), 1.25)
+    step = 0.2 * sign * manifold.stiffness(x)
+    made = (manifold.retr(x, step) - x) / step
+    assert made.mean().item() == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+@pytest.mark.parametrize("retraction", ["exponential", "euclidean"])
+def test_steps_whose_mean_is_zero_push_outwards_under_the_exponential_retraction(
+    name, retraction
+) -> None:
+    """By ``exp(T / 4 (ln 2 / 2^M)^2)`` in the mean; straight steps leave the mean."""
+    steps, scale = 200, 2.0**-6 if name == "E4M3" else 1.0
+    how = {"scale": scale, "rounding": "stochastic", "seed": 1, "retraction": retraction}
+    manifold = fm.FP8Manifold(name, **how)
+    generator = torch.Generator().manual_seed(0)
+    w = manifold.projx(torch.randn(20_000, generator=generator) * 0.02)
+    first = w.abs().mean()
+    for _ in range(steps):
+        signs = torch.randint(0, 2, w.shape, generator=generator) * 2 - 1
+        w = manifold.retr(w, 0.5 * signs * manifold.stiffness(w))
+    growth = math.exp(steps / 4 * (math.log(2) / 2**manifold.format.mantissa_bits) ** 2)
+    expected = growth if retraction == "exponential" else 1.0
+    assert (w.abs().mean() / first).item() == pytest.approx(expected, rel=0.1)

@@ -53,6 +53,25 @@ def test_zeros_keep_the_scale() -> None:
     assert torch.equal(p.dequantize(), values)
 
 
+@each(("size", "stays"), [(0.1, True), (1e-3, False), (100.0, False)])
+def test_an_orthogonal_matrix_takes_the_scale_that_suits_it(size, stays) -> None:
+    torch.manual_seed(0)
+    p = fm.FP8Parameter(torch.randn(64, 64) * size, "E4M3", granularity="tensor", seed=0)
+    before = p.scale.clone()
+    nn.init.orthogonal_(p)
+    assert torch.equal(p.scale, before) is stays
+    values = p.dequantize()
+    assert (values @ values.T - torch.eye(64)).abs().max() < 0.08
+
+
+def test_an_identity_is_written_at_the_old_scale_with_a_warning() -> None:
+    p = fm.FP8Parameter(torch.full((4, 4), 1e-4), "E4M3", granularity="tensor", seed=0)
+    scale = p.scale.clone()
+    with pytest.warns(UserWarning, match="beyond the range"):
+        nn.init.eye_(p)
+    assert torch.equal(p.scale, scale)
+
+
 @each("granularity", GRANULARITIES)
 @each("factor", [1e-6, 1e-2, 1e4])
 def test_floats_of_another_size_are_loaded_at_a_scale_of_their_own(factor, granularity) -> None:

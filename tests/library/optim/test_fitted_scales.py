@@ -254,3 +254,22 @@ def test_an_observer_sees_weights_at_their_new_scale():
     optimizer.step()
     assert torch.equal(seen[0], weight.dequantize())
     assert seen[0][0, 0].item() == pytest.approx(-1e-3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "lr", "fitted"),
+    [
+        ("E2M5", 1e-2, 4),
+        ("E2M5", 1.0, 0),
+        ("E2M5", 100.0, 4),
+        ("E4M3", 1e-2, 4),
+        ("E7M0", 1e-4, 0),
+    ],
+    ids=["far too wide", "wide by less than 16", "past the end", "of many binades", "of all sizes"],
+)
+def test_zeros_are_fitted_where_a_scale_of_one_does_not_suit_the_step(fmt, lr, fitted):
+    p = zeros(fmt)
+    optimizer = StiffnessAdamW([p], lr=lr)
+    step_from(optimizer, p, normal(*SHAPE))
+    assert optimizer.fitted_scales == fitted
+    assert bool((p.scale == 1).all()) is not bool(fitted)

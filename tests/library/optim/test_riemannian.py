@@ -316,6 +316,68 @@ def test_the_manifolds_own_retraction_is_taken(make):
     assert landed == {"exponential": 1.875, "euclidean": 1.75}
 
 
+HOLDERS = {
+    "codes": lambda how: fm.FP8Parameter(torch.tensor([2.0]), "E4M3", rounding="nearest", **how),
+    "grid": lambda how: geoopt.ManifoldParameter(
+        torch.tensor([2.0]), manifold=fm.FP8Manifold("E4M3", **how)
+    ),
+    "quantize_model, fp8": lambda how: _one_weight("fp8", how),
+    "quantize_model, grid": lambda how: _one_weight("grid", how),
+    "quantize_model, parameters": lambda how: _one_weight("fp8", how, parameters="*"),
+}
+
+
+def _one_weight(storage, how, **more):
+    layer = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(2.0)
+    formats = None if more else "E4M3"
+    more = {"parameters": {"*": "E4M3"}} if more else {}
+    model = fm.quantize_model(
+        nn.Sequential(layer), formats, storage, rounding="nearest", **how, **more
+    )
+    return model[0].weight
+
+
+def _landed(weight, make, **options):
+    weight.grad = torch.full_like(weight, 4.0)
+    make([weight], lr=1.0, **options).step()
+    return weight.detach().reshape(()).item()
+
+
+@pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_the_weights_retraction_is_taken_unless_the_optimizer_has_another(holder, make):
+    euclidean, exponential = ({"retraction": name} for name in ("euclidean", "exponential"))
+    assert _landed(holder({}), make) == 1.875
+    assert _landed(holder(euclidean), make) == 1.75
+    assert _landed(holder({}), make, **euclidean) == 1.75
+    assert _landed(holder(euclidean), make, **exponential) == 1.875
+
+
+def test_geoopts_optimizer_takes_a_code_weights_retraction():
+    """``S^2 g`` is one ULP here, too."""
+    made = HOLDERS["codes"]({"retraction": "euclidean"})
+    assert _landed_by_geoopt(made) == 1.75
+    assert _landed_by_geoopt(HOLDERS["codes"]({})) == 1.875
+
+
+def _landed_by_geoopt(weight):
+    weight.grad = torch.tensor([4.0])
+    geoopt.optim.RiemannianSGD([weight], lr=1.0).step()
+    return weight.item()
+
+
+def test_an_unknown_retraction_is_refused():
+    for made in (HOLDERS["codes"], HOLDERS["grid"], HOLDERS["quantize_model, fp8"]):
+        with pytest.raises(ValueError, match=r"retraction='exp'.*exponential"):
+            made({"retraction": "exp"})
+    with pytest.raises(ValueError, match=r"retraction='exp'.*exponential"):
+        RiemannianAdam([HOLDERS["codes"]({})], retraction="exp")
+    with pytest.raises(ValueError, match="retraction='euclidean' needs storage='fp8' or 'grid'"):
+        _one_weight("master", {"retraction": "euclidean"})
+
+
 @pytest.mark.filterwarnings(
     "ignore::geoopt.optim.rlinesearch.LineSearchWarning"
 )  # of the last steps, on a grid

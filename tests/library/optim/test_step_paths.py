@@ -119,6 +119,21 @@ CASES = {
         of_codes,
         {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
     ),
+    "riemannian adam, euclidean retraction": (
+        "RiemannianAdam",
+        of_codes,
+        {"lr": 1.7, "retraction": "euclidean", "moments": "8bit", **DECAY},
+    ),
+    "riemannian sgd on a grid, euclidean retraction": (
+        "RiemannianSGD",
+        lambda: [grid_weight("E5M2", (33, 5), 0.3)],
+        {"lr": 5.0, "retraction": "euclidean", "momentum": 0.9},
+    ),
+    "riemannian adam free, euclidean retraction": (
+        "RiemannianAdam",
+        free,
+        {"lr": 1.7, "retraction": "euclidean"},
+    ),
     "axes beyond two and single rows": (ADAMW, odd, {"lr": 0.01, "writeback": "stochastic"}),
     "grid": (
         ADAMW,

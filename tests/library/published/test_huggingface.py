@@ -144,6 +144,15 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     assert bits(learnt(other)) == bits(learnt(model))
 
 
+@each("storage", ["fp8", "grid"])
+def test_the_retraction_comes_back(storage, tmp_path):
+    euclidean = {"retraction": "euclidean"}
+    model = quantize_model(llama(), {"*": "none", "mlp": "E5M2"}, storage, **euclidean)
+    huggingface.attach(model).save_pretrained(tmp_path)
+    layers = [layer for layer in read(tmp_path).modules() if isinstance(layer, QuantizedLinear)]
+    assert {layer.weight.manifold.retraction for layer in layers} == {"euclidean"}
+
+
 @each("maker", [llama, gpt2])
 @each("storage", ["fp8", "grid", "master"])
 @each(("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
