@@ -324,8 +324,7 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     words = prepared(here, text_file, "llama")
     for more, told in {
         "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
-        "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a "
-        "directory",
+        "--save model/config.json/saved": "'model/config.json' is a file; give a name in a folder",
         "--save saved --layout gguf": "--layout: 'gguf' is not known",
     }.items():
         assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
