@@ -12,7 +12,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
 
-from nanogpt_bench.system.errors import BenchError, DiskError, disk_failure, nearest, not_known
+from nanogpt_bench.system.errors import (
+    LONGEST_WORD,
+    BenchError,
+    DiskError,
+    disk_failure,
+    nearest,
+    not_known,
+    shortened,
+)
 from nanogpt_bench.system.ranks import as_rank, is_lost, is_worker, joined
 
 #: exit code after a wrong command line or setting
@@ -96,6 +104,11 @@ def _guarded(words: list[str]) -> int:
             else f"nanogpt-bench: ended by {number.name}"
         )
         return INTERRUPTED + number
+    except UnicodeEncodeError as error:
+        # Bytes that are not UTF-8 stand in arguments as halves of surrogate pairs.
+        text = shortened(str(error.object), LONGEST_WORD)
+        say(f"nanogpt-bench: error: {BenchError(f'{text!r} is not UTF-8; give a text that is')}")
+        return USAGE_ERROR
     except OSError as error:
         why = disk_failure(error)
         where = (

@@ -190,6 +190,10 @@ def main(args: argparse.Namespace) -> int:
     """Print the texts of `sample_run`, and with `--out` write them as JSON."""
     from nanogpt_bench.runs.trained import run_folder
 
+    try:
+        args.prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BenchError(f"--prompt {args.prompt!r} is not UTF-8; give a text that is") from None
     draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
     run_dir = run_folder(args.run)
     if run_dir is None:

@@ -261,7 +261,10 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
         )
     text = text if equals else queue.pop(0)
     if not text.strip():
+        choices = FIELDS[key].facts["choices"] if key in FIELDS else None
         takes = FIELDS[key].allowed if key in FIELDS else "a value"
+        if choices:
+            takes = f"one of {', '.join(choices)}"
         raise BenchError(f"--{key}: {text!r} is not allowed; give {takes}, or leave it out")
     return key, text
 

@@ -22,7 +22,7 @@ import numpy as np
 from nanogpt_bench.data.batches import ENDS, ENDS_TYPE, LABELS, SPLITS
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError, counted, refused
-from nanogpt_bench.system.files import sha256
+from nanogpt_bench.system.files import sha256, write_text
 from nanogpt_bench.system.untrusted import read_json
 
 #: the least tokens of a split: one block of the smallest named model, and its shifted
@@ -75,9 +75,7 @@ def write_corpus(
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         if any(None not in split.labels for split in written.values()):
             meta["labels"] = _write_labels(folder, written, counts, labels)
-        (folder / "meta.json").write_text(
-            json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8"
-        )
+        write_text(folder / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False))
     return meta
 
 
@@ -111,9 +109,7 @@ def write_tokens(
             }
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
-        (folder / "meta.json").write_text(
-            json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8"
-        )
+        write_text(folder / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False))
     return meta
 
 

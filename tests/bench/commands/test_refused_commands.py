@@ -81,7 +81,8 @@ REFUSED = {
     "5001; give a longer "
     "text or a smaller "
     "--model.block_size",
-    "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; "
+    "run fp32": "config 'fp32' means 'fp32.yaml' here and the shipped",
+    "run fp32.yaml --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; "
     "keep one",
     "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not "
     "that of the checkpoint",

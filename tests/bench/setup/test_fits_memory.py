@@ -290,7 +290,12 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refu
         assert sorted(folder.iterdir()) == before
 
 
-@each("name", ["cuda:7", "mps", ""])
+def test_an_empty_device_is_not_the_default(refused):
+    said = refused("run", "fp32.yaml", "--runtime.device", "")
+    assert "--runtime.device: '' is not allowed; give one of auto, cpu, cuda, or leave it" in said
+
+
+@each("name", ["cuda:7", "mps"])
 def test_other_devices_are_not_known(name, refused):
     said = refused("run", "fp32.yaml", "--runtime.device", name)
     assert f"runtime.device: {name!r} is not known" in said
