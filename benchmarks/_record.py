@@ -18,7 +18,8 @@ import torch
 
 __all__ = ["Cell", "add_option", "machine", "record"]
 
-FOLDER: Final = Path(__file__).parent.parent / "docs" / "measured"
+ROOT: Final = Path(__file__).resolve().parent.parent
+FOLDER: Final = ROOT / "docs" / "measured"
 ARCHITECTURES: Final = {"x86_64": "x86", "AMD64": "x86", "aarch64": "Arm", "arm64": "Arm"}
 #: text, a number, nothing, or a ratio as its median alone or with its smallest and
 #: largest
@@ -55,9 +56,10 @@ def record(
     `packages` are those whose code was measured; the version of each that is installed
     is written down.
     """
-    script = Path(sys.argv[0])
+    script = Path(sys.argv[0]).resolve()
+    path = script.relative_to(ROOT).as_posix()
     facts = {
-        "command": " ".join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
+        "command": " ".join(["python", path, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": machine(device),
         "versions": _versions(packages),

@@ -28,7 +28,7 @@ DASHES = ("-", (0, (4, 1.5)))
 
 
 def paces_of(stem: str) -> dict[str, float]:
-    """Seconds per step by rule, each measured alone by `benchmarks/study_steps.py`; {}
+    """Seconds per step by rule, each measured alone by `study/benchmarks/study_steps.py`; {}
     for other sweeps.
     """
     rows = json.loads(STEPS.read_text(encoding="utf-8"))["rows"]

@@ -42,6 +42,7 @@ FOLDERS: dict[str, str] = {
     "benchmarks/": "tests/test_benchmarks.py tests/test_gpu_benchmark.py tests/test_generated.py",
     "docs/": "tests/test_docs.py tests/test_generated.py",
     "examples/": "tests/test_examples.py",
+    "study/benchmarks/": "tests/test_benchmarks.py tests/test_generated.py",
     "study/": "tests/test_study.py tests/test_generated.py",
     "hatch_build.py": "tests/library/kernels/test_native.py tests/test_package.py",
     "hatch_urls.py": "tests/test_project.py tests/test_package.py",

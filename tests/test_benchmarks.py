@@ -27,7 +27,9 @@ from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.outcome import Progress
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+#: benchmarks of the product, and those that the study alone runs
+FOLDERS = (ROOT / "benchmarks", ROOT / "study" / "benchmarks")
 NAMES = (
     "_forms",
     "_timing",
@@ -41,12 +43,18 @@ NAMES += ("moment_formats", "arrived_share", "draws", "walk_of_a_step", "train_i
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
+def path_of(script):
+    """Return the path of a benchmark by its file name."""
+    (path,) = [folder / script for folder in FOLDERS if (folder / script).exists()]
+    return path
+
+
 def run(script, *words, codes=(0,)):
     """The output of a benchmark, without the compiler; fail unless it ends with one of
     the codes.
     """
     environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = forked_run([sys.executable, str(FOLDER / script), *map(str, words)], env=environment)
+    done = forked_run([sys.executable, str(path_of(script)), *map(str, words)], env=environment)
     assert done.returncode in codes, done.stdout
     return done.stdout
 
@@ -66,7 +74,7 @@ def forked_run(command, env, **_):
 
     def benchmark():
         os.environ.update(env)
-        sys.path.insert(0, str(FOLDER))
+        sys.path[:0] = map(str, FOLDERS)
         sys.argv = command[1:]
         warnings.resetwarnings()
         subprocess.run = forked_run
@@ -84,7 +92,8 @@ def forked_run(command, env, **_):
 
 @pytest.fixture
 def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
     threads = torch.get_num_threads()
     yield {name: importlib.import_module(name) for name in NAMES}
     torch.set_num_threads(threads)
@@ -326,7 +335,7 @@ def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfl
     processes of their own have it.
     """
     words = [
-        str(FOLDER / "whole_step.py"),
+        str(path_of("whole_step.py")),
         "--json",
         "--weights",
         "50M",
@@ -349,7 +358,7 @@ def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight():
     own.
     """
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "loading.py"), "--json"],
+        [sys.executable, str(path_of("loading.py")), "--json"],
         check=True,
         capture_output=True,
         text=True,

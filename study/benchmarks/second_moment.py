@@ -1,7 +1,7 @@
 """The length that a step gains by the rounding of its second moment, by the power whose
 mean the rounding preserves.
 
-    python benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1]
+    python study/benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1]
     [--json] [--record]
 
 A step of Adam is proportional to ``1 / sqrt(v)``. Gradients of independent weights,
@@ -22,15 +22,20 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _forms import text_table
-from _record import Cell, add_option, record
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold.optim._step import _scale
+
+# modules that all benchmarks share
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _forms import text_table
+from _record import Cell, add_option, record
 
 BETAS: Final = (0.95, 0.99, 0.999)
 ROW: Final = 256

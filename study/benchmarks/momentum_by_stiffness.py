@@ -1,7 +1,7 @@
 """Adam's first average with a memory that is longer or shorter where the spacing is
 wide: final loss by exponent.
 
-    python benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats
+    python study/benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats
                                                E4M3,E5M2] [--seeds 42,43,44] [--powers
                                                library,0,0.5,1,-0.5] [--beta1 0.9]
                                                [--max-steps 300]

@@ -1,7 +1,7 @@
 """The error of a first moment in one byte, and of the update made from it, by format,
 scales and draws.
 
-    python benchmarks/moment_formats.py [--data-dir DIR] [--max-steps 200] [--layers
+    python study/benchmarks/moment_formats.py [--data-dir DIR] [--max-steps 200] [--layers
                                         0,3,9] [--seed 42] [--json] [--record]
 
 The 0.86M model of ``compare`` trains on the standard library's prose in E2M5, under
@@ -30,17 +30,22 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _forms import text_table
-from _record import Cell, record
-from _training import RULES, read_options, text_for, train, trainer_of
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold.formats import as_format
 from fp8manifold.optim._muon import COEFFICIENTS, orthogonal_factor
+
+# modules that all benchmarks share
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _forms import text_table
+from _record import Cell, record
+from _training import RULES, read_options, text_for, train, trainer_of
 
 BETAS: Final = {"Muon": (0.95, 0.0), "AdamW": (0.9, 0.95)}
 ROUNDINGS: Final = ("nearest", "independent", "dither")

@@ -1,7 +1,7 @@
 """The pull of rounding towards zero, and the decay that it adds: the library's steps on
 bytes and on floats.
 
-    python benchmarks/draws.py [--steps 1000] [--rows 200] [--seed 0] [--json]
+    python study/benchmarks/draws.py [--steps 1000] [--rows 200] [--seed 0] [--json]
     [--record]
 
 A square matrix of weights of one byte, and its copy in float32, take steps by the same
@@ -25,15 +25,20 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _forms import text_table
-from _record import Cell, add_option, record
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.random_bits import Draws
+
+# modules that all benchmarks share
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _forms import text_table
+from _record import Cell, add_option, record
 
 FORMATS: Final = ("E7M0", "E5M2", "E4M3", "E3M4", "E1M6", "E2M5")
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")

@@ -1,7 +1,7 @@
 """The noise of a write-back: what rounding adds to real updates, by format, scales and
 draws.
 
-    python benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500] [--layers
+    python study/benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500] [--layers
                                           0,3,9] [--seed 42] [--json] [--record]
 
 The 0.86M model of ``compare`` trains on the standard library's prose in E4M3, under
@@ -33,17 +33,22 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _forms import text_table
-from _record import Cell, record
-from _training import RULES, read_options, text_for, train, trainer_of
-from _write_back import Error, Way, error_of
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold.random_bits import Draws
+
+# modules that all benchmarks share
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _forms import text_table
+from _record import Cell, record
+from _training import RULES, read_options, text_for, train, trainer_of
+from _write_back import Error, Way, error_of
 
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
 FORMAT: Final = "E4M3"

@@ -1,7 +1,7 @@
 """The share of small movements that survives the write-back, for weights of one byte
 and movements below one spacing.
 
-    python benchmarks/arrived_share.py [--movement 2] [--rows 256] [--seed 0] [--json]
+    python study/benchmarks/arrived_share.py [--movement 2] [--rows 256] [--seed 0] [--json]
     [--record]
 
 Every weight is to move by the same small part of its ULP in every step, one half of the
@@ -30,15 +30,20 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _forms import text_table
-from _record import Cell, add_option, record
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.formats import as_format
+
+# modules that all benchmarks share
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _forms import text_table
+from _record import Cell, add_option, record
 
 STEPS: Final = (0.02, 0.1, 0.3)
 COLUMNS: Final = 128

@@ -1,7 +1,7 @@
 """Milliseconds of a training step for each rule and format of the study, alone on the
 machine, and its peak memory.
 
-    python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR]
+    python study/benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR]
                                      [--steps 40] [--turns 2] [--smoke] [--record]
 
 The study's own runs share a GPU, so their times say nothing; these do. Settings are
@@ -12,13 +12,13 @@ averaged over turns through all rows. The peak is known on a GPU only.
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from _record import Cell, add_option, record
 
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import build_config
@@ -28,7 +28,12 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.file import read_sweep
 
-FOLDER = Path(__file__).parent.parent / "study" / "sweeps"
+# modules that all benchmarks share
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _record import Cell, add_option, record
+
+FOLDER = Path(__file__).parent.parent / "sweeps"
 SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")
 WARMUP_STEPS = 2
 COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
