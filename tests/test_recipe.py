@@ -2,6 +2,7 @@
 measured, and take what is said.
 """
 
+import ast
 import copy
 import re
 from importlib import import_module
@@ -92,14 +93,23 @@ def ran_plainly(llama):
     return run(begun + recipe(PAGE, "In the plain loop"), llama)
 
 
-def test_there_are_ten_lines_and_they_stand_on_both_pages():
-    lines = [
-        line
-        for line in recipe(README).splitlines()
-        if line and not line.startswith(("import", "from"))
-    ]
-    assert len(lines) == 10
+def test_the_lines_stand_on_both_pages():
     assert recipe(PAGE, "## In Python") == recipe(README)
+
+
+def test_the_lines_run_twice_over_one_model_once_the_handle_is_removed():
+    """As cells of a notebook do: the old scheduler keeps the old optimizer."""
+    begin, loop = recipe(README).index("optimizer ="), recipe(README).index("for tokens")
+    cell = compile(recipe(README)[begin:loop], "README.md", "exec")
+    names = {"model": fm.quantize_model(torch.nn.Linear(4, 2), "E4M3"), "fm": fm, "torch": torch}
+    exec(cell, names)
+    with pytest.raises(RuntimeError, match=r"call remove\(\) of that .*handle.* the scheduler"):
+        exec(cell, names)
+    names["handle"].remove()
+    exec(cell, names)
+    names["model"](torch.ones(1, 4)).sum().backward()
+    names["optimizer"].step()
+    assert names["optimizer"].param_groups[0]["previous_norm"] > 0
 
 
 def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
@@ -186,7 +196,8 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
 def test_each_way_of_saving_keeps_what_the_model_computes(ran, tmp_path):
     """The page's three: codes to train on, codes for others, floats."""
     code = recipe(PAGE, "Afterwards, one of these:")
-    ways = {line.split('"')[1]: line for line in code.splitlines()}
+    lines = [ast.get_source_segment(code, statement) for statement in ast.parse(code).body]
+    ways = {re.findall('"(.*?)"', line)[-1]: line for line in lines}
     assert set(ways) == {"codes", "served", "floats"}
     tokens, trained = torch.arange(8).view(1, 8), copy.deepcopy(ran["model"]).eval()
     logits = trained(input_ids=tokens).logits

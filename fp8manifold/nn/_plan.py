@@ -356,9 +356,10 @@ def _settled(
         names = linears[name].names
         if tied == "refuse" and not any(_serves(entry, names, specs[name]) for entry in placed):
             raise ValueError(
-                f"the weight of {name!r} is shared ({', '.join(names)}): give tied='untie' for a "
-                f"copy of the weight, or leave the layer as it is with tied='leave' or "
-                f"{{{name!r}: 'none'}}"
+                f"the weight of {name!r} is shared ({', '.join(names)}): give embeddings= the "
+                f"layer's format for codes that an embedding and its head share (storage='fp8'), "
+                f"tied='untie' for a copy of the weight, or leave the layer as it is with "
+                f"tied='leave' or {{{name!r}: 'none'}}"
             )
     kept = {name: spec for name, spec in specs.items() if tied == "untie" or name not in shared}
     for spec in kept.values():

@@ -2,6 +2,7 @@
 stiffness field.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -232,7 +233,16 @@ class StiffnessWrapper(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the wrapped optimizer, scale it and write it back; returns
         what that step returns.
+
+        Raises:
+            TypeError: no ``closure`` for an optimizer that needs one, such as LBFGS.
         """
+        if closure is None and _needs_closure(self.optimizer):
+            name = type(self.optimizer).__name__
+            raise TypeError(
+                f"step() needs a closure that clears the gradients, computes the loss, calls its "
+                f"backward() and returns it: {name} calls it in each step"
+            )
         before = [p.detach().clone() for p in self._parameters()]
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
@@ -363,6 +373,12 @@ class StiffnessWrapper(torch.optim.Optimizer):
             )
             target = to_half(target.contiguous(), parameter.dtype, drawn)
         parameter.copy_(target)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer's ``step`` can't be called without arguments."""
+    parameters = inspect.signature(optimizer.step).parameters
+    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
 
 
 def _write_back(

@@ -144,7 +144,8 @@ class InBackward:
             raise RuntimeError(
                 f"{name} steps in backward already, with another {type(other).__name__}, which "
                 f"would use its gradient "
-                "and free it: call remove() of that optimizer's handle, or delete the optimizer"
+                "and free it: call remove() of that optimizer's handle, or delete the optimizer "
+                "and the scheduler (torch.optim.lr_scheduler), which keeps it"
             )
 
     def _taken(self, groups: list[dict[str, Any]]) -> tuple[str, Any] | None:

@@ -21,7 +21,7 @@ _SPENT: Final = (
     "this gradient has been used and freed: under step_in_backward a parameter's step is taken as "
     "soon as its gradient is there, so gradients cannot be accumulated, clipped, scaled or read; "
     "call optimizer.zero_grad() between backward passes, or give step_in_backward "
-    "accumulate='bfloat16', in place of clip"
+    "clip='previous' and max_norm to clip, or accumulate='bfloat16' to accumulate and clip sums"
 )
 _ZEROED: Final = (
     "zero_grad(set_to_none=False) keeps gradients, as zeros, for the next backward pass to add to: "

@@ -232,8 +232,8 @@ REFUSED |= {
         for storage in ("master", "grid", "fp8")
         for call, said in {
             "quantize_model(unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
-            "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & tied='untie' "
-            "& tied='leave'",
+            "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & "
+            "give embeddings= the layer's format & tied='untie' & tied='leave'",
             "quantize_model(twice, 'E4M3'": "layer '0' is shared",
         }.items()
     },

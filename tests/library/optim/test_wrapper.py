@@ -231,3 +231,22 @@ def test_resume_is_exact_mid_schedule(inner):
         optimizer.step()
         resumed.step()
         assert same_bits(values(weights), values(others))
+
+
+def test_an_optimizer_that_needs_a_closure_says_so():
+    model = fm.quantize_model(torch.nn.Linear(4, 2), "E4M3", storage="grid")
+    optimizer = StiffnessWrapper(torch.optim.LBFGS(model.parameters(), max_iter=2))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(TypeError, match=r"step\(\) needs a closure .*: LBFGS calls it"):
+        optimizer.step()
+    assert optimizer.steps_taken == 0
+    before = model.weight.detach().clone()
+    optimizer.step(closure)
+    assert optimizer.steps_taken == 1
+    assert not torch.equal(model.weight.detach(), before)
