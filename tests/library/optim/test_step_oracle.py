@@ -174,7 +174,10 @@ VARIED = {
     "madam stochastic": ("Madam", {"writeback": "stochastic"}),
     "riemannian residual8": ("RiemannianAdam", {"writeback": "residual8"}),
     "riemannian momentum": ("RiemannianSGD", {"writeback": "momentum"}),
-    "euclidean retraction": ("RiemannianAdam", {"retraction": "euclidean", "weight_decay": 0.05}),
+    "euclidean retraction": (
+        "RiemannianAdam",
+        {"retraction": "euclidean", "writeback": "stochastic", "weight_decay": 0.05},
+    ),
     "euclidean retraction residual8 8bit": (
         "RiemannianAdam",
         {"retraction": "euclidean", "writeback": "residual8", "moments": "8bit"},
