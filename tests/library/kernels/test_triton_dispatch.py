@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 from typing import ClassVar
@@ -243,6 +244,38 @@ def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card
         RuntimeWarning, match=r"parameter 1 of group 0 \('b', shape \(4, 512\)\) is not finite"
     ):
         assert optimizer.skipped_steps == 1
+
+
+def test_a_backward_pass_that_the_card_has_left_steps_out_of_is_counted_once(on_a_card):
+    """Its verdicts come late, one for each parameter."""
+    weights = [fm.FP8Parameter(normal(4, 256, seed=i), "E4M3", seed=i) for i in range(3)]
+    refused = set()
+
+    def refuse(parameter):
+        Kernel.bad += [(0, 0), (1, 2)] * (id(parameter) in refused)
+
+    for p in weights:
+        p.register_post_accumulate_grad_hook(refuse)  # before the step's own
+    optimizer = optim.StiffnessAdamW(weights, 1e-3)
+    optim.step_in_backward(optimizer)
+
+    def backward(*parameters):
+        refused.clear()
+        refused.update(map(id, parameters))
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in weights).backward()
+        optimizer.step()
+
+    backward()
+    backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward(*weights[:2])
+        backward(weights[2])
+        assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (2, 2)
+    assert len([each for each in caught if "its step was skipped" in str(each.message)]) == 2
+    backward()
+    assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (2, 0)
 
 
 def test_what_would_be_known_too_late_is_waited_for(on_a_card):
