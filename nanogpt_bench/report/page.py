@@ -28,6 +28,8 @@ POLICY = (
 # The page uses Vega, with its interpreter, which reads expressions and does not compile
 # them.
 VEGA = "window.vegaEmbed = vegaEmbed;"
+#: characters of a line's name above which it is cut after some lines
+LONGEST_NAME = 100
 SHORT_LEGEND = 16  # a longer legend starts closed
 #: a cell of a table: its text and its CSS class
 Cell = tuple[str, str]
@@ -79,7 +81,14 @@ def table(head: Sequence[Cell], lines: Sequence[Sequence[Cell]], kinds: Sequence
 
 
 def _cells(tag: str, cells: Sequence[Cell]) -> str:
-    return "".join(f"<{tag}{css_class(kind)}>{escape(text)}</{tag}>" for text, kind in cells)
+    written = [escape(text) for text, _ in cells]
+    if cells and len(cells[0][0]) > LONGEST_NAME:
+        # the name of a line, of which some lines are shown, and all under the pointer
+        written[0] = f'<span class="clamp" tabindex="0">{written[0]}</span>'
+    return "".join(
+        f"<{tag}{css_class(kind)}>{text}</{tag}>"
+        for text, (_, kind) in zip(written, cells, strict=True)
+    )
 
 
 def legend(labels: Sequence[str], styles: Mapping[str, Style], charts: Sequence[Chart]) -> str:

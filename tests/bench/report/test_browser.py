@@ -169,3 +169,40 @@ def test_a_page_evaluates_no_text(opened):
     answer = opened.call("Runtime.evaluate", expression=compiled, allowUnsafeEvalBlockedByCSP=False)
     assert answer["result"]["value"] == "EvalError"
     assert opened.evaluate(UNDRAWN) == []
+
+
+LONG = "x" * 200
+#: cells whose text reaches over the next one
+OVERFLOWING = """[...document.querySelectorAll('td, th')].filter((cell) => cell.scrollWidth > cell.clientWidth + 1)
+  .map((cell) => cell.textContent.slice(0, 40))"""
+#: losses of the results that are not on the screen, though nothing was scrolled
+OUT_OF_SIGHT = """[...document.querySelectorAll('#results td:nth-child(2)')]
+  .filter((cell) => cell.getBoundingClientRect().right > innerWidth).map((cell) => cell.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def long_names(tmp_path_factory):
+    """A report of runs whose names have no blank at which a line could be broken."""
+    folder = tmp_path_factory.mktemp("long")
+    write_comparison(folder / "runs")
+    write_run(folder / "runs" / "long", rule=LONG, fmt="E4M3", final=2.2)
+    nan = {"kind": "nan", "message": LONG, "step": 150}
+    write_run(folder / "runs" / "failed", rule=LONG, name=LONG, status="failed", failure=nan)
+    return report([folder / "runs"], out=folder / "out")
+
+
+@pytest.mark.parametrize(("width", "dark"), SCREENS, ids=lambda value: str(value))
+def test_a_long_name_leaves_the_figures_where_they_are(long_names, browser, width, dark):
+    browser.screen(width=width, dark=dark)
+    browser.open(long_names.resolve().as_uri())
+    for flaws in (TOO_WIDE, OVERFLOWING, OUT_OF_SIGHT):
+        assert browser.evaluate(flaws) == []
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    if width == 1280:
+        sizes = "(({clientWidth, scrollWidth}) => [clientWidth, scrollWidth])"
+        shown, needed = browser.evaluate(f"{sizes}(document.querySelector('#results .scroll'))")
+        assert needed <= shown
+    height = "document.querySelector('#results .clamp').clientHeight"
+    cut = browser.evaluate(height)
+    browser.evaluate("document.querySelector('#results .clamp').focus()")
+    assert browser.evaluate(height) > cut
