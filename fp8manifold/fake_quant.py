@@ -145,6 +145,7 @@ def as_scale(
     """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for
     every block.
     """
+    scaling.check_is_scale(scale)
     tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
     shape = scaling.block_shape(x.shape) if blocks else x.shape
     if not scaling.broadcasts_to(tensor.shape, shape):

@@ -14,7 +14,7 @@ from fp8manifold._numerics.charts import RETRACTIONS, Metric, Retraction, chart_
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import broadcasts_to, check_positive
+from fp8manifold.scaling import broadcasts_to, check_is_scale, check_positive
 
 __all__ = ["FP8Manifold", "StiffnessManifold"]
 
@@ -116,16 +116,19 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         """``(u / S)(v / S)``: divided first, because S^2 can leave the range of
         float32.
         """
+        _check_vectors(u, u if v is None else v)
         stiffness = self.stiffness(x)
         steps = u / stiffness
         return steps * (steps if v is None else v / stiffness)
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """``|u| / S(x)``: the length of ``u`` in ULPs."""
+        _check_vectors(u)
         return (u / self.stiffness(x)).abs()
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
         """``S(x)^2 u``."""
+        _check_vectors(u)
         stiffness = self.stiffness(x)
         return u * stiffness * stiffness
 
@@ -142,6 +145,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for
         bit, where ``u`` is 0.
         """
+        _check_vectors(u)
         still = x - (u.detach() - u)  # x to the bit where u is 0, with derivative 1 to u
         return torch.where(u == 0, still, (self._moved(x, u) * self._working(x)[1]).to(x.dtype))
 
@@ -161,6 +165,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """``v S(y) / S(x)``: the same number of ULPs at ``y``."""
+        _check_vectors(v)
         return v * (self.stiffness(y) / self.stiffness(x))
 
     def random(
@@ -340,6 +345,7 @@ class FP8Manifold(StiffnessManifold):
         """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u``
         is 0.
         """
+        _check_vectors(u)
         wide, scale = self._working(x)
         moved = self._moved(x, u) if self.retraction == "exponential" else (wide + u) / scale
         return torch.where(u == 0, x, (self.round(moved) * scale).to(x.dtype))
@@ -372,13 +378,17 @@ class FP8Manifold(StiffnessManifold):
         )
 
 
+def _check_vectors(*vectors: Tensor) -> None:
+    for vector in vectors:
+        working_dtype(vector, "a tangent vector")
+
+
 def _fields(fmt: FloatFormat) -> list[int]:
     return [fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)]
 
 
 def _checked_scale(scale: ScaleLike) -> Tensor:
-    if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
+    check_is_scale(scale)
     tensor = torch.as_tensor(scale).detach().clone()
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())

@@ -3,6 +3,7 @@ scale * grid point.
 """
 
 import math
+from numbers import Real
 from typing import Final, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fp8manifold._base.blocks import in_pieces, pieces
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.float_bits import float_bits
+from fp8manifold._base.float_bits import float_bits, working_dtype
 from fp8manifold._base.reading import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
@@ -91,8 +92,8 @@ def amax_scale(
         than ``2^-126``.
 
     Raises:
-        TypeError, ValueError: an unknown format or granularity, an axis that ``x`` does
-            not have, a last dimension that 32 does not divide, or float64 values beyond
+        TypeError, ValueError: ``x`` is no float tensor; an unknown format or
+            granularity, an axis that ``x`` does not have, a last dimension that 32 does not divide, or float64 values beyond
             float32, which have no scale.
 
     Example:
@@ -102,6 +103,7 @@ def amax_scale(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); OCP Microscaling
     Formats 1.0 for blocks.
     """
+    working_dtype(x, "x")
     check_choice("granularity", granularity, GRANULARITIES)
     return scale_of_amax(
         amax_of(x, granularity, axis), as_format(fmt), pow2=pow2 or granularity == "block"
@@ -179,6 +181,15 @@ def _is_read(x: Tensor) -> bool:
     return type(x) is Tensor and has_values(x) and not torch.compiler.is_compiling()
 
 
+def check_is_scale(scale: object) -> None:
+    """Raise TypeError unless ``scale`` is a real number, or a tensor of such."""
+    if isinstance(scale, Tensor):
+        if scale.dtype is torch.bool or scale.is_complex():
+            raise TypeError(f"scale has dtype {scale.dtype}: real numbers are needed")
+    elif isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
+
+
 def check_positive(scale: Tensor) -> None:
     """Raise ValueError for an entry that is not finite and positive."""
     if not _is_read(scale):
@@ -228,6 +239,7 @@ def storage_scale(
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
         True
     """
+    working_dtype(w, "w")
     fmt = as_format(fmt)
     top = _placed_at(fmt, headroom)
     amax = amax_of(w, granularity, axis)
@@ -288,13 +300,16 @@ def widened_scale(
         two) where it is Inf. Empty tensors give an empty one.
 
     Raises:
-        TypeError, ValueError: a headroom that is no number or below 1.
+        TypeError, ValueError: ``amax`` or ``scale`` is no float tensor; a headroom that
+            is no number or below 1.
 
     Example:
         >>> scale = torch.tensor([0.5, 0.5, 0.5])
         >>> widened_scale(torch.tensor([224.0, 28.0, 0.25]), scale, "E4M3", headroom=8.0).tolist()
         [4.0, 0.5, 0.0078125]
     """
+    working_dtype(amax, "amax")
+    working_dtype(scale, "scale")
     fmt = as_format(fmt)
     fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom), scale)
     return torch.where((amax >= scale * fmt.max) | _shrunk(amax, scale, fresh), fresh, scale)

@@ -397,9 +397,12 @@ class FP8Tensor(ScaledTensor):
         ``Module.load_state_dict`` the other's.
 
         Raises:
+            TypeError: ``other`` has no codes.
             ValueError: another format or shape, or scales finer than this tensor's.
         """
         check_own(self)
+        if not isinstance(other, FP8Tensor):
+            raise TypeError(f"other must be an FP8Tensor, not {type(other).__name__}: use copy_")
         if other.format != self.format:
             raise ValueError(
                 f"the other tensor is of {other.format.name}, but this one is of {self.format.name}"

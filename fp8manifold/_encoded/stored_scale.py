@@ -85,8 +85,7 @@ def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
     """A scale that the caller chose, as it is stored, in the granularity's shape."""
-    if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
+    scaling.check_is_scale(scale)
     blocks = granularity in IN_BLOCKS
     if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
         kept = scale.to(w.device)
@@ -111,6 +110,7 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
 
 def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
     """A number or a tensor as float32."""
+    scaling.check_is_scale(scale)
     if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
         raise TypeError(
             "scale has dtype torch.uint8, as exponents have: give the scales themselves, in float32"

@@ -291,6 +291,7 @@ def unflatten_state_dict(
     NaN and -0 are preserved, and empty tensors allowed.
 
     Raises:
+        TypeError: ``tensors`` is no mapping.
         ValueError: parts that are missing or do not fit together, or metadata that
             can't be read.
 
@@ -306,6 +307,8 @@ def unflatten_state_dict(
     Source: the names of compressed-tensors (vllm-project); OCP Microscaling Formats 1.0
     for exponents of blocks.
     """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a mapping by name, not {type(tensors).__name__}")
     state: dict[str, Any] = dict(tensors)
     for key, line in (metadata or {}).items():
         if key.startswith(_EARLIER):

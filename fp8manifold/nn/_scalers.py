@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice, check_int
+from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import LaterMaximum, eager_only, has_values, is_read_at_once, known
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._ranks import ALONE, Ranks
@@ -193,6 +194,7 @@ class Scale(Scaler):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """The scale for ``x``."""
+        working_dtype(x, "x")
         if self.policy == "delayed":
             amax = self._amax(x)
             if self.training:
@@ -231,8 +233,10 @@ class Scale(Scaler):
         """Take a scale, such as one from a file, for all tensors from now on.
 
         Raises:
+            TypeError: ``scale`` is no float tensor.
             ValueError: the policy is not ``static``.
         """
+        working_dtype(scale, "scale")
         if self.policy != "static":
             raise ValueError(
                 f"policy={self.policy!r} measures its scale: freeze takes policy='static'"
