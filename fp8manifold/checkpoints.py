@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice, check_int, needed
+from fp8manifold._base.checks import check_choice, check_int, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published import StoredWeight, written_parts
@@ -129,7 +129,7 @@ def load_fp8(
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
     given = sorted_options(options, dtype, device)
-    library = needed("transformers", "hf", _BY)
+    library = import_optional("transformers", "hf", _BY)
     place = _folder_of(folder, given.hub, given.subfolder)
     with closing(FileTensors(files_of(place))) as tensors:
         layout = Layout(described(place, tensors))
@@ -250,7 +250,7 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     if source is not None:
         place = _folder_of(source, {})
     texts = dict(published["documents"])
-    save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
+    save_file = import_optional("safetensors.torch", "hf", "save_fp8").save_file
     where: dict[str, str] = {}
     total = 0
     names = [*published["files"], *texts, *([INDEX] if "index" in published else ())]
@@ -382,7 +382,7 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any], subfolder: str = 
     """A folder, or that of a model's name in the hub's cache, or one inside."""
     place = Path(folder)
     if not place.is_dir():
-        hub = needed("huggingface_hub", "hf", _BY)
+        hub = import_optional("huggingface_hub", "hf", _BY)
         try:
             place = Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
         except (OSError, ValueError) as error:  # of a bad name and of the network

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice, needed
+from fp8manifold._base.checks import check_choice, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._encoded.dispatch import FLOAT8, float8_format
 from fp8manifold._encoded.storage import SQUARE
@@ -195,11 +195,11 @@ safetensors.torch.save_file
             f"exported_state_dict "
             "with safetensors.torch.save_file"
         )
-    base = needed("transformers.quantizers.base", "hf", "export_model").HfQuantizer
+    base = import_optional("transformers.quantizers.base", "hf", "export_model").HfQuantizer
     tensors, described = exported_state_dict(model, layout, activations=activations)
     metadata: dict[str, str] = {}
     if layout == "torchao":
-        support = needed(
+        support = import_optional(
             "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
         )
         tensors, metadata = support.flatten_tensor_state_dict(tensors)
@@ -228,7 +228,7 @@ safetensors.torch.save_file
 
 def _check_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError where transformers has left out codes, as its classes may."""
-    opened = needed("safetensors", "hf", "export_model").safe_open
+    opened = import_optional("safetensors", "hf", "export_model").safe_open
     wanted = sum(float8_format(tensor.dtype) is not None for tensor in tensors.values())
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
@@ -453,7 +453,7 @@ def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
     rows, columns = weight.codes.shape
     block = {"tensor": [rows, columns], "channel": [1, columns]}.get(weight.shares, [1, BLOCK_SIZE])
     scale = weight.scale.reshape(1, 1) if weight.shares == "tensor" else weight.scale
-    made = needed("torchao.quantization", "torchao", "layout='torchao'").Float8Tensor
+    made = import_optional("torchao.quantization", "torchao", "layout='torchao'").Float8Tensor
     return {
         weight.name: made(
             weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype
@@ -462,9 +462,11 @@ def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
 
 
 def _torchao_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
-    package = needed("torchao.quantization", "torchao", "layout='torchao'")
+    package = import_optional("torchao.quantization", "torchao", "layout='torchao'")
     kind = package.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
-    default = needed("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(kind)
+    default = import_optional("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(
+        kind
+    )
     return {
         "quant_method": "torchao",
         "quant_type": {"default": default},

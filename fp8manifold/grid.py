@@ -14,7 +14,7 @@ from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import binade, check_holds, working_dtype
 from fp8manifold._base.reading import is_read_at_once, refuse_on_card
 from fp8manifold._native._arrays import decoded, encoded, rounded
-from fp8manifold._numerics.charts import UlpChart, within
+from fp8manifold._numerics.charts import UlpChart, clamp_to_ends
 from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of
@@ -307,7 +307,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
     fmt = as_format(fmt)
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
-    return _chart(fmt).forward(within(x.to(work), fmt.max)).to(x.dtype)
+    return _chart(fmt).forward(clamp_to_ends(x.to(work), fmt.max)).to(x.dtype)
 
 
 def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
@@ -334,7 +334,7 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
     fmt = as_format(fmt)
     work = working_dtype(c, "c")
     check_holds(c.dtype, fmt)
-    return _chart(fmt).inverse(within(c.to(work), fmt.max_code)).to(c.dtype)
+    return _chart(fmt).inverse(clamp_to_ends(c.to(work), fmt.max_code)).to(c.dtype)
 
 
 @lru_cache(maxsize=256)

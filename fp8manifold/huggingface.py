@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice, needed
+from fp8manifold._base.checks import check_choice, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._published.found import FLOATS
 from fp8manifold.exchange import has_own_head, is_transformers_model
@@ -73,7 +73,7 @@ def register() -> None:
         >>> model = AutoModelForCausalLM.from_pretrained("saved")  # doctest: +SKIP
     """
     config, quantizer = _classes()
-    auto = needed("transformers.quantizers.auto", "hf", _BY)
+    auto = import_optional("transformers.quantizers.auto", "hf", _BY)
     if _METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(_METHOD)(config)
         auto.register_quantizer(_METHOD)(quantizer)
@@ -261,7 +261,7 @@ def _is_quantized(model: nn.Module) -> bool:
 
 def _holds_codes(name: Any) -> bool:
     """True for a model whose files are in codes; False where it can't be read, too."""
-    settings = needed("transformers", "hf", _BY).AutoConfig
+    settings = import_optional("transformers", "hf", _BY).AutoConfig
     try:
         config = settings.from_pretrained(name)
     except (OSError, ValueError):
@@ -300,11 +300,13 @@ when_guarded(_guard_references)
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    loading = needed("transformers", "hf", _BY)
+    loading = import_optional("transformers", "hf", _BY)
     if int(loading.__version__.split(".")[0]) < 5:
         raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
-    config = needed("transformers.utils.quantization_config", "hf", _BY).QuantizationConfigMixin
-    quantizer = needed("transformers.quantizers.base", "hf", _BY).HfQuantizer
+    config = import_optional(
+        "transformers.utils.quantization_config", "hf", _BY
+    ).QuantizationConfigMixin
+    quantizer = import_optional("transformers.quantizers.base", "hf", _BY).HfQuantizer
     return (
         type(_CONFIG, (_Config, config), {"__module__": __name__}),
         type(_QUANTIZER, (_Quantizer, quantizer), {"__module__": __name__}),
@@ -398,7 +400,7 @@ class _Quantizer:
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
 
     def get_quantize_ops(self) -> Any:
-        package = needed("transformers.core_model_loading", "hf", _BY)
+        package = import_optional("transformers.core_model_loading", "hf", _BY)
         operation = type("Encoded", (Encode, package.ConversionOps), {})()
         operation.reader = self.reader
         return operation
@@ -429,7 +431,7 @@ class _Quantizer:
     def get_weight_conversions(self) -> list[Any]:
         if not self.pre_quantized:
             return []
-        package = needed("transformers.core_model_loading", "hf", _BY)
+        package = import_optional("transformers.core_model_loading", "hf", _BY)
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
         renamings = []
         names = {"weight": PARTS}
@@ -593,10 +595,10 @@ def _keep_whole(model: Any) -> None:
     names = [name for name in in_place_parameters(model) if not name.endswith(".weight")]
     if not names:
         return
-    package = needed("transformers.core_model_loading", "hf", _BY)
+    package = import_optional("transformers.core_model_loading", "hf", _BY)
     kept = getattr(model, "_weight_conversions", None)
     if kept is None:
-        mapping = needed("transformers.conversion_mapping", "hf", _BY)
+        mapping = import_optional("transformers.conversion_mapping", "hf", _BY)
         kept = mapping.get_model_conversion_mapping(model, add_legacy=False)
         kept = [each for each in kept if not isinstance(each, getattr(package, "PrefixChange", ()))]
     model._weight_conversions = [
@@ -783,7 +785,9 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups of the parameters that decay and of those that do not, as Trainer divides
     them.
     """
-    trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
+    trainer = import_optional(
+        "transformers", "hf", "fp8manifold.huggingface.trainer_optimizer"
+    ).Trainer
     decays = set(trainer.get_decay_parameter_names(None, model))
     groups: dict[bool, dict[str, Any]] = {}
     for name, p in model.named_parameters():

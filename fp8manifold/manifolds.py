@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._numerics.charts import RETRACTIONS, Metric, Retraction, chart_of, within
+from fp8manifold._numerics.charts import RETRACTIONS, Metric, Retraction, chart_of, clamp_to_ends
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws
@@ -214,7 +214,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return self._inside(self._chart.shift(inside, steps))
 
     def _inside(self, x: Tensor) -> Tensor:
-        return within(x, self.format.max)
+        return clamp_to_ends(x, self.format.max)
 
     def _working(self, x: Tensor, name: str = "x") -> tuple[Tensor, Tensor]:
         """``x`` and the scale in the dtype that the chart is computed in."""

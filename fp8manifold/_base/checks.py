@@ -59,10 +59,10 @@ def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> N
             raise ValueError(f"{name} has an unknown key {key!r}: {_one_of(allowed, key)}")
 
 
-def needed(module: str, extra: str, by: str) -> Any:
+def import_optional(module: str, extra: str, user: str) -> Any:
     """A module of an optional package, or ImportError with the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{by} needs {package}: pip install 'fp8manifold[{extra}]'") from error
+        raise ImportError(f"{user} needs {package}: pip install 'fp8manifold[{extra}]'") from error

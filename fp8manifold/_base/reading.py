@@ -28,7 +28,7 @@ def is_read_at_once(x: Tensor) -> bool:
     return not x.is_cuda
 
 
-def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
+def read_cached(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
     """``read(x)``, with one ``read`` for each tensor; from a GPU read again only once
     autograd counts a write to it.
     """
@@ -61,11 +61,11 @@ def refuse_on_card(right: Tensor, message: str) -> None:
 def advance(x: Tensor, number: int) -> None:
     """Add one to a counter on the device whose ``number`` the host knows."""
     x.add_(1)
-    expect(x, number + 1)
+    remember_value(x, number + 1)
 
 
-def expect(x: Tensor, number: Any) -> None:
-    """Spare :func:`known` the wait for a number just written on a GPU: it is given, or
+def remember_value(x: Tensor, number: Any) -> None:
+    """Spare :func:`read_cached` the wait for a number just written on a GPU: it is given, or
     a function that returns it.
     """
     if not (
@@ -77,7 +77,7 @@ def expect(x: Tensor, number: Any) -> None:
         _READ[x] = (x._version, number)
 
 
-class Later:
+class PendingValues:
     """A tensor's values, copied to the host once the work before is done: only reading
     them waits.
     """
@@ -103,14 +103,14 @@ class Later:
         return self._values.tolist()
 
 
-class LaterMaximum:
+class PendingMaximum:
     """The largest of numbers that a GPU computes, read without a wait once it has
     reached the host.
     """
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
-        self._later: Later | None = None
+        self._later: PendingValues | None = None
 
     def add(self, number: Tensor) -> float | None:
         """Add a number; the largest of those before it if it has reached the host,
@@ -120,5 +120,5 @@ class LaterMaximum:
         if self._later is not None and self._later.is_there:
             found, self._largest = float(self._later.values), None
         self._largest = number if self._largest is None else torch.maximum(self._largest, number)
-        self._later = Later(self._largest)
+        self._later = PendingValues(self._largest)
         return found

@@ -15,8 +15,8 @@ from fp8manifold._numerics.codec import (
     decode_signed,
     encode_signed,
     joined_codes,
+    keep_nan_codes,
     split_codes,
-    unless_special,
 )
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
@@ -273,4 +273,4 @@ def rewrite_together(own: Any, left: Tensor, new: Tensor) -> None:
         encode_signed(_units(own, left) * ratio, fmt, draws, _BITS), fmt, _BITS, codes
     )
     left.copy_(torch.where(ratio == 1, left, rest.to(torch.int8)))
-    codes.copy_(torch.where(ratio == 1, codes, unless_special(rounded, codes, fmt)))
+    codes.copy_(torch.where(ratio == 1, codes, keep_nan_codes(rounded, codes, fmt)))

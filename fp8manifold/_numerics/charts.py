@@ -207,7 +207,7 @@ _tabulated = lru_cache(maxsize=64)(
 )  #: One table for each function, not for each step of an optimizer.
 
 
-def within(x: Tensor, limit: float) -> Tensor:
+def clamp_to_ends(x: Tensor, limit: float) -> Tensor:
     """``clamp(x, -limit, limit)``, with derivative 1 at the ends themselves: releases
     of torch differ there.
     """

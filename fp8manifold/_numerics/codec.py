@@ -186,7 +186,7 @@ def split_codes(signed: Tensor, fmt: FloatFormat, bits: int, old: Tensor) -> tup
     return codes, signed - (nearest << bits)
 
 
-def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
+def keep_nan_codes(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
     """Codes (int32) as bytes, where the ``old`` code was NaN the old one: steps are for
     finite weights.
     """

@@ -69,7 +69,9 @@ def bounded_share(
     return share
 
 
-def factor(stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Tensor]) -> Tensor:
+def bounded_ratio_power(
+    stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Tensor]
+) -> Tensor:
     """``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere; ``scale`` has
     the mantissas of ``stiffness``.
     """
@@ -159,7 +161,7 @@ def sqrt_exact(x: Tensor) -> Tensor:
     return x.double().sqrt_().to(x.dtype)
 
 
-def bounds(reference: float, damping: float, clip: float) -> tuple[float, float]:
+def stiffness_bounds(reference: float, damping: float, clip: float) -> tuple[float, float]:
     """The powers of two between which the stiffness is held: the bounds rounded
     outwards.
     """
@@ -172,7 +174,7 @@ def end_exponents(
     reference: float, damping: float, clip: float, mantissa_bits: int
 ) -> tuple[int, int]:
     """The exponents of values between which the chart's stiffness follows the format."""
-    low, high = map(log2_bounded, bounds(reference, damping, clip))
+    low, high = map(log2_bounded, stiffness_bounds(reference, damping, clip))
     return int(low) + mantissa_bits, int(high) + mantissa_bits
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import needed
+from fp8manifold._base.checks import import_optional
 from fp8manifold._base.wrappers import plain_name
 from fp8manifold._published.found import quantization_of, stored_weights
 from fp8manifold._published.places import Place
@@ -149,8 +149,8 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
     Transformers renames tensors and puts several into one; a parameter that it makes in
     another way is refused.
     """
-    loading = needed("transformers.core_model_loading", "hf", "load_fp8")
-    conversions = needed(
+    loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
+    conversions = import_optional(
         "transformers.conversion_mapping", "hf", "load_fp8"
     ).get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]

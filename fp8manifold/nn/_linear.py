@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.reading import advance, eager_only, has_values, known
+from fp8manifold._base.reading import advance, eager_only, has_values, read_cached
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
@@ -380,7 +380,7 @@ class QuantizedLinear(nn.Linear):
     def _draw(self) -> int:
         """Number of the next forward pass; 0 if no bits are drawn in it."""
         draws = getattr(self, "draws", None)
-        return 0 if draws is None else int(known(draws, Tensor.item))
+        return 0 if draws is None else int(read_cached(draws, Tensor.item))
 
     def _last_draw(self) -> int:
         return max(self._draw() - 1 if self.training else self._draw(), 0)

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import LaterMaximum, eager_only, has_values, is_read_at_once, known
+from fp8manifold._base.reading import (
+    PendingMaximum,
+    eager_only,
+    has_values,
+    is_read_at_once,
+    read_cached,
+)
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -125,7 +131,7 @@ class Scaler(nn.Module):
             self.reset_parameters()
 
 
-_LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
+_LATER: Final[WeakKeyDictionary[nn.Module, PendingMaximum]] = WeakKeyDictionary()
 """By frozen scale on a GPU: how far its last tensors have exceeded it, once that is
 known.
 """
@@ -269,7 +275,7 @@ class Scale(Scaler):
             return self._was_frozen
         if not has_values(self.frozen):
             return False
-        frozen = bool(known(self.frozen, bool))
+        frozen = bool(read_cached(self.frozen, bool))
         if not torch.compiler.is_compiling():
             self._was_frozen = frozen
         return frozen
@@ -290,7 +296,7 @@ class Scale(Scaler):
         if not has_values(amax):
             return
         if not is_read_at_once(amax):
-            worst = _LATER.setdefault(self, LaterMaximum()).add(
+            worst = _LATER.setdefault(self, PendingMaximum()).add(
                 torch.where(amax > limit, amax / limit, 0.0).max()
             )
         elif bool((amax > limit).any()):

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import needed
+from fp8manifold._base.checks import import_optional
 from fp8manifold._published import Header, quantization_of, stored_weights
 from fp8manifold._published.found import may_be_weight, refuse_codes
 from fp8manifold._published.replaced import INDEX, WEIGHTS_FILE, indexed_names
@@ -216,7 +216,7 @@ Tensors = GivenTensors | FileTensors
 
 
 def _safe_open(path: Path) -> Any:
-    return needed("safetensors", "hf", "load_quantized").safe_open(path, framework="pt")
+    return import_optional("safetensors", "hf", "load_quantized").safe_open(path, framework="pt")
 
 
 def files_of(source: Source) -> list[Path]:

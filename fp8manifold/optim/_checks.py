@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
-from fp8manifold._base.reading import known
+from fp8manifold._base.reading import read_cached
 from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
@@ -152,13 +152,13 @@ def check_lr(group: dict[str, Any]) -> None:
             f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed"
         )
     if type(lr) is not float or not 0 <= lr < math.inf:
-        check_finite("lr", known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
+        check_finite("lr", read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def lr_of(group: dict[str, Any]) -> float:
     """Learning rate of a group; a tensor on a GPU is waited for once after each change."""
     lr = group["lr"]
-    return float(known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
+    return float(read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:

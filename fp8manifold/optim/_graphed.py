@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from fp8manifold._base.reading import Later
+from fp8manifold._base.reading import PendingValues
 from fp8manifold._triton.launch import Tables
 from fp8manifold.optim._checks import are_same
 from fp8manifold.optim._optimizer import ManifoldOptimizer
@@ -66,7 +66,7 @@ class _StepGraph:
     def __init__(self) -> None:
         self._signature: Any = None
 
-    def __call__(self, step: TritonStep, slots: list[Slot]) -> Later:
+    def __call__(self, step: TritonStep, slots: list[Slot]) -> PendingValues:
         """Take and count a step; record it if its launches differ from those before."""
         if self._signature != step.signature:
             self._tables, self._graphs = Tables(step.launches, step.words()), _Graphs()
@@ -77,7 +77,7 @@ class _StepGraph:
         step.fill(slots, self._tables.said)
         self._tables.fill(step.launches)
         self._graphs.replay(0)
-        return Later(self._tables.said)
+        return PendingValues(self._tables.said)
 
 
 class _Passes:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._base.reading import Later, eager_only
+from fp8manifold._base.reading import PendingValues, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim import _checks, _state
@@ -84,7 +84,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     fitted_scales: int = 0
     streams_begun: int = 0
     _unheard: tuple[
-        tuple[Later, dict[Tensor, int | None], BackwardPass | None], ...
+        tuple[PendingValues, dict[Tensor, int | None], BackwardPass | None], ...
     ] = ()  # arguments of ``count_decided``, by step
     _heard: BackwardPass | None = None  # the last backward pass with a verdict
     _table: Table | None = (
@@ -93,7 +93,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     _recorder: Callable[[], None] | None = (
         None  # called in place of a step while a graph of the passes is recorded
     )
-    _graph: Callable[[Any, list[Slot]], Later] | None = (
+    _graph: Callable[[Any, list[Slot]], PendingValues] | None = (
         None  # takes and counts a step that a GPU's table launches
     )
     _in_backward: Any = None  # the handle of ``step_in_backward``

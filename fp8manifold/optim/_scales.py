@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import describe_change
-from fp8manifold._numerics.codec import encode_finite, encode_signed, split_codes, unless_special
+from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_codes, split_codes
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
@@ -164,7 +164,7 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
         residual[rows] = rest.to(torch.int8)
     else:
         rounded = encode_finite(x, fmt, draws)
-    weight[rows] = unless_special(rounded, arrays["weight"], fmt)
+    weight[rows] = keep_nan_codes(rounded, arrays["weight"], fmt)
 
 
 def zero_scales(held: FP8Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import Later, expect, known
+from fp8manifold._base.reading import PendingValues, read_cached, remember_value
 from fp8manifold._encoded.storage import expand_scale, number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._native._arrays import spacings
@@ -197,7 +197,7 @@ class Slot:
             return True
         assert self.scale is not None
         return bool(
-            known(self.scale, lambda scale: bool((torch.frexp(scale).mantissa == 0.5).all()))
+            read_cached(self.scale, lambda scale: bool((torch.frexp(scale).mantissa == 0.5).all()))
         )
 
     def view_in(self, *, blocks: bool) -> View:
@@ -339,10 +339,12 @@ def steps_taken(state: Mapping[str, Any]) -> int:
     unless the host knows it.
     """
     step = state.get("step", 0)
-    return int(known(step, Tensor.item) if isinstance(step, Tensor) else step)
+    return int(read_cached(step, Tensor.item) if isinstance(step, Tensor) else step)
 
 
-def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False) -> list[Slot]:
+def counted(
+    slots: list[Slot], said: PendingValues | None = None, *, added: bool = False
+) -> list[Slot]:
     """Count a step of slots: as taken, or as the kernels' verdict ``said``; with
     ``added`` a graph has counted it.
     """
@@ -352,7 +354,9 @@ def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False
     elif said is None and slots:
         torch._foreach_add_(steps, 1)
     for slot, step in zip(slots, steps, strict=True):
-        expect(step, lambda done=slot.done: done + 1 - (0 if said is None else said.values[0][0]))
+        remember_value(
+            step, lambda done=slot.done: done + 1 - (0 if said is None else said.values[0][0])
+        )
     return slots
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold import _triton
-from fp8manifold._base.reading import Later
+from fp8manifold._base.reading import PendingValues
 from fp8manifold.optim._agreement import are_several
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
@@ -136,7 +136,7 @@ class Table:
     def __init__(self, slots: list[Slot]) -> None:
         self.slots, self._device = slots, slots[0].device
         self._step: NativeStep | TritonStep | None = None
-        self._said: Later | None = None
+        self._said: PendingValues | None = None
         self._taken: bool | None = False
         self.alive: list[weakref.ref[Any]] = []
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]

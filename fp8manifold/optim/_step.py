@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8manifold._base.blocks import block_on
 from fp8manifold._numerics import codec
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
-from fp8manifold._numerics.stiffness import exp2_exact, factor
+from fp8manifold._numerics.stiffness import bounded_ratio_power, exp2_exact
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
@@ -251,7 +251,9 @@ def stiffness_factor(
     assert stiffness is not None
     in_value = stiffness * arrays["scale"]
     powers_of_two = spec.metric in ("ulp", "euclidean")  # in units of the scale
-    return factor(in_value, arrays["scale"] if powers_of_two else in_value, spec.stiffness, numbers)
+    return bounded_ratio_power(
+        in_value, arrays["scale"] if powers_of_two else in_value, spec.stiffness, numbers
+    )
 
 
 _FIELD, _BIAS = 23, 127

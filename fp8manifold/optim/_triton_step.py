@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold import _triton
-from fp8manifold._base.reading import Later
+from fp8manifold._base.reading import PendingValues
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
 from fp8manifold.optim._native_step import has_code, key_rows, number_rows, places_of, records_of
@@ -82,7 +82,7 @@ class TritonStep:
             self.records, kinds, self._device, check=decides, widenings=self._widenings
         )
 
-    def run(self, slots: Sequence[Slot]) -> Later:
+    def run(self, slots: Sequence[Slot]) -> PendingValues:
         """Launch the kernels; their report has a row for all steps and one for each,
         and is not waited for.
         """
@@ -90,7 +90,7 @@ class TritonStep:
         self.fill(slots, said)
         launch(self.launches, said)
         self._scales = []  # copies, which a table does not serve with
-        return Later(said)
+        return PendingValues(said)
 
     def words(self) -> Tensor:
         """Zeros for the kernels' report: a row for all steps, and one for each."""
@@ -127,7 +127,7 @@ class TritonStep:
             doubled["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
 
 
-def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later] | None:
+def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, PendingValues] | None:
     """A step that has been launched, and its kernels' report; None, with one warning,
     if no kernel can be compiled.
     """
@@ -145,7 +145,7 @@ def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later
         return None
 
 
-def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
+def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues | None:
     """Step the slots in place and take the kernels' report to those with codes; None if
     no kernel can be compiled.
 
@@ -309,7 +309,7 @@ def kernel_spec(
 
 def count_decided(
     optimizer: Any,
-    said: Later,
+    said: PendingValues,
     versions: dict[Tensor, int | None],
     backward_pass: BackwardPass | None,
 ) -> None:

@@ -102,7 +102,7 @@ class WriteBack:
             )
             stored = {"residual": residual.to(torch.int8)}
             if storage == "codes":
-                return stored | {"weight": codec.unless_special(codes, weight, fmt)}, target
+                return stored | {"weight": codec.keep_nan_codes(codes, weight, fmt)}, target
             value = codec.decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
             return stored | {
                 "weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))
@@ -112,7 +112,7 @@ class WriteBack:
             return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
         codes = codec.encode_finite(target, fmt, draws)
         after = codec.decode_with_ulp(codes, fmt)[0] if self.injects else target
-        return {"weight": codec.unless_special(codes, weight, fmt)}, after
+        return {"weight": codec.keep_nan_codes(codes, weight, fmt)}, after
 
 
 WRITEBACKS: Final[dict[str, WriteBack]] = {

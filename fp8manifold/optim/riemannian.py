@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._numerics.charts import Retraction
-from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
+from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness, stiffness_bounds
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
@@ -36,7 +36,7 @@ def unit_of(slot: Slot, reference: float) -> float:
     where there is no bound.
     """
     bounded = slot.metric == "ulp" and math.isfinite(slot.group["clip"])
-    largest = bounds(reference, 0.0, slot.group["clip"])[1] if bounded else reference
+    largest = stiffness_bounds(reference, 0.0, slot.group["clip"])[1] if bounded else reference
     exponent = math.frexp(largest)[1] - (
         0 if bounded else 1
     )  # above ``largest``: a scale may be no power of two
@@ -182,7 +182,7 @@ class Riemannian(ManifoldOptimizer):
         reference, due = slot.state.get("reference"), slot.done % slot.group["refresh_every"] == 0
         if reference is None or due or not math.isfinite(slot.group["clip"]):
             return _largest(slot, stiffness_field(slot, slot.metric))
-        return bounds(reference, slot.group["damping"], slot.group["clip"])[1]
+        return stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])[1]
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         geometry = "tangent" if slot.retraction == "euclidean" else "exponential"
@@ -191,7 +191,7 @@ class Riemannian(ManifoldOptimizer):
     def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
         if slot.metric != "ulp":
             return 0.0
-        low, high = bounds(reference, slot.group["damping"], slot.group["clip"])
+        low, high = stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])
         assert slot.scale is not None
         unit = (
             torch.frexp(expand_scale(slot.scale, slot.block_size, slot.weight.shape)).mantissa * 2

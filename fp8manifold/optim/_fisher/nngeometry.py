@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fp8manifold._base.checks import needed
+from fp8manifold._base.checks import import_optional
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
@@ -36,7 +36,7 @@ _CHUNK = 1 << 22
 
 def load_nngeometry() -> Any:
     """The package, or ImportError."""
-    return needed("nngeometry", "fisher", "FisherNaturalGradient")
+    return import_optional("nngeometry", "fisher", "FisherNaturalGradient")
 
 
 class Layer(NamedTuple):
