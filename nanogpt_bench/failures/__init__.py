@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -343,6 +343,11 @@ class Finding:
     def found(self) -> bool:
         return self.state == FOUND
 
+    @property
+    def first_criterion(self) -> Criterion | None:
+        """The criterion that began to hold first; None where none did."""
+        return _first_to_hold(self.criteria)
+
 
 @dataclass(frozen=True)
 class Event:
@@ -408,6 +413,16 @@ def _first_run(
             return begin
         begin = index + 1
     return None
+
+
+def _first_to_hold(criteria: Iterable[Criterion]) -> Criterion | None:
+    first = None
+    for criterion in criteria:
+        if criterion.step is None:
+            continue
+        if first is None or first.step is None or criterion.step < first.step:
+            first = criterion
+    return first
 
 
 def judge(evidence: Evidence, *, running: bool = False) -> tuple[Finding, ...]:

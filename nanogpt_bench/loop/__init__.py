@@ -1,3 +1,1 @@
-"""The training loop of a run: its folder, its records and checkpoints, how it ends and
-is resumed.
-"""
+"""The training loop of a run: its folder, records and checkpoints, and its end."""

@@ -1,12 +1,21 @@
-"""Clipping by the norm of the whole gradient, before the weights' gradients are
-quantised.
+"""Clipping by the norm of the whole gradient.
+
+The gradient of a step is complete once all its micro-batches have passed backward.
+Which class clips depends on when weights' gradients change or vanish:
+
+- `Clipping` clips the complete gradient before the optimizer steps.
+- `ClippingFirst` clips every micro-batch's gradient before the weights' gradients are
+  quantised.
+- `ClippingWithin` serves steps in the backward pass, after which no gradient is left:
+  the norm is that of the step before, or of an extra backward pass.
+- `Unclipped` serves such steps without clipping.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +26,16 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError
 
 
-def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
-    """Return a run's clipping, and put the optimizer's steps into the backward pass if
-    the run wants them there.
+def build_clipping(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
+    """Return a run's clipping.
+
+    If the run has its steps in the backward pass, the optimizer is put there.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
     has_format = any(layer.weight_gradient_scaler is not None for layer in layers)
-    bound, own = config.optimizer.grad_clip, config.optimizer.clip_by
+    bound = config.optimizer.grad_clip
+    clip_by = config.optimizer.clip_by
     if not config.train.step_in_backward:
         if has_format:
             return ClippingFirst(parameters, bound, model, config.train.accumulation)
@@ -35,121 +46,143 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
             "optimizer.grad_clip, which comes before it; give optimizer.grad_clip 0, or leave it "
             "out"
         )
-    summed = config.train.accumulation > 1
-    accumulate = "bfloat16" if summed else None
-    options: dict[str, Any] = (
-        {"clip": own, "max_norm": bound} if own else {"accumulate": accumulate}
-    )
-    handle = fm.optim.step_in_backward(optimizer, **options)
-    if own:
-        return ClippingWithin(handle, bound, exact=own == "exact")
-    return Clipping(parameters, bound) if summed else Unclipped([], 0.0)
+    if clip_by:
+        handle = fm.optim.step_in_backward(optimizer, clip=clip_by, max_norm=bound)
+        return ClippingWithin(handle, bound, exact=clip_by == "exact")
+    if config.train.accumulation > 1:
+        fm.optim.step_in_backward(optimizer, accumulate="bfloat16")
+        return Clipping(parameters, bound)
+    fm.optim.step_in_backward(optimizer, accumulate=None)
+    return Unclipped([], 0.0)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    return parameters
+
+
+def _total_norm(gradients: Iterable[Tensor | None]) -> Tensor:
+    return get_total_norm([gradient for gradient in gradients if gradient is not None])
+
+
+class GradientNorm(NamedTuple):
+    """The norm of a step's gradient before clipping, None if it is not known."""
+
+    norm: float | None
+    was_clipped: bool
 
 
 class Clipping:
-    """Scales the complete gradient to a norm of at most `bound`; not if `bound` is 0 or
-    the norm is not finite.
+    """Scales the complete gradient to a norm of at most `bound`.
+
+    It does not if `bound` is 0 or the norm is not finite.
     """
 
     def __init__(self, parameters: Sequence[Tensor], bound: float) -> None:
-        self._parameters, self._bound = parameters, bound
+        self._parameters = parameters
+        self._bound = bound
 
     def before_backward(self) -> None:
         """Called before every micro-batch's backward pass."""
 
     def measure(self, loss: Tensor) -> None:
-        """Measure the norm by which gradients are clipped, where that takes a backward
-        pass before the step's.
+        """Measure the norm by which gradients are clipped.
+
+        It takes a backward pass before the step's, where the class needs one.
         """
 
     def passed(self) -> None:
         """Called after a backward pass that stepped, before its step ends."""
 
     def after_backward(self) -> float:
-        """Called after every micro-batch's backward pass; return by what its gradient
-        was multiplied.
+        """Called after every micro-batch's backward pass.
+
+        Returns the factor by which its gradient was multiplied.
         """
         return 1.0
 
-    def finish(self) -> tuple[float | None, bool]:
-        """Return the norm that the step's gradient had before it was clipped, and
-        whether it was.
-        """
-        total = get_total_norm(
-            [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        )
+    def finish(self) -> GradientNorm:
+        """Clip, and return the norm that the step's gradient had before."""
+        total = _total_norm(parameter.grad for parameter in self._parameters)
         norm = total.item()
-        clipped = 0 < self._bound < norm < math.inf
-        if clipped:
+        was_clipped = 0 < self._bound < norm < math.inf
+        if was_clipped:
             clip_grads_with_norm_(self._parameters, self._bound, total)
-        return norm, clipped
+        return GradientNorm(norm, was_clipped)
 
 
 class Unclipped(Clipping):
-    """No clipping: each gradient is freed as soon as its parameter has stepped, and the
-    whole norm is not known.
+    """No clipping: each gradient is freed as soon as its parameter has stepped.
+
+    The norm of the whole gradient is not known.
     """
 
-    def finish(self) -> tuple[None, bool]:
-        return None, False
+    def finish(self) -> GradientNorm:
+        return GradientNorm(None, was_clipped=False)
 
 
 class ClippingWithin(Clipping):
-    """Clips gradients that step in the backward pass, by the norm of the step before or
-    (`exact`) of an extra pass.
+    """Clips gradients that step in the backward pass.
+
+    They are clipped by the norm of the step before or, with `exact`, of an extra pass.
     """
 
     def __init__(self, handle: Any, bound: float, *, exact: bool) -> None:
-        groups = handle.optimizer.param_groups
-        super().__init__([parameter for group in groups for parameter in group["params"]], bound)
-        self._handle, self._exact = handle, exact
-        self._seen: tuple[float | None, bool] = None, False
+        super().__init__(_parameters(handle.optimizer), bound)
+        self._handle = handle
+        self._exact = exact
+        self._norm = GradientNorm(None, was_clipped=False)
 
     def measure(self, loss: Tensor) -> None:
-        """Measure with `exact`, and in the first step; the pass that steps uses the
-        same graph, with its dropout.
+        """Measure with `exact`, and in the first step.
+
+        The pass that steps uses the same graph, with its dropout.
         """
-        if self._exact or self._before() is None:
+        if self._exact or self._previous_norm() is None:
             with self._handle.measure():
                 loss.backward(retain_graph=True)
 
     def passed(self) -> None:
         """Note the norm, which is in the placeholders in `grad` until the step ends."""
-        norm, before = (
-            get_total_norm([p.grad for p in self._parameters if p.grad is not None]).item(),
-            self._before(),
-        )
-        by = norm if self._exact or before is None else before
-        self._seen = norm, self._bound < by < math.inf
+        norm = _total_norm(parameter.grad for parameter in self._parameters).item()
+        previous_norm = self._previous_norm()
+        norm_to_clip = norm if self._exact or previous_norm is None else previous_norm
+        self._norm = GradientNorm(norm, self._bound < norm_to_clip < math.inf)
 
-    def finish(self) -> tuple[float | None, bool]:
-        seen, self._seen = self._seen, (None, False)
-        return seen
+    def finish(self) -> GradientNorm:
+        norm = self._norm
+        self._norm = GradientNorm(None, was_clipped=False)
+        return norm
 
-    def _before(self) -> float | None:
+    def _previous_norm(self) -> float | None:
         norm: float | None = self._handle.optimizer.param_groups[0].get("previous_norm")
         return norm
 
 
 class ClippingFirst(Clipping):
-    """Clips the float gradient of every micro-batch, then quantises that of the
-    weights, and sums in float32.
+    """Clips every micro-batch's float gradient, then quantises that of the weights.
 
-    The bound of each is `bound` over the number of micro-batches, so that the norm of
-    their sum is at most `bound`, except for what rounding adds. A gradient that is not
-    finite is left as it is, so that the step is skipped.
+    The quantised gradients are summed in float32. The bound of each is `bound` over the
+    number of micro-batches, so that the norm of their sum is at most `bound`, except
+    for what rounding adds. A gradient that is not finite is left as it is, so that the
+    step is skipped.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], bound: float, model: nn.Module, micro_steps: int
     ) -> None:
         super().__init__(parameters, bound)
-        self._model, self._micro_steps = model, micro_steps
-        self._sums: list[Any] = []
-        # Sums of the unclipped gradients, for their norm; one micro-batch needs no copy
-        # of it.
-        self._unclipped: list[Any] = [None] * len(parameters)
-        self._norm, self._clipped = 0.0, False
+        self._model = model
+        self._micro_steps = micro_steps
+        #: sums of the quantised gradients of earlier micro-batches
+        self._sums: list[Tensor | None] = []
+        #: sums of the unclipped gradients, for their norm; one micro-batch needs none
+        self._unclipped: list[Tensor | None] = [None] * len(parameters)
+        #: norm of the last micro-batch's gradient
+        self._last_norm = 0.0
+        self._was_clipped = False
 
     def before_backward(self) -> None:
         self._sums = [parameter.grad for parameter in self._parameters]
@@ -158,35 +191,39 @@ class ClippingFirst(Clipping):
 
     def after_backward(self) -> float:
         gradients = [parameter.grad for parameter in self._parameters]
-        norm = get_total_norm([gradient for gradient in gradients if gradient is not None])
-        self._norm = norm.item()
+        norm = _total_norm(gradients)
+        self._last_norm = norm.item()
         if self._micro_steps > 1:
-            self._unclipped = _added(
-                self._unclipped, [None if g is None else g.clone() for g in gradients]
-            )
-        factor, bound = 1.0, self._bound / self._micro_steps
-        if 0 < bound < self._norm < math.inf:
+            for index, gradient in enumerate(gradients):
+                copied = None if gradient is None else gradient.clone()
+                self._unclipped[index] = _add(self._unclipped[index], copied)
+        factor = 1.0
+        bound = self._bound / self._micro_steps
+        if 0 < bound < self._last_norm < math.inf:
             clip_grads_with_norm_(self._parameters, bound, norm)
-            self._clipped, factor = True, bound / (self._norm + 1e-6)  # as in clip_grads_with_norm_
+            self._was_clipped = True
+            # as in clip_grads_with_norm_
+            factor = bound / (self._last_norm + 1e-6)
         fm.quantize_weight_gradients(self._model)
         for parameter, total in zip(self._parameters, self._sums, strict=True):
-            (parameter.grad,) = _added([total], [parameter.grad])
+            parameter.grad = _add(total, parameter.grad)
         self._sums = []
         return factor
 
-    def finish(self) -> tuple[float, bool]:
-        norm, clipped = self._norm, self._clipped
+    def finish(self) -> GradientNorm:
+        norm = self._last_norm
         if self._micro_steps > 1:
-            norm = get_total_norm(
-                [gradient for gradient in self._unclipped if gradient is not None]
-            ).item()
-        self._unclipped, self._clipped = [None] * len(self._parameters), False
-        return norm, clipped
+            norm = _total_norm(self._unclipped).item()
+        result = GradientNorm(norm, self._was_clipped)
+        self._unclipped = [None] * len(self._parameters)
+        self._was_clipped = False
+        return result
 
 
-def _added(sums: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """Add gradients to sums in place; None stands for zero."""
-    pairs = zip(sums, gradients, strict=True)
-    return [
-        one if total is None else total if one is None else total.add_(one) for total, one in pairs
-    ]
+def _add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Add a gradient to a sum in place; None stands for zero."""
+    if total is None:
+        return gradient
+    if gradient is None:
+        return total
+    return total.add_(gradient)

@@ -1,5 +1,8 @@
-"""Observers of a run beside its monitors: records and alerts, line by line, and the
-trend; the order of all.
+"""The observers of a run: its monitors, its records and alerts, the trend.
+
+`build_observers` puts them in the order in which they are called: those that measure
+come first, then the trend, which adds to the record, then those that write the record
+or judge it.
 """
 
 import json
@@ -10,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import yaml
@@ -37,8 +40,9 @@ from nanogpt_bench.system.files import NO_LINKS
 
 
 class LineFile:
-    """A file that grows by whole lines, created with the first one; a resumed run cuts
-    it back first.
+    """A file that grows by whole lines, created with the first one.
+
+    A resumed run cuts it back first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,18 +52,19 @@ class LineFile:
     def append(self, lines: Iterable[str]) -> None:
         """Add lines and flush them."""
         if self._file is None:
-            self._file = os.fdopen(
-                self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8"
-            )
+            descriptor = self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._file = os.fdopen(descriptor, "a", encoding="utf-8")
         try:
             self._file.writelines(line + "\n" for line in lines)
             self._file.flush()
-        except OSError as error:  # an error of writing does not name the file
+        except OSError as error:
+            # An error of writing does not name the file.
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def _open(self, flags: int) -> int:
-        """Open the file for writing, but no symbolic link: the folder may come from
-        somebody else.
+        """Open the file for writing, but no symbolic link.
+
+        The folder may come from somebody else.
         """
         try:
             return os.open(self._path, flags | NO_LINKS, 0o666)
@@ -71,8 +76,9 @@ class LineFile:
             raise
 
     def length(self) -> int:
-        """Return the bytes written so far, once they are on the disk: a checkpoint must
-        not count on lost ones.
+        """Return the bytes written so far, once they are on the disk.
+
+        A checkpoint must not count on lost ones.
         """
         if not self._path.exists():
             return 0
@@ -103,8 +109,9 @@ class LineFile:
 
 
 class JsonlObserver(Observer):
-    """Appends every step's record to a file and flushes it; a value that is not finite
-    is written as null.
+    """Appends every step's record to a file and flushes it.
+
+    A value that is not finite is written as null.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,106 +127,115 @@ class JsonlObserver(Observer):
         self._lines.cut(state["bytes"])
 
     def written(self, step: Step) -> None:
-        known = {
-            key: value
-            for key, value in step.record.items()
-            if value is not None and math.isfinite(value)
-        }
-        record = {**dict.fromkeys(step.record), **known}
-        self._lines.append([json.dumps({"step": step.number, **record}, allow_nan=False)])
+        record: dict[str, Any] = {"step": step.number}
+        for name, value in step.record.items():
+            is_finite = value is not None and math.isfinite(value)
+            record[name] = value if is_finite else None
+        self._lines.append([json.dumps(record, allow_nan=False)])
 
 
-#: names of the metrics that failures are judged by, and the beginnings of the names of
-#: those measured by layer
+#: names of the metrics by which failures are judged
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
-_OF_LAYERS = tuple(
+#: beginnings of the names of the judged metrics that are measured by layer
+_JUDGED_BY_LAYER = tuple(
     f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name
 )
-#: a long run is judged again once it has grown by this share, so that judging takes the
-#: same share of its time
+#: a long run is judged again once it has grown by this share, so that judging takes a
+#: constant share of its time
 _GROWTH = 0.05
 
 
 class AlertObserver(Observer):
-    """Judges a run's records after measurements and validations; each kind of alert is
-    raised once.
+    """Judges a run's records after measurements and validations.
+
+    Each kind of alert is raised once.
     """
 
     def __init__(
         self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None
     ) -> None:
-        self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
-        self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
-        self._evidence = Evidence(
-            Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records)
-        )
-        self._standstill, self._judged = Standstill(), 0
+        self._interval = config.monitor.interval
+        self._tell = tell
+        self._run_dir = run_dir
+        self._lines = LineFile(run_dir / "alerts.jsonl")
+        self._records = Records()
+        run = Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records)
+        self._evidence = Evidence(run)
+        self._standstill = Standstill()
+        #: number of the step after which the run was last judged
+        self._judged_step = 0
         #: alerts raised, by kind
         self.counts: Counter[str] = Counter()
 
     def written(self, step: Step) -> None:
-        self._records.add({"step": step.number, **_judged_of(step.record)})
-        for kind, text in self._standstill.see(step):
-            self._raise(Alert(step.number, kind, message=text))
+        self._records.add({"step": step.number, **_judged_metrics(step.record)})
+        for event in self._standstill.see(step):
+            self._raise(Alert(step.number, event.kind, message=event.message))
         if self._is_due(step):
-            self._judged = step.number
+            self._judged_step = step.number
             for finding in judge(self._evidence, running=not step.last):
                 if finding.found:
-                    self._raise(_alert(finding, step))
+                    self._raise(_failure_alert(finding, step))
 
     def _is_due(self, step: Step) -> bool:
-        """At the last step, a first one that is not finite, a measurement or a
-        validation; less often in a long run.
+        """Return whether the run is judged after this step.
+
+        It is at the last step, at the first one that is not finite, and after
+        measurements and validations, less often in a long run.
         """
         if step.last or (step.anomaly is not None and "nan" not in self.counts):
             return True
-        looked = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
-        return looked and step.number >= self._judged * (1 + _GROWTH)
+        is_measured = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
+        return is_measured and step.number >= self._judged_step * (1 + _GROWTH)
 
     def state(self) -> dict[str, Any]:
-        own = {"bytes": self._lines.length(), "counts": dict(self.counts), "judged": self._judged}
-        return own | {"standstill": self._standstill.state()}
+        return {
+            "bytes": self._lines.length(),
+            "counts": dict(self.counts),
+            "judged": self._judged_step,
+            "standstill": self._standstill.state(),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._lines.cut(state["bytes"])
         self.counts = Counter(state["counts"])
         self._standstill.load_state(state["standstill"])
-        self._judged = state.get("judged", 0)
+        self._judged_step = state.get("judged", 0)
         for _, record in records(self._run_dir / "metrics.jsonl", []):
-            self._records.add(_judged_of(record))
+            self._records.add(_judged_metrics(record))
 
     def _raise(self, alert: Alert) -> None:
         if alert.kind in self.counts:
             return
         self.counts[alert.kind] += 1
         self._lines.append([json.dumps(asdict(alert), allow_nan=False)])
-        self._lines.close()  # alerts are rare
+        # Alerts are rare.
+        self._lines.close()
         self._tell(alert)
 
 
-def _judged_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in record.items()
-        if name in _JUDGED or name.startswith(_OF_LAYERS)
-    }
+def _judged_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    judged = {}
+    for name, value in record.items():
+        if name in _JUDGED or name.startswith(_JUDGED_BY_LAYER):
+            judged[name] = value
+    return judged
 
 
-def _alert(finding: Finding, step: Step) -> Alert:
-    """The alert of a failure just found; for `nan` with the place where it was first
-    seen.
-    """
-    where = (
-        f"; first seen in {step.anomaly.where}" if finding.kind == "nan" and step.anomaly else ""
-    )
-    first = min((c for c in finding.criteria if c.step is not None), key=lambda c: c.step or 0)
-    value = first.value if first.value is not None and math.isfinite(first.value) else None
+def _failure_alert(finding: Finding, step: Step) -> Alert:
+    """Return the alert of a new failure; that of `nan` has the place where it began."""
+    message = finding.message
+    if finding.kind == "nan" and step.anomaly:
+        message += f"; first seen in {step.anomaly.where}"
+    criterion = finding.first_criterion
+    assert criterion is not None
+    value = criterion.value
     return Alert(
         step.number,
         finding.kind,
-        message=finding.message + where,
-        value=value,
-        threshold=first.bound,
+        message=message,
+        value=value if value is not None and math.isfinite(value) else None,
+        threshold=criterion.bound,
     )
 
 
@@ -228,82 +244,93 @@ _FLAGS = tuple(flag.name for flag in metrics.FLAGS)
 
 @dataclass
 class _Snapshot:
-    """The state at a validation: the step's number, the optimizer's count of steps, and
-    a hash of the weights.
-    """
+    """The state at a validation."""
 
     number: int
     #: the optimizer's count of steps, summed over parameters; None where it does not
     #: count
     steps: float | None
+    #: hash of the weights
     weights: int
 
 
+class Standing(NamedTuple):
+    """A standstill: `no_step` or `no_change`, and a sentence."""
+
+    kind: str
+    message: str
+
+
 class Standstill:
-    """Finds out at every validation whether weights and optimizer have stood still
-    since the one before.
+    """Notices at a validation that weights or optimizer have stood still.
+
+    It compares with the validation before.
 
     >>> from nanogpt_bench.monitors.points import Step
     >>> layer = nn.Linear(2, 1)
     >>> adamw = torch.optim.AdamW(layer.parameters())
-    >>> seen = Standstill()
-    >>> found = [list(seen.see(Step(n, layer, adamw, record={"val/loss": 1.0}))) for n in (0, 4)]
-    >>> found[1]
-    [('no_change', 'no weight changed from step 0 to step 4, in 1 step')]
+    >>> standstill = Standstill()
+    >>> for number in (0, 4):
+    ...     step = Step(number, layer, adamw, record={"val/loss": 1.0})
+    ...     events = list(standstill.see(step))
+    >>> events[0].message
+    'no weight changed from step 0 to step 4, in 1 step'
     """
 
     def __init__(self) -> None:
         self._last: _Snapshot | None = None
         #: steps since the last validation whose loss and gradient were finite
-        self._due = 0
+        self._finite_steps = 0
 
-    def see(self, step: Step) -> Iterator[tuple[str, str]]:
-        """Take in a step whose record is complete; yield kind and message of each
-        standstill.
-        """
+    def see(self, step: Step) -> Iterator[Standing]:
+        """Take in a step whose record is complete; yield each standstill."""
         if step.number > 0 and not any(step.record.get(flag) for flag in _FLAGS):
-            self._due += 1
+            self._finite_steps += 1
         if metrics.VAL_LOSS.name not in step.record:
             return
-        last, now = self._last, _Snapshot(step.number, _steps(step.optimizer), _hash(step.model))
-        if last is not None and self._due:
-            between = (
-                f"from step {last.number} to step {now.number}, in {counted(self._due, 'step')}"
-            )
-            if now.steps is not None and now.steps == last.steps:
-                yield "no_step", f"the optimizer took no step {between}"
-            if now.weights == last.weights:
-                yield "no_change", f"no weight changed {between}"
-        self._last, self._due = now, 0
+        last = self._last
+        new = _Snapshot(step.number, _step_count(step.optimizer), _hash_weights(step.model))
+        if last is not None and self._finite_steps:
+            steps = counted(self._finite_steps, "step")
+            period = f"from step {last.number} to step {new.number}, in {steps}"
+            if new.steps is not None and new.steps == last.steps:
+                yield Standing("no_step", f"the optimizer took no step {period}")
+            if new.weights == last.weights:
+                yield Standing("no_change", f"no weight changed {period}")
+        self._last = new
+        self._finite_steps = 0
 
     def state(self) -> dict[str, Any]:
-        return {"last": None if self._last is None else asdict(self._last), "due": self._due}
+        last = None if self._last is None else asdict(self._last)
+        return {"last": last, "due": self._finite_steps}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         last = state["last"]
-        self._last, self._due = None if last is None else _Snapshot(**last), state["due"]
+        self._last = None if last is None else _Snapshot(**last)
+        self._finite_steps = state["due"]
 
 
-def _steps(optimizer: torch.optim.Optimizer) -> float | None:
-    states = [
-        state
-        for state in optimizer.state.values()
-        if isinstance(state, Mapping) and "step" in state
-    ]
-    return sum(float(state["step"]) for state in states) if states else None
+def _step_count(optimizer: torch.optim.Optimizer) -> float | None:
+    counts = []
+    for state in optimizer.state.values():
+        if isinstance(state, Mapping) and "step" in state:
+            counts.append(float(state["step"]))
+    return sum(counts) if counts else None
 
 
 @torch.no_grad()
-def _hash(model: nn.Module) -> int:
-    """A hash of the bits of all trained weights that this process holds."""
-    found = 0
+def _hash_weights(model: nn.Module) -> int:
+    """Return a hash of the bits of all trained weights that this process has."""
+    checksum = 0
     for parameter in model.parameters():
-        for part in plain_tensors(parameter) if parameter.requires_grad else ():
-            flat = torch.empty(part.numel(), dtype=part.dtype).copy_(
-                part.detach().reshape(-1)
-            )  # of any strides
-            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
-    return found
+        if not parameter.requires_grad:
+            continue
+        for part in plain_tensors(parameter):
+            # Only the bytes of a dense tensor are in order; a weight has any strides.
+            dense = torch.empty(part.numel(), dtype=part.dtype)
+            dense.copy_(part.detach().reshape(-1))
+            checksum = zlib.crc32(dense.view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 #: weight of a new loss in the smoothed one, which is an average over about twenty steps
@@ -333,93 +360,112 @@ class Smoothed:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        self._sum, self._weight = state["sum"], state["weight"]
+        self._sum = state["sum"]
+        self._weight = state["weight"]
 
 
 def baseline_curve(baseline: str | None) -> Mapping[int, float]:
-    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step;
-    empty without a baseline.
+    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step.
+
+    It is empty without a baseline.
     """
     if baseline is None:
         return {}
     from nanogpt_bench.runs.load import is_run_folder, load_run
 
+    curve: dict[int, float] = {}
     folder = Path(baseline)
-    run = load_run(folder) if is_run_folder(folder) else None
-    steps, losses = run.curve(metrics.TRAIN_LOSS.name) if run else ([], [])
-    average = Smoothed()
-    curve = {
-        int(step): average.add(loss)
-        for step, loss in zip(steps, losses, strict=True)
-        if loss is not None
-    }
+    if is_run_folder(folder):
+        average = Smoothed()
+        steps, losses = load_run(folder).curve(metrics.TRAIN_LOSS.name)
+        for step, loss in zip(steps, losses, strict=True):
+            if loss is not None:
+                curve[int(step)] = average.add(loss)
     if not curve:
-        needed = f"run folder with a {metrics.TRAIN_LOSS.name} in metrics.jsonl"
-        raise BenchError(f"alerts.baseline: {baseline!r} is no {needed}")
+        raise BenchError(
+            f"alerts.baseline: {baseline!r} is no run folder with a {metrics.TRAIN_LOSS.name} in "
+            f"metrics.jsonl"
+        )
     return curve
 
 
 class TrendObserver(Observer):
-    """Adds `train/loss_smoothed` to every record and `train/excess` to those of
-    validations; judges how a run goes.
+    """Adds `train/loss_smoothed` to every record and `train/excess` to validations'.
+
+    It judges how a run goes.
     """
 
     def __init__(self, baseline: Mapping[int, float]) -> None:
         self._baseline = baseline
-        self._average, self._smoothed = Smoothed(), math.nan
-        self._own_best = self._best_val = math.inf
-        #: at validations: smoothed training loss over its reference, and validation
-        #: loss over its lowest, each minus 1
-        self.excess, self.flatness = list[float](), list[float]()
+        self._average = Smoothed()
+        self._smoothed_loss = math.nan
+        self._best_smoothed_loss = math.inf
+        self._best_val_loss = math.inf
+        #: at validations, the smoothed training loss over its reference, minus 1
+        self.excess: list[float] = []
+        #: at validations, the validation loss over its lowest, minus 1
+        self.flatness: list[float] = []
 
     @property
     def diverging(self) -> bool:
-        """True once the training loss has been too high at enough validations in a row."""
+        """True once the training loss was too high at enough validations in a row."""
         return holds_now(ENDINGS["divergence"], self.excess)
 
     @property
     def flat(self) -> bool:
-        """True once the validation loss has not fallen at enough validations in a row."""
+        """True once the validation loss did not fall at enough validations in a row."""
         return holds_now(ENDINGS["plateau"], self.flatness)
 
     def state(self) -> dict[str, Any]:
         return {
             "average": self._average.state(),
-            "smoothed": self._smoothed,
-            "best": [self._own_best, self._best_val],
+            "smoothed": self._smoothed_loss,
+            "best": [self._best_smoothed_loss, self._best_val_loss],
             "excess": self.excess,
             "flatness": self.flatness,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._average.load_state(state["average"])
-        self._smoothed = state["smoothed"]
-        self._own_best, self._best_val = state["best"]
-        self.excess, self.flatness = list(state["excess"]), list(state["flatness"])
+        self._smoothed_loss = state["smoothed"]
+        self._best_smoothed_loss, self._best_val_loss = state["best"]
+        self.excess = list(state["excess"])
+        self.flatness = list(state["flatness"])
 
     def written(self, step: Step) -> None:
         loss = step.record.get(metrics.TRAIN_LOSS.name)
         if loss is not None and math.isfinite(loss):
-            self._smoothed = step.record[metrics.SMOOTHED_LOSS.name] = self._average.add(loss)
-        if metrics.VAL_LOSS.name not in step.record:
-            return
-        val = step.record[metrics.VAL_LOSS.name]
-        val = math.inf if val is None or not math.isfinite(val) else val
+            self._smoothed_loss = self._average.add(loss)
+            step.record[metrics.SMOOTHED_LOSS.name] = self._smoothed_loss
+        if metrics.VAL_LOSS.name in step.record:
+            self._see_validation(step)
+
+    def _see_validation(self, step: Step) -> None:
+        val_loss = step.record[metrics.VAL_LOSS.name]
+        if val_loss is None or not math.isfinite(val_loss):
+            val_loss = math.inf
         if step.number:
-            self.flatness.append(math.inf if val == math.inf else share_above(val, self._best_val))
-        self._best_val = min(val, self._best_val)
-        if not math.isfinite(self._smoothed):
+            is_finite = val_loss != math.inf
+            flatness = share_above(val_loss, self._best_val_loss) if is_finite else math.inf
+            self.flatness.append(flatness)
+        self._best_val_loss = min(val_loss, self._best_val_loss)
+        if not math.isfinite(self._smoothed_loss):
             return
-        self._own_best = min(self._own_best, self._smoothed)
-        reference = self._baseline.get(step.number) if self._baseline else self._own_best
-        if reference is not None:  # the baseline may be shorter
-            self.excess.append(share_above(self._smoothed, reference))
-            step.record[metrics.EXCESS.name] = self.excess[-1]
+        self._best_smoothed_loss = min(self._best_smoothed_loss, self._smoothed_loss)
+        # The baseline may be shorter, and has no loss at this step then.
+        reference: float | None = self._best_smoothed_loss
+        if self._baseline:
+            reference = self._baseline.get(step.number)
+        if reference is not None:
+            excess = share_above(self._smoothed_loss, reference)
+            self.excess.append(excess)
+            step.record[metrics.EXCESS.name] = excess
 
 
 def share_above(loss: float, reference: float) -> float:
-    """Return a loss over a reference, minus 1; inf or 0 if the reference is 0, as for a
-    text of one character.
+    """Return a loss over a reference, minus 1.
+
+    It is inf or 0 if the reference is 0, as for a text of one character.
 
     >>> share_above(3.0, 2.0), share_above(1.0, 0.0), share_above(0.0, 0.0)
     (0.5, inf, 0.0)
@@ -431,9 +477,7 @@ def share_above(loss: float, reference: float) -> float:
 
 @dataclass
 class Observers:
-    """A run's observers: by name those that the loop reads, and all in the order in
-    which they are called.
-    """
+    """A run's observers: some by name, and all in the order of their calls."""
 
     trend: TrendObserver | None
     stall: Stall | None
@@ -450,32 +494,58 @@ def build_observers(
     baseline: Mapping[int, float],
     tell: Callable[[Alert], None],
 ) -> Observers:
-    """Return the observers of a resolved configuration; files in `run_dir` are opened,
-    where there is one.
+    """Return the observers of a resolved configuration.
+
+    Files in `run_dir` are opened, if it is not None.
     """
-    watch = config.monitor.watch
-    trend = TrendObserver(baseline) if TREND in watch else None
-    alerts = (
-        AlertObserver(config, run_dir, tell)
-        if run_dir is not None and config.alerts.enabled
-        else None
-    )
     watched = Watched.from_model(config, trainer.model, trainer.device, trainer.look)
     shadow = MODULES["shadow"].build(watched) if config.shadow.enabled else None
-    monitors = [
-        built
-        for name in MONITORS
-        if name in watch and (built := MODULES[name].build(watched)) is not None
-    ]
-    # Observers that add to a record come before those that write it.
-    sinks: list[Observer | None] = []
+    monitors = _build_monitors(config, watched)
+    update_monitors = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
+    updates = None
+    if update_monitors and watched.quantized:
+        updates = UpdateObserver(watched, update_monitors)
+    trend = TrendObserver(baseline) if TREND in config.monitor.watch else None
+    jsonl = None
+    alerts = None
     if run_dir is not None:
-        sinks = [JsonlObserver(run_dir / "metrics.jsonl"), alerts]
+        jsonl = JsonlObserver(run_dir / "metrics.jsonl")
+        if config.alerts.enabled:
+            alerts = AlertObserver(config, run_dir, tell)
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
-    updates = UpdateObserver(watched, watching) if watching and watched.quantized else None
-    ordered = [shadow, watched.capture, updates, *monitors, watched.turns, trend, *sinks, anomaly]
-    stall = next((monitor for monitor in monitors if isinstance(monitor, Stall)), None)
+    # Observers that add to a record come before those that write it.
+    ordered: list[Observer | None] = [
+        shadow,
+        watched.capture,
+        updates,
+        *monitors,
+        watched.turns,
+        trend,
+        jsonl,
+        alerts,
+        anomaly,
+    ]
     return Observers(
-        trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None]
+        trend=trend,
+        stall=_find_stall(monitors),
+        shadow=shadow,
+        alerts=alerts,
+        all=[observer for observer in ordered if observer is not None],
     )
+
+
+def _build_monitors(config: Config, watched: Watched) -> list[Observer]:
+    monitors = []
+    for name in MONITORS:
+        if name in config.monitor.watch:
+            monitor = MODULES[name].build(watched)
+            if monitor is not None:
+                monitors.append(monitor)
+    return monitors
+
+
+def _find_stall(monitors: Iterable[Observer]) -> Stall | None:
+    for monitor in monitors:
+        if isinstance(monitor, Stall):
+            return monitor
+    return None

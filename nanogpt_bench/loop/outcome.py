@@ -71,8 +71,9 @@ class Outcome:
     first_anomaly: int = 0
 
     def ended_by(self, *kinds: str) -> bool:
-        """Return whether one of these ended the run early: plateau, time, signal, or
-        disk (a file not written).
+        """Return whether one of these ended the run early.
+
+        They are plateau, time, signal, or disk (a file not written).
         """
         return self.stop is not None and self.stop["kind"] in kinds
 
@@ -89,32 +90,41 @@ class Outcome:
         self.status = "stopped"
         self.stop = {"kind": kind, "message": message, "step": step}
 
-    def end_on_disk(self, message: str, done: int, tokens_in: Callable[[int], int]) -> None:
-        """Record that a file could not be written; steps after `done`, the last
-        recorded one, do not count.
+    def end_on_disk(
+        self, message: str, last_recorded: int, tokens_in: Callable[[int], int]
+    ) -> None:
+        """Record that a file could not be written.
+
+        Steps after the last recorded one do not count.
         """
-        self.end_early("disk", message, done)
-        while self.steps > done:
+        self.end_early("disk", message, last_recorded)
+        while self.steps > last_recorded:
             self.tokens -= tokens_in(self.steps)
             self.steps -= 1
 
     def go_on(self, stop_on: Collection[str]) -> None:
-        """Drop the record of an end that is none for a resumed run: one from outside,
-        or a plateau not in `stop_on`.
+        """Drop the record of an end that is none for a resumed run.
+
+        Such an end came from outside, or is a plateau that `stop_on` does not name.
         """
         if self.stop is not None and self.stop["kind"] not in stop_on:
             self.status, self.stop = "finished", None
 
 
 def summarize(
-    name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers
+    name: str, config: Config, trainer: Trainer, outcome: Outcome, observers: Observers
 ) -> dict[str, Any]:
-    """Return the content of summary.json; losses are in nats per token or label, None
-    where there is none.
+    """Return the content of summary.json.
+
+    Losses are in nats per token or label, None where there is none.
     """
-    model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
-    weights = _weights(model, config)
-    of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
+    model = trainer.model
+    loss = outcome.final_val_loss
+    stall = observers.stall
+    weights = _quantized_weights(model, config)
+    bytes_of_weights = None
+    if outcome.held_bytes is not None:
+        bytes_of_weights = bytes_of(weights, trainer.optimizer)
     return {
         "name": name,
         "rule": rule_name(config),
@@ -128,7 +138,7 @@ def summarize(
         "status": outcome.status,
         "failure": outcome.failure,
         "stop": outcome.stop,
-        "alerts": dict(watch.alerts.counts) if watch.alerts else {},
+        "alerts": dict(observers.alerts.counts) if observers.alerts else {},
         "final_val_loss": loss,
         "final_val_loss_se": outcome.final_val_loss_se,
         "best_val_loss": outcome.best_val_loss,
@@ -136,34 +146,37 @@ def summarize(
         "bytes_per_parameter": _ratio(outcome.held_bytes, count(model.parameters())),
         "held_bytes": outcome.held_bytes,
         "gradient_peak_bytes": outcome.gradient_peak_bytes,
-        "bytes_per_quantized_parameter": _ratio(of_weights, count(weights)),
+        "bytes_per_quantized_parameter": _ratio(bytes_of_weights, count(weights)),
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,
         "arrived": stall.arrived if stall else None,
         "tokens_per_s": _ratio(outcome.tokens, outcome.training_seconds),
-        "shadow_overhead": watch.shadow.overhead if watch.shadow else None,
+        "shadow_overhead": observers.shadow.overhead if observers.shadow else None,
         "seconds": outcome.seconds,
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
         "bits_per_byte": None if loss is None else trainer.task.bits_per_byte(loss),
         **outcome.final_figures,
-        **_processes(trainer),
+        **_bytes_of_processes(trainer),
     }
 
 
-def _processes(trainer: Trainer) -> dict[str, Any]:
-    """Bytes in each of several processes; empty for one. Every process has to call it."""
+def _bytes_of_processes(trainer: Trainer) -> dict[str, Any]:
+    """Return the bytes in each of several processes; empty for one.
+
+    Every process has to call it.
+    """
     ranks = trainer.ranks
     if ranks.size == 1:
         return {}
-    held = ranks.each(held_bytes(trainer.model, trainer.optimizer))
-    peak = ranks.each(peak_bytes(trainer.device))
+    bytes_by_rank = ranks.each(held_bytes(trainer.model, trainer.optimizer))
+    peaks_by_rank = ranks.each(peak_bytes(trainer.device))
     return {
         "processes": {
             "parallel": trainer.config.train.parallel,
             "count": ranks.size,
-            "held_bytes": [int(size) for size in held],
-            "peak_bytes": [int(size) for size in peak],
+            "held_bytes": [int(size) for size in bytes_by_rank],
+            "peak_bytes": [int(size) for size in peaks_by_rank],
         }
     }
 
@@ -172,18 +185,19 @@ def _ratio(amount: float | None, whole: float) -> float | None:
     return amount / whole if amount is not None and whole else None
 
 
-def _weights(model: nn.Module, config: Config) -> list[Tensor]:
-    """The weights that are quantised, by this library or by another package."""
-    if config.model.storage == "peer":
-        return [
-            layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)
-        ]
-    layers = {} if config.model.storage == "float32" else quantized_layers(model)
-    return [layer.weight for layer in layers.values()]
+def _quantized_weights(model: nn.Module, config: Config) -> list[Tensor]:
+    """Return the weights that are quantised, by this library or by another package."""
+    if config.model.storage == "float32":
+        return []
+    if config.model.storage != "peer":
+        return [layer.weight for layer in quantized_layers(model).values()]
+    layers = linear_layers(model).values()
+    return [layer.weight for layer in layers if is_packaged(layer.weight)]
 
 
 def count(parameters: Iterable[Tensor]) -> int:
-    """Return the number of elements; a shared parameter counts once, as
-    `Module.parameters` yields it.
+    """Return the number of elements.
+
+    A shared parameter counts once, as `Module.parameters` yields it.
     """
     return sum(parameter.numel() for parameter in parameters)

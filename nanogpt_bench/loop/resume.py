@@ -1,5 +1,8 @@
-"""Resuming: the content of a checkpoint, the checkpoint from which a run is resumed,
-and whether its settings agree.
+"""Resuming: the content of a checkpoint, and whether a run may go on from it.
+
+`capture` and `restore` copy the state of a run into a checkpoint and back.
+`find_checkpoint` picks the newest checkpoint that verifies, and refuses settings and a
+corpus that would change the numbers.
 """
 
 from __future__ import annotations
@@ -7,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanogpt_bench.checkpoint import newest, read
+from nanogpt_bench.checkpoint import newest
+from nanogpt_bench.checkpoint import read as read_checkpoint
 from nanogpt_bench.checkpoint.format import (
     Contents,
     capture_tree,
@@ -41,48 +46,49 @@ if TYPE_CHECKING:
 
 #: errors that a state made by other code can cause
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+#: files of an earlier attempt that a new run removes; others it overwrites
+_OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
+Say = Callable[[str], None]
 
 
 def capture(
     step: int, trainer: Trainer, observers: Sequence[Observer], facts: dict[str, Any]
 ) -> Contents | None:
-    """Return everything that the steps after `step` depend on, and `facts` beside it;
-    all tensors are copies.
+    """Return everything that the steps after `step` depend on, and `facts`.
 
-    It has the state of model, optimizer, observers and random generators. Batches and
-    schedules are functions of the step, and not saved. Scales, histories of magnitudes
-    and counters of random bits belong to the model.
+    It has the state of model, optimizer, observers and random generators. All tensors
+    are copies. Batches and schedules are functions of the step, and not saved. Scales,
+    histories of magnitudes and counters of random bits belong to the model.
 
-    Several processes hold the same state: the first returns it, the others None.
+    Several processes hold equal states: the first returns it, the others None.
     """
     if not trainer.ranks.first:
         return None
-    optimizer = trainer.optimizer.state_dict()
+    optimizer_state = trainer.optimizer.state_dict()
+    if _is_optimizer_of(trainer, "sdnq"):
+        optimizer_state = sdnq_state(optimizer_state)
     # Dropout draws from torch's generators; other random numbers are functions of a
     # seed and a count.
-    cuda = (
-        {"cuda": torch.cuda.get_rng_state(trainer.device)} if trainer.device.type == "cuda" else {}
-    )
-    random = {"cpu": torch.get_rng_state(), **cuda}
-    files = {
-        "model": {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}
+    random_states = {"cpu": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        random_states["cuda"] = torch.cuda.get_rng_state(trainer.device)
+    trees = {
+        "optimizer": {"state": optimizer_state},
+        "observers": {type(observer).__name__: observer.state() for observer in observers},
+        "random": random_states,
     }
+    weights = {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}
+    tensors = {"model": weights}
     outlines = {}
-    for stem, tree in (
-        (
-            "optimizer",
-            {"state": sdnq_state(optimizer) if _steps_by(trainer, "sdnq") else optimizer},
-        ),
-        ("observers", {type(observer).__name__: observer.state() for observer in observers}),
-        ("random", random),
-    ):
-        files[stem], outlines[stem] = capture_tree(tree)
-    return Contents(step, files, facts={"step": step, **facts, "state": outlines})
+    for stem, tree in trees.items():
+        tensors[stem], outlines[stem] = capture_tree(tree)
+    return Contents(step, tensors, facts={"step": step, **facts, "state": outlines})
 
 
 def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
-    """Put a new run into the state that `capture` took; observers without a saved state
-    start from the beginning.
+    """Put a new run into the state that `capture` took.
+
+    Observers without a saved state start from the beginning.
     """
     source = f"the checkpoint of step {contents.step}"
     fill(
@@ -91,62 +97,59 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
         contents.metadata.get("model", {}),
         f"{source}'s weights",
     )
-    with _fitting(f"{source} does not fit the optimizer"):
+    with _misfits_refused(f"{source} does not fit the optimizer"):
         _restore_optimizer(contents, trainer, _state_classes(trainer))
-    with _fitting(f"{source} does not fit the monitors"):
-        states = _tree(contents, "observers", device=trainer.device)
+    with _misfits_refused(f"{source} does not fit the monitors"):
+        states = _restore_tree(contents, "observers", device=trainer.device)
         for observer in observers:
-            if saved := states.get(type(observer).__name__):
-                observer.load_state(saved)
-    with _fitting(f"{source} has no random state"):
-        states = _tree(contents, "random")
+            state = states.get(type(observer).__name__)
+            if state:
+                observer.load_state(state)
+    with _misfits_refused(f"{source} has no random state"):
+        states = _restore_tree(contents, "random")
         torch.set_rng_state(states["cpu"])
         if trainer.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], trainer.device)
 
 
-def _steps_by(trainer: Trainer, package: str) -> bool:
+def _is_optimizer_of(trainer: Trainer, package: str) -> bool:
     return (trainer.config.optimizer.name or "").startswith(package)
 
 
 def expected_bytes(trainer: Trainer) -> int:
-    """Return roughly the bytes of a checkpoint: the model and two float32 averages per
-    weight.
+    """Return roughly the bytes of a checkpoint.
+
+    They are those of the model and two float32 averages per weight.
     """
     averages = sum(8 * parameter.numel() for parameter in trainer.model.parameters())
     return averages + sum(tensor.nbytes for tensor in tensors_of(trainer.model).values())
 
 
 @contextmanager
-def _fitting(what: str) -> Iterator[None]:
+def _misfits_refused(complaint: str) -> Iterator[None]:
     try:
         yield
     except BenchError:
         raise
     except _MISFITS as error:
-        raise BenchError(f"{what}: {type(error).__name__}: {one_line(error)}") from None
+        raise BenchError(f"{complaint}: {type(error).__name__}: {one_line(error)}") from None
 
 
-def _tree(
+def _restore_tree(
     contents: Contents, stem: str, classes: Sequence[type] = (), device: torch.device | None = None
 ) -> Any:
     tensors = contents.tensors.get(stem, {})
-    moved = (
-        tensors if device is None else {name: tensor.to(device) for name, tensor in tensors.items()}
-    )
-    return restore_tree(moved, contents.facts["state"][stem], classes)
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return restore_tree(tensors, contents.facts["state"][stem], classes)
 
 
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
-    tree = _tree(contents, "optimizer", classes)
-    state = (
-        sdnq_state_back(tree["state"], trainer.optimizer)
-        if _steps_by(trainer, "sdnq")
-        else tree["state"]
-    )
-    if (
-        trainer.config.optimizer.writeback_end is not None
-    ):  # a checkpoint of the last steps has it as its write-back
+    state = _restore_tree(contents, "optimizer", classes)["state"]
+    if _is_optimizer_of(trainer, "sdnq"):
+        state = sdnq_state_back(state, trainer.optimizer)
+    if trainer.config.optimizer.writeback_end is not None:
+        # A checkpoint of the last steps has the last write-back.
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
             group["writeback"] = saved["writeback"]
     trainer.optimizer.load_state_dict(state)
@@ -154,17 +157,12 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:
     """Return the tensor subclasses that the optimizer's state may contain."""
-    if not _steps_by(trainer, "torchao"):
+    if not _is_optimizer_of(trainer, "torchao"):
         return ()
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
     return OptimState8bit, OptimStateFp8
-
-
-#: files of an earlier attempt that a new run removes; others it overwrites
-_OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
-Say = Callable[[str], None]
 
 
 def check_unused(run_dir: Path) -> None:
@@ -179,8 +177,9 @@ def check_unused(run_dir: Path) -> None:
 def find_checkpoint(
     run_dir: Path, config: Config, environment: Mapping[str, Any], *, allow_change: bool, say: Say
 ) -> Contents | None:
-    """Return the newest checkpoint that verifies, None where the run begins at step 0;
-    `say` gets the notices.
+    """Return the newest checkpoint that verifies.
+
+    The result is None where the run begins at step 0. `say` gets the notices.
     """
     check_layout(run_dir)
     clean(run_dir)
@@ -189,48 +188,53 @@ def find_checkpoint(
         say(f"skipped {line}")
     if path is None:
         _check_unfinished(run_dir, config, allow_change=allow_change, say=say)
-        say(
-            f"{run_dir} has no checkpoint{' that verifies' if skipped else ''}: the run begins at "
-            f"step 0"
-        )
+        kind = "checkpoint that verifies" if skipped else "checkpoint"
+        say(f"{run_dir} has no {kind}: the run begins at step 0")
         return None
-    contents = read(path)
+    contents = read_checkpoint(path)
     _check_config(contents.facts.get("config", {}), config, allow_change=allow_change, say=say)
     _check_environment(
         contents.facts.get("environment", {}), environment, allow_change=allow_change, say=say
     )
-    if contents.step > (end := config.train.max_steps):
+    max_steps = config.train.max_steps
+    if contents.step > max_steps:
         raise BenchError(
-            f"train.max_steps={end} is below the {contents.step} steps that {run_dir} has made"
+            f"train.max_steps={max_steps} is below the {contents.step} steps that {run_dir} has "
+            f"made"
         )
-    if contents.step == end and (changed := _changed(contents, environment, config)):
-        raise BenchError(
-            f"{run_dir} has made its {end} steps, which {', '.join(changed)} can't change; give "
-            f"another --name"
-        )
+    if contents.step == max_steps:
+        changes = _number_changes(contents, environment, config)
+        if changes:
+            raise BenchError(
+                f"{run_dir} has made its {max_steps} steps, which {', '.join(changes)} can't "
+                f"change; give another --name"
+            )
     say(f"{run_dir} goes on after step {contents.step}")
     return contents
 
 
-def found_by_all(
+def share_checkpoint(
     ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None]
 ) -> Contents | None:
-    """Return in every process the checkpoint that the first one finds; the others read
-    the same file.
+    """Return in every process the checkpoint that the first one finds.
+
+    The others read the file that the first one has read.
     """
-    found = None
+    checkpoint = None
     with ranks.together():
-        found = find() if ranks.first else None
-    step = ranks.broadcast("" if found is None else str(found.step))
+        if ranks.first:
+            checkpoint = find()
+    step = ranks.broadcast("" if checkpoint is None else str(checkpoint.step))
     with ranks.together():
         if step and not ranks.first:
-            found = read(step_file(run_dir, int(step)))
-    return found
+            checkpoint = read_checkpoint(step_file(run_dir, int(step)))
+    return checkpoint
 
 
 def config_facts(config: Config) -> dict[str, Any]:
-    """Return a configuration as JSON values; numbers that JSON can't write become
-    strings.
+    """Return a configuration as JSON values.
+
+    Numbers that JSON can't write become strings.
     """
     facts: dict[str, Any] = json.loads(json.dumps(config.model_dump()), parse_constant=str)
     return facts
@@ -245,36 +249,44 @@ def remove_output(run_dir: Path) -> None:
 def resumed_environment(
     contents: Contents, environment: Mapping[str, Any], config: Config
 ) -> dict[str, Any]:
-    """Return environment.json of a resumed run: its beginning, and each later start
-    with what it changed.
+    """Return environment.json of a resumed run.
+
+    It has the environment of the beginning, and those of later starts with what each
+    changed.
     """
     first = dict(contents.facts.get("environment", {}))
-    again = {
-        "step": contents.step,
-        **{key: value for key, value in environment.items() if key != "corpus"},
-    }
-    changed = _changed(contents, environment, config)
-    again |= {"changed": changed} if changed else {}
-    again |= {"corpus": environment.get("corpus")} if "corpus" in changed else {}
-    return {**first, "resumed": [*first.get("resumed", []), again]}
+    start = {"step": contents.step, **environment}
+    start.pop("corpus", None)
+    changes = _number_changes(contents, environment, config)
+    if changes:
+        start["changed"] = changes
+    if "corpus" in changes:
+        start["corpus"] = environment.get("corpus")
+    return {**first, "resumed": [*first.get("resumed", []), start]}
 
 
-def _changed(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return what changes the numbers since the checkpoint: a setting or the corpus,
-    with both values.
+def _number_changes(
+    contents: Contents, environment: Mapping[str, Any], config: Config
+) -> dict[str, list[Any]]:
+    """Return what changes the numbers since the checkpoint, with old and new value.
+
+    It is settings, by their keys, or the corpus.
     """
-    changes = _changes(contents.facts.get("config", {}), config_facts(config))
-    changed: dict[str, Any] = {
-        key: values for key, *values in changes if FIELDS[key].facts["changes_numbers"]
-    }
-    before = latest(dict(contents.facts.get("environment", {})))
-    digests = [_digests(facts) for facts in (before, environment)]
-    return changed | ({"corpus": digests} if digests[0] != digests[1] else {})
+    changes: dict[str, list[Any]] = {}
+    for change in _setting_changes(contents.facts.get("config", {}), config_facts(config)):
+        if change.affects_numbers:
+            changes[change.key] = [change.old, change.new]
+    old_digests = _corpus_digests(latest(dict(contents.facts.get("environment", {}))))
+    new_digests = _corpus_digests(environment)
+    if old_digests != new_digests:
+        changes["corpus"] = [old_digests, new_digests]
+    return changes
 
 
 def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say: Say) -> None:
-    """Refuse to begin again in a folder with a finished run, other settings, or files
-    that are no run's.
+    """Refuse to begin again in a folder of a finished run or other settings.
+
+    A folder with other files is refused, too.
     """
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
@@ -295,50 +307,69 @@ def _check_config(
     saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say
 ) -> None:
     if isinstance(saved, Mapping):
-        dict(flatten(saved))  # refuses a setting that no longer exists
-    changed = [
-        (key, f"{key} was {was!r}, is {now!r}")
-        for key, was, now in _changes(saved, config_facts(config))
-    ]
-    fixed = [text for key, text in changed if FIELDS[key].facts["changes_numbers"]]
-    if fixed and not allow_change:
+        # Refuses a setting that no longer exists.
+        dict(flatten(saved))
+    changes = list(_setting_changes(saved, config_facts(config)))
+    forbidden = [change.describe() for change in changes if change.affects_numbers]
+    if forbidden and not allow_change:
         raise BenchError(
-            f"the run was made with other settings: {', '.join(fixed)}; give the same, or "
-            f"--allow-config-change to go "
-            "on with the new ones"
+            f"the run was made with other settings: {', '.join(forbidden)}; give the same, or "
+            f"--allow-config-change to go on with the new ones"
         )
-    if changed:
-        say(f"settings that differ from the checkpoint's: {', '.join(text for _, text in changed)}")
+    if changes:
+        texts = [change.describe() for change in changes]
+        say(f"settings that differ from the checkpoint's: {', '.join(texts)}")
 
 
-def _changes(
+@dataclass(frozen=True)
+class _SettingChange:
+    """A setting whose value is not that of the checkpoint."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def affects_numbers(self) -> bool:
+        return bool(FIELDS[self.key].facts["changes_numbers"])
+
+    def describe(self) -> str:
+        return f"{self.key} was {self.old!r}, is {self.new!r}"
+
+
+def _setting_changes(
     saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the keys that differ, with both values; a key that `saved` does not have
-    counts as its default.
+) -> Iterator[_SettingChange]:
+    """Yield the settings that differ.
+
+    A key that `saved` does not have counts as its default.
     """
     for key, setting in FIELDS.items():
         default = json.loads(json.dumps(setting.default), parse_constant=str)
-        before, now = at(saved, key, default), at(current, key, default)
-        if before != now:
-            yield key, before, now
+        old = at(saved, key, default)
+        new = at(current, key, default)
+        if old != new:
+            yield _SettingChange(key, old, new)
 
 
 def _check_environment(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool, say: Say
 ) -> None:
     """Refuse another corpus; report other differences that may change the last bits."""
-    if _digests(latest(saved)) != _digests(current) and not allow_change:
+    if _corpus_digests(latest(saved)) != _corpus_digests(current) and not allow_change:
         raise BenchError(
             "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); "
             "give that one, or --allow-config-change"
         )
-    keys = ("libraries.torch", "threads", "cpu", "gpu", "processes")
-    both = [(key, at(saved, key), at(current, key)) for key in keys]
-    differing = [f"{key} was {before!r}, is {now!r}" for key, before, now in both if before != now]
-    if differing:
-        say(f"the last bits may differ from an uninterrupted run's: {', '.join(differing)}")
+    differences = []
+    for key in ("libraries.torch", "threads", "cpu", "gpu", "processes"):
+        old = at(saved, key)
+        new = at(current, key)
+        if old != new:
+            differences.append(f"{key} was {old!r}, is {new!r}")
+    if differences:
+        say(f"the last bits may differ from an uninterrupted run's: {', '.join(differences)}")
 
 
-def _digests(environment: Mapping[str, Any]) -> dict[str, Any]:
+def _corpus_digests(environment: Mapping[str, Any]) -> dict[str, Any]:
     return digests_of(at(environment, "corpus.splits", {}))

@@ -1,12 +1,15 @@
-"""One training run: settings, corpus and folder are prepared; then its steps,
-validations, records and checkpoints.
+"""One training run, from its settings to its summary.
+
+`run` prepares settings, corpus, model and folder. `Loop` then takes the steps and
+validates; it records every step, saves checkpoints when they are due, and decides when
+the run ends.
 """
 
 import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -18,8 +21,8 @@ from nanogpt_bench.checkpoint.format import CheckpointNotWritten, Contents
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.data.batches import open_corpus, refuse_changed
+from nanogpt_bench.config.settings import Resolved, to_yaml
+from nanogpt_bench.data.batches import Corpus, open_corpus, refuse_changed
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.anomalies import Sentry
@@ -31,14 +34,14 @@ from nanogpt_bench.loop.resume import (
     config_facts,
     expected_bytes,
     find_checkpoint,
-    found_by_all,
     remove_output,
     restore,
     resumed_environment,
+    share_checkpoint,
 )
 from nanogpt_bench.loop.trackers import Trackers, check_trackers, start_trackers
 from nanogpt_bench.loop.trainer import Trainer, mean_and_error
-from nanogpt_bench.model.gpt import build_model
+from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
 from nanogpt_bench.runs.environment import config_history, environment, history_comment
 from nanogpt_bench.runs.load import Alert
@@ -52,9 +55,11 @@ from nanogpt_bench.system.files import locked, remove_parts, write_json, write_t
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
 
+_LOG = logging.getLogger("nanogpt_bench")
+
 
 class Loop:
-    """One run in progress: steps, validations, records."""
+    """One run in progress: steps, validations, records, checkpoints, and its end."""
 
     def __init__(
         self,
@@ -66,20 +71,27 @@ class Loop:
         stop: StopRequest,
         environment: dict[str, Any],
     ) -> None:
-        self.config, self.trainer, self.run_dir, self.on_progress = (
+        self.config = config
+        self.trainer = trainer
+        self.run_dir = run_dir
+        self.on_progress = on_progress
+        self.stop = stop
+        self.environment = environment
+        self.ranks = trainer.ranks
+        self.outcome = Outcome()
+        self.trackers = Trackers([])
+        #: alerts of the current step
+        self.alerts: list[Alert] = []
+        self.observers = build_observers(
             config,
             trainer,
-            run_dir,
-            on_progress,
+            # The first process writes the files.
+            run_dir if self.ranks.first else None,
+            baseline=baseline,
+            tell=self.alerts.append,
         )
-        self.stop, self.environment = stop, environment
-        self.ranks, self.outcome, self.trackers = trainer.ranks, Outcome(), Trackers([])
-        self.raised: list[Alert] = []
-        written = run_dir if self.ranks.first else None
-        self.watch = build_observers(
-            config, trainer, written, baseline=baseline, tell=self.raised.append
-        )
-        self.observers: list[Observer] = [*self.watch.all]
+        #: all observers in the order of their calls, the trackers last, once started
+        self.called: list[Observer] = [*self.observers.all]
         self.sentry = Sentry(trainer)
         self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
         self.started = perf_counter()
@@ -87,30 +99,37 @@ class Loop:
         self.stepped = False
         #: number of the last step that is over, skipped or not; None before the first
         #: validation
-        self.done: int | None = None
+        self.last_step: int | None = None
 
-    def begin(self, found: Contents | None) -> None:
-        """Prepare the folder and start the trackers, at step 0 or at the step of the
-        checkpoint `found`.
+    def begin(self, checkpoint: Contents | None) -> None:
+        """Prepare the folder and start the trackers.
+
+        The run begins at step 0, or at the step of a checkpoint.
         """
-        if found is not None:
-            restore(found, self.trainer, self.watch.all)
-            self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
+        earlier_trackers = {}
+        if checkpoint is not None:
+            restore(checkpoint, self.trainer, self.observers.all)
+            self.outcome = Outcome(**checkpoint.facts["outcome"])
             self.outcome.go_on(self.config.train.stop_on)
-            self.started = perf_counter() - found.facts["elapsed_s"]
-            self.environment = resumed_environment(found, self.environment, self.config)
+            self.last_step = checkpoint.step
+            self.started = perf_counter() - checkpoint.facts["elapsed_s"]
+            self.environment = resumed_environment(checkpoint, self.environment, self.config)
+            earlier_trackers = checkpoint.facts["trackers"]
         with self.ranks.together():
             if self.ranks.first:
-                self._make_ready({} if found is None else found.facts["trackers"])
-        self.observers.append(self.trackers)
+                self._prepare_folder()
+                self.trackers = start_trackers(
+                    self.config, self.run_dir, earlier_trackers, self.last_step
+                )
+        self.called.append(self.trackers)
 
-    def _make_ready(self, earlier: dict[str, Any]) -> None:
-        after = -1 if self.done is None else self.done
-        if self.done is None:
+    def _prepare_folder(self) -> None:
+        if self.last_step is None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             remove_output(self.run_dir)
         else:
-            for name in (SUMS, "summary.json"):  # they describe the end of a run that now goes on
+            # They describe the end of a run that now goes on.
+            for name in (SUMS, "summary.json"):
                 (self.run_dir / name).unlink(missing_ok=True)
         remove_parts(self.run_dir)
         write_text(
@@ -118,69 +137,74 @@ class Loop:
         )
         write_json(self.run_dir / "environment.json", self.environment)
         write_sums(self.run_dir, AT_START)
-        self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
 
     def save(self, step: Step) -> None:
         """Commit a checkpoint of the state after a step."""
-        contents = self._contents(step)
+        contents = self._capture(step)
         with self.ranks.together(CheckpointNotWritten):
             if contents is not None:
                 commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
 
-    def _contents(self, step: Step) -> Contents | None:
-        loss, outcome = step.record.get(metrics.VAL_LOSS.name), self.outcome
-        self._measure()
+    def _capture(self, step: Step) -> Contents | None:
+        loss = step.record.get(metrics.VAL_LOSS.name)
+        self._measure_memory()
         facts = {
             "config": config_facts(self.config),
             "environment": self.environment,
             "trackers": self.trackers.facts,
             "best": self._is_best(step),
             "val_loss": loss if loss is not None and math.isfinite(loss) else None,
-            "best_val_loss": outcome.best_val_loss,
-            "outcome": dataclasses.asdict(outcome),
+            "best_val_loss": self.outcome.best_val_loss,
+            "outcome": dataclasses.asdict(self.outcome),
             "elapsed_s": perf_counter() - self.started,
         }
-        return capture(step.number, self.trainer, self.watch.all, facts)
+        return capture(step.number, self.trainer, self.observers.all, facts)
 
     def _is_best(self, step: Step) -> bool:
         loss = step.record.get(metrics.VAL_LOSS.name)
         return loss is not None and loss == self.outcome.best_val_loss
 
-    def _measure(self) -> None:
-        """Count the bytes once a step has given the optimizer its state; a resumed run
-        knows them already.
+    def _measure_memory(self) -> None:
+        """Count the bytes once a step has given the optimizer its state.
+
+        A resumed run knows them already.
         """
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
             self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
 
     def _save_if_due(self, step: Step) -> None:
-        settings, status = self.config.checkpoint, self.outcome.status
-        ends = settings.last and (step.last or status == "stopped")
-        due = settings.every is not None and step.number % settings.every == 0
-        due = (due or (settings.best and self._is_best(step))) and step.anomaly is None
-        if status != "failed" and (ends or due or self.outcome.ended_by("signal")):
+        if self.outcome.status == "failed":
+            return
+        settings = self.config.checkpoint
+        ends = settings.last and (step.last or self.outcome.status == "stopped")
+        is_periodic = settings.every is not None and step.number % settings.every == 0
+        is_best = settings.best and self._is_best(step)
+        is_due = (is_periodic or is_best) and step.anomaly is None
+        if ends or is_due or self.outcome.ended_by("signal"):
             self.save(step)
 
     def go(self) -> dict[str, Any]:
+        """Train to the end of the run; return the content of summary.json."""
         try:
-            if self.done is None:
-                self._first_validation()
-            while (
-                self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps
-            ):
-                self._one_step((self.done or 0) + 1)
+            if self.last_step is None:
+                self._validate_first()
+            while self.outcome.status == "finished":
+                number = (self.last_step or 0) + 1
+                if number > self.config.train.max_steps:
+                    break
+                self._take_step(number)
             return self._finish()
         except KeyboardInterrupt:
             self.outcome.status = "stopped"
             self._finish()
             raise
         except (OSError, CheckpointNotWritten) as error:
-            why = disk_failure(error) if isinstance(error, OSError) else str(error)
-            if why is None:
+            message = disk_failure(error) if isinstance(error, OSError) else str(error)
+            if message is None:
                 self._break_off()
                 raise
-            self.outcome.end_on_disk(why, self.done or 0, self.trainer.tokens_in)
+            self.outcome.end_on_disk(message, self.last_step or 0, self.trainer.tokens_in)
             return self._finish()
         except BaseException:
             self._break_off()
@@ -190,190 +214,203 @@ class Loop:
         self._close()
         self.trackers.finish(None)
 
-    def _one_step(self, number: int) -> None:
-        """Train a step, count or skip it, validate if due, record, end the run if due,
-        and save if due.
+    def _take_step(self, number: int) -> None:
+        """Train a step, count or skip it, and validate if it is due.
+
+        The step is recorded, and the run ended or saved where that is due.
         """
-        begun = perf_counter()
+        start = perf_counter()
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
-        self.sentry.before()
-        self.trainer.train_step(step, self.observers)
+        self.sentry.copy_buffers()
+        self.trainer.train_step(step, self.called)
         self.stepped = True
-        spent = perf_counter() - begun
-        step.anomaly = self.sentry.after(step)
+        seconds = perf_counter() - start
+        step.anomaly = self.sentry.check(step)
         if step.anomaly is None:
-            self._count(step, spent)
+            self._count(step, seconds)
         else:
             self._skip(step, step.anomaly)
-        stopped, failed = (self.outcome.status == status for status in ("stopped", "failed"))
-        if not failed and (step.last or stopped or step.number % self.config.eval.interval == 0):
+        if self._is_validated(step):
             self._validate(step)
-        self._write(step)
+        self._record(step)
         self._end_on_trend(step)
         self._end_on_signal(step)
-        self.done = step.number
+        self.last_step = step.number
         self._save_if_due(step)
 
-    def _count(self, step: Step, spent: float) -> None:
-        outcome, tokens = self.outcome, self.trainer.tokens_in(step.number)
-        outcome.steps, outcome.anomalies = step.number, 0
+    def _is_validated(self, step: Step) -> bool:
+        if self.outcome.status == "failed":
+            return False
+        if step.last or self.outcome.status == "stopped":
+            return True
+        return step.number % self.config.eval.interval == 0
+
+    def _count(self, step: Step, seconds: float) -> None:
+        outcome = self.outcome
+        tokens = self.trainer.tokens_in(step.number)
+        outcome.steps = step.number
+        outcome.anomalies = 0
         outcome.tokens += tokens
-        outcome.training_seconds += spent
-        step.record[metrics.SPEED.name] = tokens / spent
+        outcome.training_seconds += seconds
+        step.record[metrics.SPEED.name] = tokens / seconds
         limit = self.config.train.max_seconds
-        if (
-            limit is not None
-            and self.ranks.any(perf_counter() - self.started >= limit)
-            and not step.last
-        ):
-            outcome.end_early(
-                "time",
-                f"train.max_seconds {limit:g} were over after step {step.number}",
-                step.number,
-            )
+        if limit is None:
+            return
+        is_over = self.ranks.any(perf_counter() - self.started >= limit)
+        if is_over and not step.last:
+            message = f"train.max_seconds {limit:g} were over after step {step.number}"
+            outcome.end_early("time", message, step.number)
 
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
-        """Skip a step; fail where weights or state are bad, too, or after as many in a
-        row as patience allows.
+        """Skip a step.
+
+        The run fails where weights or state are bad, too, or after as many skipped
+        steps in a row as patience allows.
         """
-        outcome, train = self.outcome, self.config.train
+        outcome = self.outcome
+        train = self.config.train
         patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
-        outcome.first_anomaly = outcome.first_anomaly if outcome.anomalies else step.number
+        if not outcome.anomalies:
+            outcome.first_anomaly = step.number
         outcome.anomalies += 1
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
         elif outcome.anomalies >= patience and "nan" in train.stop_on:
-            bad = (
-                metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM
-            ).name
-            rest = (
-                f", and not finite in the {counted(patience - 1, 'step')} before"
-                if patience > 1
-                else ""
-            )
-            message = f"{bad} is {step.record[bad]} at step {step.number}{rest}; first seen in {anomaly.where}"
+            loss_is_bad = step.record[metrics.LOSS_IS_NAN.name]
+            name = metrics.TRAIN_LOSS.name if loss_is_bad else metrics.GRAD_NORM.name
+            message = f"{name} is {step.record[name]} at step {step.number}"
+            if patience > 1:
+                message += f", and not finite in the {counted(patience - 1, 'step')} before"
+            message += f"; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
 
     def _end_on_trend(self, step: Step) -> None:
         """End the run at a divergence or plateau that `train.stop_on` names."""
-        reasons, trend = self.config.train.stop_on, self.watch.trend
-        if (
-            trend is None
-            or self.outcome.status != "finished"
-            or metrics.VAL_LOSS.name not in step.record
-            or step.last
-        ):
+        trend = self.observers.trend
+        if trend is None or step.last or self.outcome.status != "finished":
             return
-        if "divergence" in reasons and trend.diverging:
-            against = "the baseline's" if self.config.alerts.baseline else "its own best"
-            message = f"the smoothed training loss is {trend.excess[-1]:.1%} above {against} at step {step.number}"
-            self.outcome.fail("divergence", message, step.number)
-        elif "plateau" in reasons and trend.flat:
-            flat = f"has not fallen for {ENDINGS['plateau'].patience} validations"
-            self.outcome.end_early(
-                "plateau", f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}", step.number
+        if metrics.VAL_LOSS.name not in step.record:
+            return
+        stop_on = self.config.train.stop_on
+        if "divergence" in stop_on and trend.diverging:
+            reference = "the baseline's" if self.config.alerts.baseline else "its own best"
+            message = (
+                f"the smoothed training loss is {trend.excess[-1]:.1%} above {reference} at step "
+                f"{step.number}"
             )
+            self.outcome.fail("divergence", message, step.number)
+        elif "plateau" in stop_on and trend.flat:
+            message = (
+                f"{metrics.VAL_LOSS.name} has not fallen for {ENDINGS['plateau'].patience} "
+                f"validations, up to step {step.number}"
+            )
+            self.outcome.end_early("plateau", message, step.number)
 
     def _end_on_signal(self, step: Step) -> None:
-        """End the run if a signal came during the step; the last step ends it anyway."""
+        """End the run if a signal came during the step; the last ends it anyway."""
         number = int(self.ranks.largest(self.stop.number))
         if number and self.outcome.status == "finished" and not step.last:
-            self.outcome.end_early(
-                "signal", f"{Signals(number).name} after step {step.number}", step.number
-            )
+            message = f"{Signals(number).name} after step {step.number}"
+            self.outcome.end_early("signal", message, step.number)
 
-    def _first_validation(self) -> None:
+    def _validate_first(self) -> None:
         step = self.trainer.new_step(0, last=False)
         self._validate(step)
         self.outcome.first_val_loss = step.record.get(metrics.VAL_LOSS.name)
-        self._write(step)
-        self.done = 0
+        self._record(step)
+        self.last_step = 0
         self._end_on_signal(step)
-        if self.outcome.ended_by("signal") or (self.config.checkpoint.best and self._is_best(step)):
+        is_best = self.config.checkpoint.best and self._is_best(step)
+        if is_best or self.outcome.ended_by("signal"):
             self.save(step)
 
     def _validate(self, step: Step) -> None:
-        loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
-        step.record |= {
-            metrics.VAL_LOSS.name: loss,
-            metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se,
-        }
+        outcome = self.outcome
+        loss, error = mean_and_error(self.trainer.validation_losses())
+        outcome.final_val_loss_se = error
+        step.record[metrics.VAL_LOSS.name] = loss
+        step.record[metrics.VAL_LOSS_SE.name] = error
         step.record |= self.trainer.also_loss()
         if not math.isfinite(loss):
-            self.outcome.final_val_loss = None
-            if "nan" in self.config.train.stop_on or step.last or self.outcome.status == "stopped":
-                self.outcome.fail(
-                    "nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number
-                )
+            outcome.final_val_loss = None
+            if "nan" in self.config.train.stop_on or step.last or outcome.status == "stopped":
+                message = f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}"
+                outcome.fail("nan", message, step.number)
             return
         step.record |= self.trainer.figures(loss)
-        self.outcome.final_val_loss = loss
-        beside = (metric for metric in metrics.BESIDE_LOSS if metric.name in step.record)
-        self.outcome.final_figures = {metric.figure: step.record[metric.name] for metric in beside}
-        best = self.outcome.best_val_loss
-        self.outcome.best_val_loss = loss if best is None else min(loss, best)
+        outcome.final_val_loss = loss
+        outcome.final_figures = {}
+        for metric in metrics.BESIDE_LOSS:
+            if metric.name in step.record:
+                outcome.final_figures[metric.figure] = step.record[metric.name]
+        best = outcome.best_val_loss
+        outcome.best_val_loss = loss if best is None else min(loss, best)
 
-    def _write(self, step: Step) -> None:
+    def _record(self, step: Step) -> None:
         step.record[metrics.TOKENS.name] = self.outcome.tokens
         step.record[metrics.ELAPSED.name] = perf_counter() - self.started
         with self.ranks.together():
-            for observer in self.observers:
+            for observer in self.called:
                 observer.written(step)
         if self.on_progress is not None:
             self.on_progress(self._progress(step))
-        self.raised.clear()
+        self.alerts.clear()
 
     def _progress(self, step: Step) -> Progress:
-        record, outcome, stall = step.record, self.outcome, self.watch.stall
+        record = step.record
+        stall = self.observers.stall
         return Progress(
             step=step.number,
             max_steps=self.config.train.max_steps,
             train_loss=record.get(metrics.TRAIN_LOSS.name),
-            val_loss=outcome.final_val_loss,
-            best_val_loss=outcome.best_val_loss,
+            val_loss=self.outcome.final_val_loss,
+            best_val_loss=self.outcome.best_val_loss,
             stall=stall.mean if stall and self.stall_counts else None,
             arrived=stall.arrived if stall else None,
             lr=record.get(metrics.LR.name) or 0.0,
             tokens_per_s=record.get(metrics.SPEED.name) or 0.0,
             elapsed_s=perf_counter() - self.started,
-            alerts=tuple(self.raised),
+            alerts=tuple(self.alerts),
         )
 
     def _finish(self) -> dict[str, Any]:
-        """Write and return the summary; if the disk has ended the run, files that it
-        refuses are left out.
+        """Write and return the summary.
+
+        If the disk has ended the run, files that it refuses are left out.
         """
-        attempt = suppress(OSError, BenchError) if self.outcome.ended_by("disk") else nullcontext()
+        refusals: AbstractContextManager[Any] = nullcontext()
+        if self.outcome.ended_by("disk"):
+            refusals = suppress(OSError, BenchError)
         self._close()
-        self._measure()
+        self._measure_memory()
         self.outcome.seconds = perf_counter() - self.started
-        summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
+        summary = summarize(
+            self.run_dir.name, self.config, self.trainer, self.outcome, self.observers
+        )
         if not self.ranks.first:
             return summary
         summary["config_history"] = config_history(self.environment)
-        with attempt:
-            (self.run_dir / SUMS).unlink(
-                missing_ok=True
-            )  # until all is written, since it has no sum of the summary
+        with refusals:
+            # Until all is written, since it has no sum of the summary.
+            (self.run_dir / SUMS).unlink(missing_ok=True)
             write_json(self.run_dir / "summary.json", summary)
             # Judged from the folder's files, summary included, so that the result can
             # be computed again later.
             summary["failures"] = failures_of(self.run_dir)
         self.trackers.finish(summary)
         summary["trackers"] = self.trackers.facts
-        with attempt:
+        with refusals:
             write_json(self.run_dir / "summary.json", summary)
             write_sums(self.run_dir)
         return summary
 
     def _close(self) -> None:
-        attempt = suppress(OSError) if self.outcome.ended_by("disk") else nullcontext()
-        for observer in self.observers:
-            with attempt:
+        refusals: AbstractContextManager[Any] = nullcontext()
+        if self.outcome.ended_by("disk"):
+            refusals = suppress(OSError)
+        for observer in self.called:
+            with refusals:
                 observer.close()
-
-
-_LOG = logging.getLogger("nanogpt_bench")
 
 
 def run(
@@ -388,23 +425,23 @@ def run(
     say: Callable[[str], None] = _LOG.warning,
     texts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Train as `config` says, write everything into `run_dir` and return the content of
-    summary.json.
+    """Train as `config` says, and return the content of summary.json.
 
-    With `resume` the run goes on from the newest checkpoint in `run_dir` that verifies,
-    with the same numbers as if it had never stopped; without a checkpoint it begins at
-    step 0. `say` gets notices, as of skipped checkpoints.
+    Everything is written into `run_dir`. With `resume` the run goes on from the newest
+    checkpoint in `run_dir` that verifies, with the numbers of a run that had never
+    stopped. Without a checkpoint it begins at step 0. `say` gets notices, as of skipped
+    checkpoints.
 
     `train.on_anomaly` decides about a step in which something is not finite. A signal
-    noted in `stop` ends the run after the current step, with a checkpoint; a file that
+    noted in `stop` ends the run after the current step, with a checkpoint. A file that
     can't be written ends it without one. KeyboardInterrupt writes the summary, then
     interrupts.
 
-    Each process of `ranks` calls this function, and the first one writes; all stop
+    Each process of `ranks` calls this function, and the first one writes. All stop
     together and read the same checkpoint. Refused settings leave no files.
 
     `texts` has the digests, by their folders, of the corpora that the run has to be
-    trained on; with any others a `TextChangedError` is raised.
+    trained on. With any others a `TextChangedError` is raised.
     """
     config = resolve_for(config, run_dir, resume=resume)
     check_ranks(config, ranks)
@@ -412,25 +449,12 @@ def run(
         refuse_changed(texts or {})
         corpus = open_corpus(config)
         check_fits(config, corpus)
-        facts = environment(corpus, config.runtime.threads)
-        facts |= (
-            {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
-        )
-        if config.model.init_from:
-            from nanogpt_bench.setup.start import check_start, start_facts
-
-            facts |= start_facts(config)
+        facts = _environment_facts(config, corpus, ranks)
         baseline = baseline_curve(config.alerts.baseline)
         check_trackers(config)
         if not resume:
             check_unused(run_dir)
-        trainer = Trainer(
-            config,
-            corpus,
-            device,
-            start=build_model(config.begun, 0) if config.begun else None,
-            ranks=ranks,
-        )
+        trainer = Trainer(config, corpus, device, start=_start_model(config), ranks=ranks)
         # again, now that all are open, so that a corpus replaced meanwhile is noticed
         refuse_changed(texts or {})
         if config.model.pretrained and config.layers and ranks.first:
@@ -438,16 +462,45 @@ def run(
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder") if ranks.first else nullcontext():
             if not resume and ranks.first:
-                check_unused(run_dir)  # another run may have used the folder meanwhile
-            find = partial(
-                find_checkpoint, run_dir, config, facts, allow_change=allow_config_change, say=say
-            )
-            found = found_by_all(ranks, run_dir, find) if resume else None
+                # Another run may have used the folder meanwhile.
+                check_unused(run_dir)
+            checkpoint = None
+            if resume:
+                find = partial(
+                    find_checkpoint,
+                    run_dir,
+                    config,
+                    facts,
+                    allow_change=allow_config_change,
+                    say=say,
+                )
+                checkpoint = share_checkpoint(ranks, run_dir, find)
             if config.model.init_from:
-                check_start(config, found)
-            progress = Loop(
+                from nanogpt_bench.setup.start import check_start
+
+                check_start(config, checkpoint)
+            loop = Loop(
                 config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts
             )
-            progress.begin(found)
-            del found  # its tensors would take memory during the whole run
-            return progress.go()
+            loop.begin(checkpoint)
+            # Its tensors would take memory during the whole run.
+            del checkpoint
+            return loop.go()
+
+
+def _start_model(config: Resolved) -> GPT | None:
+    """Return a model of the shape that the run began with, if it is known."""
+    return build_model(config.begun, 0) if config.begun else None
+
+
+def _environment_facts(config: Config, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+    """Return the content of environment.json of a run that begins."""
+    facts = environment(corpus, config.runtime.threads)
+    if ranks.size > 1:
+        facts["parallel"] = config.train.parallel
+        facts["processes"] = ranks.size
+    if config.model.init_from:
+        from nanogpt_bench.setup.start import start_facts
+
+        facts |= start_facts(config)
+    return facts

@@ -1,5 +1,9 @@
-"""One optimizer step and one validation: the arithmetic of the loop, without files and
-clocks.
+"""One optimizer step and one validation: the arithmetic of the loop.
+
+It has no files and no clocks. A step sets the learning rate, sums the gradients of its
+micro-batches, clips, and steps unless loss or gradient is not finite. With
+`train.step_in_backward` and one micro-batch the parameters step during the backward
+pass.
 """
 
 import math
@@ -7,7 +11,7 @@ import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +22,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
-from nanogpt_bench.loop.clipping import clipping_of
+from nanogpt_bench.loop.clipping import build_clipping
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.setup.memory import GradientPeak, check_fits
@@ -38,8 +42,9 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
-    """Return the float model that a resolved configuration starts from: random weights,
-    or those of a checkpoint.
+    """Return the float model that a resolved configuration starts from.
+
+    Its weights are random, or those of a checkpoint.
     """
     check_fits(config, corpus, trained=False)
     if config.model.pretrained:
@@ -57,8 +62,9 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
 def trained_model(
     config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None
 ) -> Any:
-    """Return the model that a resolved configuration trains: quantised, in its
-    precision, on its device.
+    """Return the model that a resolved configuration trains.
+
+    It is quantised, in its precision and on its device.
     """
     model = initial_model(config, corpus) if start is None else start
     dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
@@ -66,23 +72,32 @@ def trained_model(
     return keep_peer_weights(model, config)
 
 
-def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of losses and its standard error, the standard deviation over the
-    square root of their number.
+class MeanAndError(NamedTuple):
+    """The mean of losses and its standard error, None where it is not defined."""
 
-    The error is None for a single loss, and if a loss is not finite.
+    mean: float
+    error: float | None
 
-    >>> mean_and_error([1.0, 2.0, 3.0])
+
+def mean_and_error(losses: Sequence[float]) -> MeanAndError:
+    """Return the mean of losses and its standard error.
+
+    The error is the standard deviation over the square root of their number. It is None
+    for a single loss, and if a loss is not finite.
+
+    >>> tuple(mean_and_error([1.0, 2.0, 3.0]))
     (2.0, 0.5773502691896258)
     """
     mean = sum(losses) / len(losses)
-    known = len(losses) > 1 and math.isfinite(mean)
-    return mean, statistics.stdev(losses) / math.sqrt(len(losses)) if known else None
+    if len(losses) > 1 and math.isfinite(mean):
+        return MeanAndError(mean, statistics.stdev(losses) / math.sqrt(len(losses)))
+    return MeanAndError(mean, None)
 
 
 class Trainer:
-    """Model, optimizer and batches of a resolved configuration; the processes of
-    `ranks` train the model together.
+    """Model, optimizer and batches of a resolved configuration.
+
+    The processes of `ranks` train the model together.
     """
 
     def __init__(
@@ -93,32 +108,38 @@ class Trainer:
         start: GPT | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
+        self.config = config
+        self.corpus = corpus
+        self.device = device
+        self.ranks = ranks
         self.task = task_of(config, corpus)
         self.model: Any = trained_model(config, corpus, device, start)
-        if ranks.size > 1:  # the first process' model, to the bit
+        if ranks.size > 1:
+            # the first process' model, to the bit
             fm.distributed.sync(self.model)
-        unseen = config.train.accumulation  # index of a micro-batch that no step trains on
+        # index of a micro-batch that no step trains on
+        untrained = config.train.accumulation
         self.optimizer = build_optimizer(
-            self.model, config, lambda step: [self._move(self._draw(step, unseen))]
+            self.model, config, lambda step: [self._move(self._draw(step, untrained))]
         )
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
-        replicas = ranks.size > 1 and config.train.parallel == "ddp"
+        has_replicas = ranks.size > 1 and config.train.parallel == "ddp"
         #: the loss of a training step where it averages gradients over processes; None:
         #: the model's
-        self._replicated = replicated(self.model, self._model_loss) if replicas else None
+        self._replicated = replicated(self.model, self._model_loss) if has_replicas else None
         #: most bytes of gradients at once, in this process' first step
         self.gradient_peak = GradientPeak(self.model)
-        self._clipping = clipping_of(self.model, self.optimizer, config)
-        self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
-        also = open_also(config, corpus)
-        #: whether parameters step and free their gradients during the backward pass:
+        self._clipping = build_clipping(self.model, self.optimizer, config)
+        #: whether parameters step and free their gradients during the backward pass;
         #: not with several micro-batches
         self._steps_within = config.train.step_in_backward and config.train.accumulation == 1
-        self._also_batches = (
-            [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
-        )
+        self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
+        self._also_batches: list[tuple[Tensor, Tensor]] = []
+        also_corpus = open_also(config, corpus)
+        if also_corpus is not None:
+            also_task = task_of(config, also_corpus)
+            self._also_batches = [self._move(pair) for pair in also_task.held_out()]
 
     def tokens_in(self, number: int) -> int:
         """Return how many tokens step `number` (from 1) trains on."""
@@ -131,69 +152,90 @@ class Trainer:
         )
 
     def train_step(self, step: Step, observers: Sequence[Observer]) -> float:
-        """Take one step, unless loss or gradient is not finite; record it; return the
-        loss, nats per token or label.
+        """Take one step, unless loss or gradient is not finite; record it.
+
+        Returns the loss in nats per token or label.
         """
-        if self.ranks.size > 1:
-            # this process' generator, for dropout, is seeded by the step, so that its
-            # state need not be saved
-            drawn = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
-            torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]))
+        self._seed_dropout(step)
         lr = self._set_lr(step.number - 1)
-        options = self.config.optimizer
-        if options.writeback_end is not None:
-            last = step.number - 1 >= options.step_at * self.config.train.max_steps
-            for group in self.optimizer.param_groups:
-                group["writeback"] = options.writeback_end if last else options.writeback
+        self._set_writeback(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
-        skipped = self._left_out()
+        skips_before = self._skip_count()
         loss = self._accumulate(step, observers)
-        norm, clipped = self._clipping.finish()
-        # Steps in the backward pass skip parameters whose gradient is not finite, and
-        # count the skips.
-        whole = self._left_out() == skipped if norm is None else math.isfinite(norm)
-        finite = math.isfinite(loss) and whole
-        flags = {
-            metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
-            metrics.GRAD_HAS_NAN.name: int(not whole),
-        }
-        step.record |= {**flags, metrics.TRAIN_LOSS.name: loss, metrics.LR.name: lr}
+        norm, was_clipped = self._clipping.finish()
+        loss_is_finite = math.isfinite(loss)
+        if norm is None:
+            # Steps in the backward pass skip parameters whose gradient is not finite,
+            # and count the skips.
+            gradient_is_finite = self._skip_count() == skips_before
+        else:
+            gradient_is_finite = math.isfinite(norm)
+        step.record[metrics.LOSS_IS_NAN.name] = int(not loss_is_finite)
+        step.record[metrics.GRAD_HAS_NAN.name] = int(not gradient_is_finite)
+        step.record[metrics.TRAIN_LOSS.name] = loss
+        step.record[metrics.LR.name] = lr
         if norm is not None:
-            step.record |= {metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)}
+            step.record[metrics.GRAD_NORM.name] = norm
+            step.record[metrics.GRAD_CLIPPED.name] = int(was_clipped)
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
             step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
-        if not finite:
-            return loss
+        if loss_is_finite and gradient_is_finite:
+            self._update(step, observers)
+        return loss
+
+    def _seed_dropout(self, step: Step) -> None:
+        """Seed this process' generator by the step, so that its state is not saved.
+
+        A single process draws on, and saves the state.
+        """
+        if self.ranks.size > 1:
+            sequence = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
+            torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+
+    def _set_writeback(self, index: int) -> None:
+        settings = self.config.optimizer
+        if settings.writeback_end is None:
+            return
+        at_end = index >= settings.step_at * self.config.train.max_steps
+        for group in self.optimizer.param_groups:
+            group["writeback"] = settings.writeback_end if at_end else settings.writeback
+
+    def _update(self, step: Step, observers: Sequence[Observer]) -> None:
+        """Step the optimizer, unless parameters have stepped in the backward pass."""
         if not self._steps_within:
             for observer in observers:
                 observer.before_step(step)
-            self._end_steps() if self.config.train.step_in_backward else self.optimizer.step()
+            if self.config.train.step_in_backward:
+                self._end_steps()
+            else:
+                self.optimizer.step()
         for observer in observers:
             observer.after_step(step)
-        return loss
 
     def _set_lr(self, index: int) -> float:
         settings = self.config.optimizer
         factor = lr_factor(settings, index, self.config.train.max_steps)
         for group in self.optimizer.param_groups:
             lr = peak_lr(group, settings) * factor
-            if isinstance(
-                group["lr"], Tensor
-            ):  # the input of a compiled step: its value is replaced, not the tensor
+            if isinstance(group["lr"], Tensor):
+                # The input of a compiled step: its value is replaced, not the tensor.
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
         return (settings.lr or 0.0) * factor
 
     def _accumulate(self, step: Step, observers: Sequence[Observer]) -> float:
-        train, total = self.config.train, torch.zeros((), device=self.device)
-        for micro_step in range(train.accumulation):
-            tokens, targets = step.batch = self._move(self._draw(step.number - 1, micro_step))
+        """Sum the gradients of a step's micro-batches; return the mean loss."""
+        micro_steps = self.config.train.accumulation
+        total = torch.zeros((), device=self.device)
+        for micro_step in range(micro_steps):
+            tokens, targets = self._move(self._draw(step.number - 1, micro_step))
+            step.batch = (tokens, targets)
             step.micro_step = micro_step
             for observer in observers:
                 observer.before_forward(step)
-            loss = self.loss(tokens, targets, self._replicated) / train.accumulation
+            loss = self.loss(tokens, targets, self._replicated) / micro_steps
             for observer in observers:
                 observer.after_forward(step)
             self._clipping.before_backward()
@@ -205,8 +247,10 @@ class Trainer:
         return self.ranks.mean(total.item())
 
     def _backward(self, loss: Tensor, step: Step, observers: Sequence[Observer]) -> None:
-        """Compute gradients; if parameters step on the way, call observers first, and
-        skip a loss of NaN or Inf.
+        """Compute gradients.
+
+        If parameters step on the way, observers are called first, and a loss of NaN or
+        Inf is skipped.
         """
         if not self._steps_within:
             with self._products():
@@ -226,24 +270,23 @@ class Trainer:
         self.gradient_peak.known()
 
     def _end_steps(self) -> None:
-        """End the steps of a backward pass, and free the placeholders of their
-        gradients.
-        """
+        """End the steps of a backward pass, and free their gradients' placeholders."""
         try:
             self.optimizer.step()
         except RuntimeError as error:
             raise BenchError(f"train.step_in_backward: {one_line(error)}") from None
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _left_out(self) -> int:
+    def _skip_count(self) -> int:
         return int(getattr(self.optimizer, "skipped_steps", 0))
 
-    def loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
-        """Return the loss on a batch, in the precision of the training; `of` is used in
-        place of the model's loss.
+    def loss(self, tokens: Tensor, targets: Tensor, loss_function: Loss | None = None) -> Tensor:
+        """Return the loss on a batch, in the precision of the training.
+
+        `loss_function` is used in place of the model's loss.
         """
         with self.precision():
-            loss: Tensor = (of or self._model_loss)(tokens, targets)
+            loss: Tensor = (loss_function or self._model_loss)(tokens, targets)
         return loss
 
     @contextmanager
@@ -262,54 +305,56 @@ class Trainer:
             yield self._move(self._draw(number - 1, micro_step))
 
     def validate(self) -> float:
-        """Return the mean loss over the fixed validation batches, in nats per token or
-        label.
-        """
+        """Return the mean loss over the fixed validation batches, in nats."""
         return mean_and_error(self.validation_losses())[0]
 
     def validation_losses(self) -> list[float]:
-        """Return the losses of the fixed validation batches (nats per token), or of
-        their documents (per label).
+        """Return the losses of the fixed validation batches, in nats per token.
+
+        Those of documents with labels are per document, in nats per label.
         """
         return self._losses(self._eval_batches)
 
     def figures(self, loss: float) -> Figures:
-        """Return the further values of a validation's record, whose mean loss is
-        `loss`.
+        """Return the further values of the record of a validation.
+
+        `loss` is its mean loss.
         """
         with self._evaluating() as passes:
             return self.task.figures(passes, self._eval_batches, loss)
 
     def validation_windows(self) -> Tensor:
         """Return the fixed validation batches as windows, (N, T + 1)."""
-        return torch.cat(
-            [torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in self._eval_batches]
-        )
+        windows = []
+        for tokens, targets in self._eval_batches:
+            windows.append(torch.cat([tokens, targets[:, -1:]], dim=1))
+        return torch.cat(windows)
 
     def also_loss(self) -> dict[str, float]:
-        """Return the record's entry with the mean loss on the text of `eval.also`;
-        empty without one.
+        """Return the record's entry with the mean loss on the text of `eval.also`.
+
+        It is empty without such a text.
         """
-        batches = self._also_batches
-        return (
-            {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(batches))[0]}
-            if batches
-            else {}
-        )
+        if not self._also_batches:
+            return {}
+        losses = self._losses(self._also_batches)
+        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(losses).mean}
 
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-        """The losses of batches; several processes divide them, each taking equally
-        many.
+        """Return the losses of batches.
+
+        Several processes divide them. Each takes equally many, the last batch again
+        where there are none left, since every process has to take part in a pass.
         """
         with self._evaluating() as passes:
             if self.ranks.size == 1:
                 return self.task.losses(passes, batches)
-            rank, size = self.ranks.rank, self.ranks.size
             losses = [0.0] * len(batches)
-            for begin in range(0, len(batches), size):
-                index = min(begin + rank, len(batches) - 1)
+            for begin in range(0, len(batches), self.ranks.size):
+                turn = begin + self.ranks.rank
+                index = min(turn, len(batches) - 1)
                 (loss,) = self.task.losses(passes, batches[index : index + 1])
-                losses[index] = loss if begin + rank < len(batches) else 0.0
+                losses[index] = loss if turn < len(batches) else 0.0
         return self.ranks.total(losses)
 
     @contextmanager
@@ -326,21 +371,24 @@ class Trainer:
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:
-        """Run the model on one validation batch in evaluation mode, on one in `one_in`
-        of its sequences.
+        """Run the model on a validation batch, on one in `one_in` of its sequences.
+
+        The model is in evaluation mode.
         """
         self.model.eval()
         tokens, targets = self._eval_batches[0]
         try:
             self.loss(tokens[::one_in], targets[::one_in])
-        finally:  # an observer may end the pass by an exception
+        finally:
+            # An observer may end the pass by an exception.
             self.model.train()
 
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        drawn = self.task.batch(index, micro_step)
+        """Return this process' rows of a micro-batch."""
+        tokens, targets = self.task.batch(index, micro_step)
         share = self.config.train.batch_size // self.ranks.size
-        own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
-        return drawn[0][own], drawn[1][own]
+        rows = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
+        return tokens[rows], targets[rows]
 
     def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].to(self.device), pair[1].to(self.device)

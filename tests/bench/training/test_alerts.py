@@ -21,7 +21,7 @@ from nanogpt_bench.loop.observers import (
     JsonlObserver,
     Standstill,
     TrendObserver,
-    _hash,
+    _hash_weights,
 )
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
@@ -196,7 +196,7 @@ def test_weights_of_any_strides_have_the_hash_of_their_values():
     """A column of a matrix that was left is no run of bytes."""
     column = torch.arange(12.0).reshape(4, 3)[:, 0]
     left, copied = (nn.ParameterList([values]) for values in (column, column.clone()))
-    assert _hash(left) == _hash(copied)
+    assert _hash_weights(left) == _hash_weights(copied)
 
 
 class Run:
