@@ -23,6 +23,12 @@ def has_values(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def is_exporting() -> bool:
+    """True while torch.export traces."""
+    # torch.compiler.is_exporting() is True under torch.compile too with torch 2.8
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def is_read_at_once(x: Tensor) -> bool:
     """True if a value can be read without a wait."""
     return not x.is_cuda

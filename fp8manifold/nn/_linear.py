@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.reading import advance, eager_only, has_values, read_cached
+from fp8manifold._base.reading import advance, eager_only, has_values, is_exporting, read_cached
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
@@ -45,6 +45,8 @@ Storage = Literal["fp8", "grid", "master"]
 STORAGES: Final = ("fp8", "grid", "master")
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERANDS)}
 """Streams of the operands' rounding: far from those that optimizers use."""
+_IS_OLD_TORCH: Final = torch.__version__.startswith("2.8.")
+_IN_A_GRAPH: Final = "take policy='dynamic', rounding='nearest', no gradient format, and torch 2.13"
 
 
 class QuantizedLinear(nn.Linear):
@@ -178,6 +180,8 @@ class QuantizedLinear(nn.Linear):
         """
         if input.is_nested:
             return over_nested(self.forward, input)
+        if torch.compiler.is_compiling() and not is_exporting():
+            self._break_graph()
         if self._units is not None and (units := units_on(self._units, self.spec, input.device)):
             return linear_from_codes(input, self.weight, self.bias, units, self.spec)
         parameters = self._parameters  # read directly: attribute access looks here last
@@ -376,6 +380,32 @@ class QuantizedLinear(nn.Linear):
 
     def _key(self, name: _spec.OperandName, draw: int) -> Stream:
         return Stream((self._seed, draw, _STREAMS[name]))
+
+    def _break_graph(self) -> None:
+        """End a graph of torch.compile before a layer that it can't hold, with a
+        reason, which ``fullgraph=True`` raises.
+        """
+        reason = self._why_no_graph()
+        if reason:
+            torch._dynamo.graph_break(msg=f"{reason}: leave fullgraph=True out, or {_IN_A_GRAPH}")
+
+    def _why_no_graph(self) -> str:
+        of_weight, of_input = self.weight_scaler, self.activation_scaler
+        if _IS_OLD_TORCH and (
+            self.storage == "master" or self._units is not None or of_input is not None
+        ):
+            return "torch 2.8 has no graph of a quantised layer with more than stored weights"
+        for scaler in (of_weight, of_input):
+            if scaler is not None and getattr(scaler, "policy", "") == "static":
+                return "no graph holds a static scale, which the first tensor sets"
+            if scaler is not None and scaler.remembers and self.training:
+                return "no graph holds a delayed scale, which remembers tensors"
+        if self.training and hasattr(self, "draws"):
+            return "no graph holds stochastic rounding, which counts passes"
+        gradients = (self.activation_gradient_scaler, self.weight_gradient_scaler)
+        if torch.is_grad_enabled() and gradients != (None, None):
+            return "no graph holds a format of gradients, which is measured in the backward pass"
+        return ""
 
     def _draw(self) -> int:
         """Number of the next forward pass; 0 if no bits are drawn in it."""

@@ -14,6 +14,7 @@ from fp8manifold._base.reading import (
     PendingMaximum,
     eager_only,
     has_values,
+    is_exporting,
     is_read_at_once,
     read_cached,
 )
@@ -217,14 +218,14 @@ class Scale(Scaler):
         elif self.policy == "dynamic":
             self.value = self._fresh(x)
         elif not self._is_frozen():
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise RuntimeError(
                     f"a static {self.format.name} scale has seen no tensor yet, and an exported "
                     "program can't freeze it: run the model once before torch.export"
                 )
             self.value = self._fresh(x)
             self._freeze()
-        elif not torch.compiler.is_exporting():  # a program has no warnings
+        elif not is_exporting():  # a program has no warnings
             self._warn_if_saturated(x)
         return self.value
 
@@ -271,7 +272,7 @@ class Scale(Scaler):
             self._was_frozen = True
 
     def _is_frozen(self) -> bool:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return self._was_frozen
         if not has_values(self.frozen):
             return False

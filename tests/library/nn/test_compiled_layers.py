@@ -1,0 +1,86 @@
+"""Layers under torch.compile and AOTInductor: one graph, or the reason in one line."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import LayerSpec, OperandSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's, as it goes on behind a break
+OLD = torch.__version__.startswith("2.8.")
+X = normal(16, 32, seed=9)
+
+#: options of a layer that no graph holds, and what ``fullgraph=True`` says
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "gradient": ({"gradient": "E5M2"}, "a format of gradients, which is measured"),
+    "global": ({"gradient": OperandSpec("E5M2", scale="global")}, "a format of gradients"),
+    "delayed": ({"activation": "E4M3", "policy": "delayed"}, "a delayed scale, which remembers"),
+    "static": ({"activation": "E4M3", "policy": "static"}, "a static scale, which the first"),
+    "stochastic": ({"activation": "E4M3", "rounding": "stochastic"}, "stochastic rounding, which"),
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "activation": {"activation": "E4M3"},
+    "products": {"products": "fp8"},
+}
+
+
+def net(options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    return fm.quantize_model(made, LayerSpec("E4M3", **options), "fp8")
+
+
+def gradients(model: Any, layers: Any) -> list[Tensor]:
+    out = model(X)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad for p in layers.parameters())]
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_fullgraph_says_why_there_is_none(name: str) -> None:
+    options, reason = REASONS[name]
+    compiled = torch.compile(net(options), fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError) as raised:
+        compiled(X)
+    old = OLD and "activation" in options
+    assert ("torch 2.8 has no graph of a quantised layer" if old else reason) in str(raised.value)
+    assert "leave fullgraph=True out, or take policy='dynamic'" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_without_fullgraph_they_compute_the_same(name: str) -> None:
+    layers = net(REASONS[name][0])
+    twin = copy.deepcopy(layers)
+    compiled = torch.compile(layers, backend="eager")
+    for one, other in zip(gradients(compiled, layers), gradients(twin, twin), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_layers_are_one_graph(name: str) -> None:
+    layers = net(WHOLE[name])
+    twin = copy.deepcopy(layers)
+    compiled = torch.compile(layers, fullgraph=True, backend="eager")
+    if OLD and name != "weights":
+        with pytest.raises(RuntimeError, match=r"torch 2\.8 has no graph of a quantised layer"):
+            compiled(X)
+        return
+    for one, other in zip(gradients(compiled, layers), gradients(twin, twin), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_aotinductor_takes_frozen_weights(cpp_compiler: None, tmp_path: Any) -> None:
+    model = net({}).requires_grad_(False)
+    program = torch.export.export(model, (X,))
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    loaded = torch._inductor.aoti_load_package(package)
+    torch.testing.assert_close(loaded(X), model(X))
