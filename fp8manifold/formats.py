@@ -326,11 +326,44 @@ def _default_bias(exponent_bits: int, layout: str) -> int:
     return (1 << (exponent_bits - 1)) - (1 if layout in ("ieee", "fn", "finite") else 0)
 
 
+_ALSO_CALLED: Final = {
+    **dict.fromkeys(("INT8", "UINT8", "I8", "E0M7"), "E1M6"),
+    **dict.fromkeys(("INT6", "E0M5"), "E1M4"),
+    **dict.fromkeys(("INT4", "UINT4", "E0M3"), "E1M2"),
+    **dict.fromkeys(("FP8", "FLOAT8", "F8", "HF8", "MXFP8"), "E4M3"),
+    **dict.fromkeys(("FP6", "MXFP6"), "E2M3"),
+    **dict.fromkeys(("FP4", "NVFP4", "MXFP4"), "E2M1"),
+    "BF8": "E5M2",
+    "E8M0": "E7M0",
+    "E8M0FNU": "E7M0",
+}
+"""What other libraries call formats that have another name here."""
+_WIDTHS: Final = re.compile(r"(?:FLOAT|MXFP|FP|F)[468](?=E\d)")
+"""What other libraries write before ExMy."""
+
+
+def _meant(text: str) -> str:
+    """Return the format that a text probably names, and for a uniform grid why."""
+    letters = re.sub(r"[^A-Z0-9]", "", text).removeprefix("TORCH")
+    spelled = _WIDTHS.sub("", letters)
+    if spelled in _ALSO_CALLED:
+        known = _ALSO_CALLED[spelled]
+        uniform = ", whose numbers are evenly spaced" if known.startswith("E1M") else ""
+        return f"{known!r}{uniform}"
+    if spelled != text and _EXMY.fullmatch(spelled):
+        try:
+            return repr(FloatFormat.from_string(spelled).name)
+        except ValueError:  # of more than eight bits
+            pass
+    # names of P3109 have an underscore
+    likely = text if text.startswith("P3109") else spelled
+    return repr(difflib.get_close_matches(likely, NAMED_FORMATS, n=1, cutoff=0.0)[0])
+
+
 def _unreadable(name: str, text: str, why: str) -> str:
-    nearest = difflib.get_close_matches(text, NAMED_FORMATS, n=1, cutoff=0.0)
     why = "" if "at most 8 bits" in why else why  # "x + y <= 7" below says it as well
     return (
-        f"unknown float format {name!r}; did you mean {nearest[0]!r}? allowed: ExMy with x >= 1 "
+        f"unknown float format {name!r}; did you mean {_meant(text)}? allowed: ExMy with x >= 1 "
         f"and x + y <= 7, with or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; P3109_8P1 to "
         f"P3109_8P7, with or without F{why}"
     )

@@ -29,6 +29,15 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_exporting_flag)
 
 
+def refuse_trace() -> None:
+    """Raise RuntimeError under ``torch.jit.trace``, whose graphs have no bits of floats."""
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace can't record rounding to a format, which reads the bits of floats: "
+            "use torch.export"
+        )
+
+
 def is_read_at_once(x: Tensor) -> bool:
     """True if a value can be read without a wait."""
     return not x.is_cuda

@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.float_bits import check_holds, working_dtype
+from fp8manifold._base.reading import refuse_trace
 from fp8manifold._native import library, threads_for
 from fp8manifold._numerics.codec import round_block
 from fp8manifold._numerics.records import ARRAY, format_record
@@ -192,6 +193,7 @@ def rounded_at(
     Without ``rescale`` it is in units of the scale, and in the dtype that ``x`` is
     computed in.
     """
+    refuse_trace()
     work, shape = working_dtype(x), x.shape
     dtype = x.dtype if rescale else work
     check_holds(work, fmt)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.reading import advance, eager_only, has_values, is_exporting, read_cached
+from fp8manifold._base.reading import (
+    advance,
+    eager_only,
+    has_values,
+    is_exporting,
+    read_cached,
+    refuse_trace,
+)
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
@@ -194,6 +201,8 @@ class QuantizedLinear(nn.Linear):
         if bare and type(own) is FP8Parameter and "bias" in parameters:
             # nothing is drawn, remembered or announced
             return linear(input, own, parameters["bias"])
+        if self.weight_scaler is not None or self.activation_scaler is not None:
+            refuse_trace()
         draw, repeats = self._pass()
         weight: Tensor = self.weight
         if (

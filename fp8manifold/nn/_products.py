@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._base.autocast import autocast_dtype, outside_autocast
+from fp8manifold._base.reading import refuse_trace
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8
 from fp8manifold._encoded.products import (
     codes_to_int8,
@@ -387,6 +388,8 @@ def linear_from_codes(
         raise RuntimeError(
             f"the input has dtype {x.dtype}, and the weight {dtype}: they must be the same"
         )
+    if not x.dim():
+        raise RuntimeError("the input has no dimension, and the last one must be of features")
     if (
         x.shape[-1] != weight.shape[1]
     ):  # before the function: torch 2.11 does not trace a size that it fixes within
@@ -394,6 +397,7 @@ def linear_from_codes(
             f"the input has {x.shape[-1]} features, and the layer takes {weight.shape[1]}"
         )
     check_current(weight)
+    refuse_trace()
     result: Tensor = _FromCodes.apply(x, weight, bias, units, spec.gradient_products == "fp8")
     return result
 

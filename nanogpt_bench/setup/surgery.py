@@ -2,6 +2,7 @@
 weights, in a finished model.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import geoopt
@@ -85,16 +86,41 @@ def _grid_options(config: Config) -> dict[str, Any]:
     return options
 
 
+def _with_own_weights(
+    model: nn.Module, layers: Iterable[fm.ReportedLayer]
+) -> list[fm.ReportedLayer]:
+    """Return the layers without those whose parameters an earlier one has too, such as a tied
+    head.
+    """
+    seen: set[int] = set()
+    kept = []
+    for layer in layers:
+        parameters = model.get_submodule(layer.name).parameters(recurse=False)
+        own = {id(parameter) for parameter in parameters if parameter.dim() > 1}
+        if own and own <= seen:
+            continue
+        seen |= own
+        kept.append(layer)
+    return kept
+
+
 def left_in_float(model: nn.Module) -> str:
     """Say what share of a model's weights is not quantised, and in which layers most of
     it is.
 
     >>> left_in_float(fm.quantize_model(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), "E4M3"))
     'left in float: 69% of the weights, 36 of 52; most in 0 (32)'
+
+    A weight that two layers share is named once.
+
+    >>> model = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    >>> model["head"].weight = model["table"].weight
+    >>> left_in_float(model)
+    'left in float: 100% of the weights, 32 of 32; most in table (32)'
     """
     report = fm.quantization_report(model)
     left = report.parameters - report.quantized_parameters
-    largest = sorted(report.left, key=lambda layer: -layer.parameters)
+    largest = sorted(_with_own_weights(model, report.left), key=lambda layer: -layer.parameters)
     names = [f"{layer.name} ({layer.parameters:,})" for layer in largest[:_NAMED]]
     more = f" and {counted(len(largest) - _NAMED, 'layer')} more" if len(largest) > _NAMED else ""
     where = f"; most in {', '.join(names)}{more}" if names else ""

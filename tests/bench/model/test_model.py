@@ -20,7 +20,7 @@ from nanogpt_bench.evaluation import measurement, report
 from nanogpt_bench.model.causal import computes_in_float32, is_linear, load_narrow, window_losses
 from nanogpt_bench.model.gpt import FLOATS, GPT, GPTShape, build_model, linear_sizes
 from nanogpt_bench.model.weights import fill, quantized_layers, save_weights
-from nanogpt_bench.setup.surgery import quantize
+from nanogpt_bench.setup.surgery import left_in_float, quantize
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 
@@ -193,6 +193,17 @@ def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, here, ca
     assert (
         "most in model.layers.0.mlp.experts (18,432), model.layers.1.mlp.experts (18,432)" in line
     )
+
+
+@pytest.mark.parametrize("tied", ["shared weight", "shared layer", "own weight"])
+def test_a_tied_weight_is_named_once(tied):
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    if tied == "shared weight":
+        model["head"].weight = model["table"].weight
+    elif tied == "shared layer":
+        model["head"] = model["table"]
+    head = ", head (32)" if tied == "own weight" else ""
+    assert left_in_float(model).endswith(f"; most in table (32){head}")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "finetune"])

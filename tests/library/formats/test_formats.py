@@ -173,3 +173,33 @@ def test_frozen_and_hashable():
     assert hash(fmt) == hash(fm.FloatFormat(4, 3))
     assert len({*ALL.values()}) == len(ALL)
     assert fmt != fm.FloatFormat(4, 3, bias=8)
+
+
+SPELLINGS = {
+    "E1M6": ["E0M7", "INT8", "int8", "torch.int8", "uint8", "INT_8", "E1M7"],
+    "E1M4": ["int6", "E0M5"],
+    "E1M2": ["int4", "E0M3"],
+    "E4M3": ["fp8", "float8", "FP8_E4M3", "float8_e4m3fn", "torch.float8_e4m3fn", "mxfp8", "hf8"],
+    "E5M2": ["fp8_e5m2", "torch.float8_e5m2", "F8_E5M2", "bf8"],
+    "E4M3FNUZ": ["float8_e4m3fnuz", "fp8e4m3fnuz", "E4M3FNUS"],
+    "E5M2FNUZ": ["torch.float8_e5m2fnuz", "e5m2fnu"],
+    "E2M1": ["fp4", "nvfp4", "MXFP4", "fp4_e2m1", "float4_e2m1fn_x2"],
+    "E2M3": ["fp6", "fp6_e2m3"],
+    "E3M2": ["fp6_e3m2"],
+    "E7M0": ["E8M0", "float8_e8m0fnu"],
+    "P3109_8P4": ["P3109_8Q4", "P31098P4"],
+}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "meant"), [(name, fmt) for fmt in SPELLINGS for name in SPELLINGS[fmt]]
+)
+def test_another_librarys_name_is_answered_by_the_formats(spelling, meant) -> None:
+    """One that is a uniform grid says so, as E1M6 does not look like an integer."""
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'") as refused:
+        read(spelling)
+    assert ("evenly spaced" in str(refused.value)) == (
+        meant.startswith("E1M") and spelling != "E1M7"
+    )
+    assert "\n" not in str(refused.value)
+    read(meant)

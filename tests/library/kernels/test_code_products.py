@@ -350,6 +350,67 @@ def test_autocast_around_a_backward_pass_alone_changes_nothing(fmt, gradient):
     assert all(map(torch.equal, (x.grad, net.weight.grad), expected))
 
 
+@cases
+def test_an_input_without_dimensions_is_refused(fmt, gradient):
+    net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient)
+    with pytest.raises(RuntimeError, match=r"^the input has no dimension, [^\n]*$"):
+        net(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@cases
+def test_a_layer_without_values_has_shapes(fmt, gradient, autocast):
+    """Of all three products, under autocast of a processor too."""
+    net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient).to("meta")
+    x = torch.empty(2, 16, 64, device="meta", requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = net(x)
+    y.sum().backward()
+    assert (y.shape, y.dtype, y.device.type) == ((2, 16, 32), torch.float32, "meta")
+    assert x.grad.shape == x.shape
+    assert net.weight.grad.shape == (32, 64)
+    with pytest.raises(RuntimeError, match="is not on the expected device"):
+        net(torch.ones(16, 64))
+
+
+TRACED = {
+    "decoded": (fm.LayerSpec("E4M3"), "fp8"),
+    "gradient": (fm.LayerSpec("E4M3", gradient="E5M2"), "fp8"),
+    "grid": (fm.LayerSpec("E4M3"), "grid"),
+}
+NOT_TRACED = {
+    "fp8": (fm.LayerSpec("E4M3", products="fp8"), "fp8"),
+    "int8": (fm.LayerSpec("E1M6", products="int8"), "fp8"),
+    "activation": (fm.LayerSpec("E4M3", activation="E4M3"), "fp8"),
+    "blocks": (fm.LayerSpec("E4M3", activation="E4M3", granularity="block"), "fp8"),
+    "master": (fm.LayerSpec("E4M3"), "master"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, of its own trace
+@pytest.mark.parametrize(("spec", "storage"), TRACED.values(), ids=TRACED)
+def test_a_layer_that_rounds_nothing_is_traced(spec, storage):
+    net = fm.quantize_model(nn.Linear(32, 16), spec, storage, seed=1)
+    with torch.no_grad():
+        traced = torch.jit.trace(net, (normal(16, 32, seed=1),))
+    x = normal(48, 32, seed=2, std=3.0)
+    assert torch.equal(traced(x), net(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("spec", "storage"), NOT_TRACED.values(), ids=NOT_TRACED)
+def test_a_layer_that_rounds_is_not_traced(spec, storage):
+    net = fm.quantize_model(nn.Linear(32, 16), spec, storage, seed=1)
+    with pytest.raises(RuntimeError, match=r"^torch\.jit\.trace can't .*: use torch\.export$"):
+        torch.jit.trace(net, (normal(16, 32, seed=1),))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rounding_is_not_traced():
+    with pytest.raises(RuntimeError, match=r"use torch\.export$"):
+        torch.jit.trace(lambda x: fm.fake_quantize(x, "E4M3", 1.0), (normal(4, 4),))
+
+
 def test_what_no_gradient_needs_is_not_held():
     held = []
     x, _ = batch((64, 32), 16)
