@@ -652,9 +652,11 @@ def test_second_derivatives_and_other_weights_are_refused():
         first.sum().backward()
     with pytest.raises(RuntimeError, match="multiplies codes, and the weight is a Tensor"):
         torch.func.functional_call(net, {"weight": torch.zeros(32, 64, dtype=torch.bfloat16)}, (x,))
-    net.weight = fm.FP8Parameter(torch.ones(32, 64), "E2M5")
+    other = fm.FP8Parameter(torch.ones(32, 64), "E2M5")
+    with pytest.raises(ValueError, match="'E2M5', 'channel'\\), and the layer's weight is"):
+        net.weight = other
     with pytest.raises(RuntimeError, match="made for codes of E4M3, not of E2M5"):
-        net(x)
+        torch.func.functional_call(net, {"weight": other}, (x,))
 
 
 FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
