@@ -7,10 +7,10 @@ from pathlib import Path
 
 from _markdown import markdown
 
+from nanogpt_bench.report.columns import format_figure, format_rates
 from nanogpt_bench.report.results import MARK, Result, difference_text, measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference, row_label, shortfall
-from nanogpt_bench.report.tables import format_figure, format_rates
 from nanogpt_bench.sweep.plan import baseline_of
 
 #: names of texts on pages, by the last part of `data.dir`

@@ -14,10 +14,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nanogpt_bench.report.columns import format_figure
 from nanogpt_bench.report.results import Difference, Result
 from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.rows import row_label, shortfall
-from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
 PUBLISHED = Path(__file__).parent / "measured" / "published"

@@ -24,6 +24,7 @@ from nanogpt_bench.report.chart import (
     over,
     quantity,
 )
+from nanogpt_bench.report.columns import COLUMNS
 from nanogpt_bench.report.results import FIGURES
 from nanogpt_bench.report.results_file import SensitivityMap
 from nanogpt_bench.report.rows import (
@@ -35,7 +36,6 @@ from nanogpt_bench.report.rows import (
     row_runs,
     setting_without,
 )
-from nanogpt_bench.report.tables import COLUMNS
 from nanogpt_bench.runs.load import MAX_POINTS, Run, decimate, smooth, smoothing_window
 from nanogpt_bench.runs.read import finite
 
@@ -467,7 +467,9 @@ def _axes(runs: Sequence[Run]) -> list[Axis]:
         },
         **{
             name: [FIGURES[of](run) for run in runs]
-            for _, name, of in sorted(c.axis for c in COLUMNS if c.axis)
+            for _, name, of in sorted(
+                (c.axis.place, c.axis.name, c.axis.figure) for c in COLUMNS if c.axis
+            )
         },
     }
     return [axis for name, values in columns.items() if (axis := _axis(name, values)) is not None]

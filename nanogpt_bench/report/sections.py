@@ -25,19 +25,12 @@ from nanogpt_bench.report.charts import (
     stall_chart,
     watched_charts,
 )
+from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT
 from nanogpt_bench.report.page import Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result, class_name, describe_ending
 from nanogpt_bench.report.results_file import Studies
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit, reference_beside, row_runs
-from nanogpt_bench.report.tables import (
-    COLUMNS,
-    PAIRED,
-    TUNING_HEADINGS,
-    TUNING_WORDS,
-    VERDICT,
-    shown_columns,
-    tuning_cells,
-)
+from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, shown_columns, tuning_cells
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
 
