@@ -143,14 +143,13 @@ def settings_sections() -> str:
     from nanogpt_bench.config.keys import FIELDS
     from nanogpt_bench.config.schema import Config
 
-    parts = [
-        "## Of the run\n\n"
-        + _settings_rows(setting for key, setting in FIELDS.items() if "." not in key)
-    ]
+    of_run = [setting for key, setting in FIELDS.items() if "." not in key]
+    parts = ["## Of the run\n\n" + _settings_rows(of_run)]
     for name, field in Config.model_fields.items():
-        if rows := [setting for key, setting in FIELDS.items() if key.startswith(f"{name}.")]:
-            text = " ".join((field.annotation.__doc__ or "").split("\n\n")[0].split())
-            parts.append(f"## `{name}`\n\n{text}\n\n" + _settings_rows(rows))
+        settings = [setting for key, setting in FIELDS.items() if key.startswith(f"{name}.")]
+        if settings:
+            heading = f"## `{name}`\n\n{field.description}\n\n"
+            parts.append(heading + _settings_rows(settings))
     return "\n".join(parts)
 
 

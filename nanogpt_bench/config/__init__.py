@@ -1,1 +1,1 @@
-"""A run's configuration: its fields, where their values come from, and what is allowed."""
+"""A run's configuration: its settings, where values come from, and what is allowed."""

@@ -1,11 +1,12 @@
-"""Settings that exclude each other, as tables: a setting, whether it can't be used
-beside the others, and why.
+"""Settings that exclude each other, as tables.
 
-No setting is dropped silently: the error names the flag that makes the settings agree.
+A function of `TABLES` yields a `Conflict` for each setting that may be excluded: the
+setting, whether it is refused beside the others, and why. No setting is dropped
+silently: the error names the flag that makes the settings agree.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.metrics import TREND
@@ -32,13 +33,20 @@ from nanogpt_bench.config.schema import (
 )
 from nanogpt_bench.system.errors import BenchError
 
-#: a setting, whether it is refused if it is given, and the error's text after
-#: `KEY: VALUE`. After a semicolon the text says what to do; to a text without a
-#: semicolon the flag is added that takes the setting away
-Conflict = tuple[str, bool, str]
+
+class Conflict(NamedTuple):
+    """A setting that may exclude others."""
+
+    key: str
+    #: whether the setting is refused, if it has a value
+    is_refused: bool
+    #: the error's text after `KEY: VALUE`. After a semicolon it says what to do. To a
+    #: text without a semicolon the flag is added that takes the setting away
+    reason: str
+
 
 #: the weights, in words, under a storage that takes no format of the library
-_STORED = {"float32": "floats", "peer": "another package's"}
+_WEIGHTS_IN_WORDS = {"float32": "floats", "peer": "another package's"}
 #: settings that can't be used under `task: classify`, and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
@@ -50,74 +58,75 @@ _NOT_CLASSIFY = {
 
 
 def refuse_new_meanings(
-    file: Mapping[str, Any], merged: Mapping[str, Any], said: Mapping[str, Any]
+    file: Mapping[str, Any], merged: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> None:
     """Refuse settings of a file whose meaning the command line's settings change.
 
     A learning rate is in the unit of its optimizer, and formats of single layers win
-    over one for all layers.
+    over one for all layers. `merged` are the file's settings with the overrides.
     """
-    before, now = optimizer_of(file), optimizer_of(merged)
-    for key in keys_where("is_rate"):
-        if key not in said and file.get(key) is not None and unit(before) != unit(now):
-            raise BenchError(
-                f"{key}: {file[key]!r} is the file's for {before}, and {now} has another unit "
-                f"({unit(now)}); add {without(key)} for its own, or give --{key}"
-            )
+    file_optimizer, optimizer = optimizer_of(file), optimizer_of(merged)
+    if unit(file_optimizer) != unit(optimizer):
+        for key in keys_where("is_rate"):
+            if key not in overrides and file.get(key) is not None:
+                raise BenchError(
+                    f"{key}: {file[key]!r} is the file's for {file_optimizer}, and {optimizer} has "
+                    f"another unit ({unit(optimizer)}); add {without(key)} for its own, or give "
+                    f"--{key}"
+                )
     formats = file.get("model.formats")
-    if said.get("model.format") is not None and formats and "model.formats" not in said:
+    if overrides.get("model.format") is not None and formats and "model.formats" not in overrides:
         raise BenchError(
             f"model.formats: {formats!r} of the file stays beside --model.format "
-            f"{said['model.format']}; add {without('model.formats')}"
+            f"{overrides['model.format']}; add {without('model.formats')}"
         )
 
 
 def refuse_disagreement(config: Config, rule: Rule) -> None:
     """Refuse a setting that contradicts the rule: the run would have the wrong name."""
-    means = meaning(rule)
-    for key, given in contradicting(lambda key: get(config, key), means).items():
-        asked = means | {key: given}
-        named = [name for name, other in RULES.items() if meaning(other) == asked]
-        one_by_one = " ".join(
-            f"--{key} {value}" for key, value in asked.items() if value is not None
-        )
-        remedy = f"--rule {named[0]}" if named else f"--rule null {one_by_one}"
+    rule_settings = meaning(rule)
+    for key, value in contradicting(lambda key: get(config, key), rule_settings).items():
+        wanted = rule_settings | {key: value}
+        names = [name for name, candidate in RULES.items() if meaning(candidate) == wanted]
+        if names:
+            remedy = f"--rule {names[0]}"
+        else:
+            flags = [f"--{name} {word}" for name, word in wanted.items() if word is not None]
+            remedy = f"--rule null {' '.join(flags)}"
         raise BenchError(
-            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; add "
-            f"{without(key)}, or give {remedy}"
+            f"{key}: {value!r} contradicts rule {config.rule!r}, which means "
+            f"{rule_settings[key]!r}; add {without(key)}, or give {remedy}"
         )
 
 
 def refuse_as_given(config: Config) -> None:
-    """Refuse settings that mean nothing under the task, before null settings are filled
-    in.
+    """Refuse settings that mean nothing under the task.
+
+    Called before null settings are filled in.
     """
-    classify = config.task == "classify"
-    _refuse(
-        config,
-        (
-            (k, classify, f"can't be used with task 'classify', {why}")
-            for k, why in _NOT_CLASSIFY.items()
-        ),
-    )
+    if config.task == "classify":
+        for key, reason in _NOT_CLASSIFY.items():
+            _refuse(config, Conflict(key, True, f"can't be used with task 'classify', {reason}"))
 
 
 def refuse_conflicts(config: Config) -> None:
-    """Refuse a setting of a filled-in configuration that can't be used beside the
-    others or would be ignored.
-    """
+    """Refuse settings that exclude others or do nothing, once all are filled in."""
     for table in TABLES:
-        _refuse(config, table(config))
+        for conflict in table(config):
+            _refuse(config, conflict)
 
 
-def _refuse(config: Config, rows: Iterable[Conflict]) -> None:
-    for key, refused, why in rows:
-        value = get(config, key)
-        if refused and value is not None and value is not False and value not in ("none", [], {}):
-            away = (
-                f"--{key} false" if value is True else without(key)
-            )  # null may mean true, by the model's size
-            raise BenchError(f"{key}: {value!r} {why}" + ("" if ";" in why else f"; add {away}"))
+def _refuse(config: Config, conflict: Conflict) -> None:
+    key, reason = conflict.key, conflict.reason
+    value = get(config, key)
+    is_off = value is None or value is False or value in ("none", [], {})
+    if is_off or not conflict.is_refused:
+        return
+    if ";" in reason:
+        raise BenchError(f"{key}: {value!r} {reason}")
+    # null may mean true, by the model's size
+    flag = f"--{key} false" if value is True else without(key)
+    raise BenchError(f"{key}: {value!r} {reason}; add {flag}")
 
 
 def without(key: str) -> str:
@@ -127,205 +136,300 @@ def without(key: str) -> str:
     ('--optimizer.lr null', '--shadow.enabled false', '--model.formats {}')
     """
     setting = FIELDS[key]
-    return f"--{key} {'null' if setting.optional else str(setting.default).lower()}"
+    value = "null" if setting.optional else str(setting.default).lower()
+    return f"--{key} {value}"
 
 
-def _storages(config: Config) -> Iterator[Conflict]:
+def _storage_facts(config: Config) -> Iterator[Conflict]:
     """Settings that mean something under some storages only."""
-    codes = (
-        config.rule is not None
-        and config.model.products is not None
-        and config.model.storage == "grid"
-    )
-    yield (
+    model = config.model
+    multiplies_codes = config.rule is not None and model.products is not None
+    yield Conflict(
         "model.storage",
-        codes,
+        multiplies_codes and model.storage == "grid",
         f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies",
     )
     for key in keys_where("storages"):
-        storages, own = FIELDS[key].facts["storages"], config.model.storage
-        yield key, own not in storages, f"needs model.storage {_either(storages)}, not {own!r}"
+        storages = FIELDS[key].facts["storages"]
+        yield Conflict(
+            key,
+            model.storage not in storages,
+            f"needs model.storage {_alternatives(storages)}, not {model.storage!r}",
+        )
 
 
 def _options(config: Config) -> Iterator[Conflict]:
     """Options that the optimizer would ignore."""
     name = config.optimizer.name
     for option in OPTION_NAMES:
-        takers = [taker for taker, options in OPTIONS.items() if option in options]
-        why = f"is not an option of {name}, but of {', '.join(takers)}"
-        yield f"optimizer.{option}", name not in takers, why
+        optimizers = [optimizer for optimizer, options in OPTIONS.items() if option in options]
+        yield Conflict(
+            f"optimizer.{option}",
+            name not in optimizers,
+            f"is not an option of {name}, but of {', '.join(optimizers)}",
+        )
 
 
 def _storage(config: Config) -> Iterator[Conflict]:
-    model, own = config.model, config.model.storage
-    floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
-    by, stored = (
-        f"rule {config.rule!r}" if config.rule else f"storage {own}",
-        _STORED.get(own or "", ""),
+    model, storage = config.model, config.model.storage
+    has_formats = storage not in WITHOUT_FORMATS
+    is_pure = config.train.precision == "bf16-pure"
+    cause = f"rule {config.rule!r}" if config.rule else f"storage {storage}"
+    weights = _WEIGHTS_IN_WORDS.get(storage or "", "")
+    yield Conflict(
+        "model.tied",
+        not (model.tie_weights and model.formats),
+        "needs model.tie_weights and a format",
     )
-    tied = bool(model.tie_weights and model.formats)
-    yield "model.tied", not tied, "needs model.tie_weights and a format"
-    rules = ", ".join(name for name, rule in RULES.items() if rule.storage not in WITHOUT_FORMATS)
-    others = f"add --model.format null --model.formats {{}}, or give another --rule: {rules}"
-    yield "model.formats", floats, f"can't be used with {by}, whose weights are {stored}; {others}"
-    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {stored}"
+    rules = [name for name, rule in RULES.items() if rule.storage not in WITHOUT_FORMATS]
+    yield Conflict(
+        "model.formats",
+        not has_formats,
+        f"can't be used with {cause}, whose weights are {weights}; add --model.format null "
+        f"--model.formats {{}}, or give another --rule: {', '.join(rules)}",
+    )
+    yield Conflict(
+        "model.granularity",
+        not has_formats,
+        f"means nothing under {cause}, whose weights are {weights}",
+    )
     for key in ("rule", "model.storage"):
-        why = "needs a format for the weights; give --model.format E4M3 or model.formats"
-        yield key, not floats and not model.formats, why
-    why = f"can't be used with model.storage {own!r}; allowed: float32, bf16-mixed"
-    yield "train.precision", own != "float32" and impure, why
-    yield "model.torchao_float8", own != "float32", f"can't be used with model.storage {own!r}"
-    yield "model.torchao_float8", impure, "can't be used with train.precision 'bf16-pure'"
+        yield Conflict(
+            key,
+            has_formats and not model.formats,
+            "needs a format for the weights; give --model.format E4M3 or model.formats",
+        )
+    yield Conflict(
+        "train.precision",
+        storage != "float32" and is_pure,
+        f"can't be used with model.storage {storage!r}; allowed: float32, bf16-mixed",
+    )
+    yield Conflict(
+        "model.torchao_float8",
+        storage != "float32",
+        f"can't be used with model.storage {storage!r}",
+    )
+    yield Conflict(
+        "model.torchao_float8", is_pure, "can't be used with train.precision 'bf16-pure'"
+    )
 
 
 def _peer(config: Config) -> Iterator[Conflict]:
     """Settings that another package's weights or optimizers exclude."""
-    own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
-    yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}"
-    yield (
+    storage, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
+    is_peer = storage == "peer"
+    yield Conflict("model.peer", not is_peer, f"needs model.storage peer, not {storage!r}")
+    yield Conflict(
         "model.storage",
-        own == "peer" and not peer,
-        f"needs model.peer {_either([*PEER_WEIGHTS])}",
+        is_peer and not peer,
+        f"needs model.peer {_alternatives([*PEER_WEIGHTS])}",
     )
-    steppers = PEER_WEIGHTS.get(peer or "", ())
-    why = f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(steppers)}"
-    yield "optimizer.name", bool(steppers) and name not in steppers, why
-    why = f"steps SDNQ's own weights; it can't be used with model.storage {own!r}"
-    yield "optimizer.name", not steppers and name.startswith("sdnq"), why
-    for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled"):
-        yield key, own == "peer", f"can't be used with model.peer {peer!r}"
-    yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}"
-    mixed = peer == "torchao-int8" and config.train.precision != "float32"
-    yield (
+    optimizers = PEER_WEIGHTS.get(peer or "", ())
+    yield Conflict(
+        "optimizer.name",
+        bool(optimizers) and name not in optimizers,
+        f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(optimizers)}",
+    )
+    yield Conflict(
+        "optimizer.name",
+        not optimizers and name.startswith("sdnq"),
+        f"steps SDNQ's own weights; it can't be used with model.storage {storage!r}",
+    )
+    excluded = (
+        "model.tie_weights",
+        "model.pretrained",
+        "model.constraint",
+        "shadow.enabled",
+        "runtime.compile",
+    )
+    for key in excluded:
+        yield Conflict(key, is_peer, f"can't be used with model.peer {peer!r}")
+    yield Conflict(
         "train.precision",
-        mixed,
+        peer == "torchao-int8" and config.train.precision != "float32",
         f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
     )
 
 
 def _optimizer(config: Config) -> Iterator[Conflict]:
-    optimizer, name, own = config.optimizer, config.optimizer.name, config.model.storage
-    on_floats = (*ON_FLOATS, *(RIEMANNIAN if config.model.constraint else ()))
-    needs = own not in MANIFOLDS and name in OWN_OPTIMIZERS and name not in on_floats
-    allowed = f"allowed with {own!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
-    yield (
+    optimizer, name, storage = config.optimizer, config.optimizer.name, config.model.storage
+    on_manifolds = storage in MANIFOLDS
+    steps_floats = name in ON_FLOATS or (bool(config.model.constraint) and name in RIEMANNIAN)
+    yield Conflict(
         "optimizer.name",
-        needs,
-        f"needs model.storage {_either(MANIFOLDS)}, not {own!r}; {allowed}",
+        not on_manifolds and name in OWN_OPTIMIZERS and not steps_floats,
+        f"needs model.storage {_alternatives(MANIFOLDS)}, not {storage!r}; "
+        f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}",
     )
-    why = f"steps float weights; it can't be used with storage {own!r}"
-    yield "optimizer.name", name in PEERS and own in MANIFOLDS, why
-    kahan = name == "optimi_adamw" and config.train.precision != "bf16-pure"
-    yield "optimizer.name", kahan, "sums up bfloat16 weights; give train.precision bf16-pure"
-    why = f"needs model.storage {_either(MANIFOLDS)}, not {own!r}, or optimizer.name {_either(ON_FLOATS)}"
-    yield "optimizer.moments", not has_moments(own, name), why
-    why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
-    yield (
+    yield Conflict(
+        "optimizer.name",
+        name in PEERS and on_manifolds,
+        f"steps float weights; it can't be used with storage {storage!r}",
+    )
+    yield Conflict(
+        "optimizer.name",
+        name == "optimi_adamw" and config.train.precision != "bf16-pure",
+        "sums up bfloat16 weights; give train.precision bf16-pure",
+    )
+    yield Conflict(
+        "optimizer.moments",
+        not has_moments(storage, name),
+        f"needs model.storage {_alternatives(MANIFOLDS)}, not {storage!r}, or optimizer.name "
+        f"{_alternatives(ON_FLOATS)}",
+    )
+    yield Conflict(
         "optimizer.stiffness",
-        own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness),
-        why,
+        not on_manifolds and name in ON_FLOATS and bool(optimizer.stiffness),
+        f"means nothing with storage {storage!r}, whose weights have no stiffness; give 0",
     )
-    nowhere = optimizer.stiffness_end is None
-    yield (
+    yield Conflict(
         "optimizer.stiffness_schedule",
-        nowhere,
+        optimizer.stiffness_end is None,
         "needs optimizer.stiffness_end, the value it leads to",
     )
-    why = "can't be used with task 'classify', whose labels are not drawn from a softmax; give another rule"
-    yield "optimizer.name", config.task == "classify" and name == "fisher", why
+    yield Conflict(
+        "optimizer.name",
+        config.task == "classify" and name == "fisher",
+        "can't be used with task 'classify', whose labels are not drawn from a softmax; give "
+        "another rule",
+    )
 
 
 def _watching(config: Config) -> Iterator[Conflict]:
     watched = config.monitor.watch
-    followed = TREND in watched
-    why = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
+    is_followed = TREND in watched
+    missing = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
     for reason in ("divergence", "plateau"):
-        if reason in config.train.stop_on and not followed:
-            raise BenchError(f"train.stop_on: {reason!r} {why}")
-    yield "alerts.baseline", not followed, why
+        if reason in config.train.stop_on and not is_followed:
+            raise BenchError(f"train.stop_on: {reason!r} {missing}")
+    yield Conflict("alerts.baseline", not is_followed, missing)
 
 
 def _pretrained(config: Config) -> Iterator[Conflict]:
     """Settings that need the GPT's own modules, or a model of transformers."""
-    given = config.model.pretrained is not None
+    is_pretrained = config.model.pretrained is not None
     for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
-        yield key, given and get(config, key) != 0, "can't be used with model.pretrained"
-    yield "train.recompute", not given, "needs model.pretrained; the GPT here keeps its activations"
+        is_set = get(config, key) != 0
+        yield Conflict(key, is_pretrained and is_set, "can't be used with model.pretrained")
+    yield Conflict(
+        "train.recompute",
+        not is_pretrained,
+        "needs model.pretrained; the GPT here keeps its activations",
+    )
 
 
 def _in_backward(config: Config) -> Iterator[Conflict]:
     """Settings that need all gradients at once."""
-    train, name, own = config.train, config.optimizer.name, config.model.storage
-    at_once = name == "fisher" or not (own in MANIFOLDS or name in ON_FLOATS)
-    why = f"needs an optimizer of the library that steps weights one by one, not {name!r} with model.storage {own!r}"
-    yield "train.step_in_backward", at_once, why
-    within, several = train.step_in_backward, train.accumulation > 1
-    yield (
+    train, optimizer, storage = config.train, config.optimizer, config.model.storage
+    name, in_backward = optimizer.name, train.step_in_backward
+    steps_one_by_one = name != "fisher" and (storage in MANIFOLDS or name in ON_FLOATS)
+    yield Conflict(
+        "train.step_in_backward",
+        not steps_one_by_one,
+        f"needs an optimizer of the library that steps weights one by one, not {name!r} with "
+        f"model.storage {storage!r}",
+    )
+    yield Conflict(
         "shadow.enabled",
-        within and config.shadow.enabled,
+        in_backward and config.shadow.enabled,
         "can't be used with train.step_in_backward",
     )
-    optimizer, compiled = config.optimizer, config.runtime.compile
-    why = (
+    is_clipped = in_backward and train.accumulation == 1 and optimizer.grad_clip > 0
+    has_clip_by = optimizer.clip_by is not None
+    yield Conflict(
+        "optimizer.grad_clip",
+        is_clipped and not has_clip_by,
         "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step "
-        "before, one backward pass) or exact (two backward passes); or give 0"
+        "before, one backward pass) or exact (two backward passes); or give 0",
     )
-    asked = within and not several and optimizer.grad_clip > 0
-    yield "optimizer.grad_clip", asked and optimizer.clip_by is None, why
-    why = "needs train.step_in_backward, optimizer.grad_clip above 0 and train.accumulation 1"
-    yield "optimizer.clip_by", optimizer.clip_by is not None and not asked, why
-    why = "can't be used with runtime.compile, whose graphs take one backward pass; give optimizer.grad_clip 0"
-    yield "optimizer.clip_by", optimizer.clip_by is not None and compiled, why
+    yield Conflict(
+        "optimizer.clip_by",
+        has_clip_by and not is_clipped,
+        "needs train.step_in_backward, optimizer.grad_clip above 0 and train.accumulation 1",
+    )
+    yield Conflict(
+        "optimizer.clip_by",
+        has_clip_by and config.runtime.compile,
+        "can't be used with runtime.compile, whose graphs take one backward pass; give "
+        "optimizer.grad_clip 0",
+    )
 
 
 def _parallel(config: Config) -> Iterator[Conflict]:
-    """Settings that need one process: they compare or measure gradients, or take whole
-    matrices.
+    """Settings that need one process.
+
+    They compare or measure gradients, or take whole matrices.
     """
     for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
-        yield (
+        yield Conflict(
             "train.parallel",
             bool(get(config, key)),
             f"can't be used with {key}; add {without(key)}",
         )
-    fisher = config.optimizer.name == "fisher"
-    yield "train.parallel", fisher, "can't be used with optimizer.name 'fisher'"
+    yield Conflict(
+        "train.parallel",
+        config.optimizer.name == "fisher",
+        "can't be used with optimizer.name 'fisher'",
+    )
 
 
 def _constraint(config: Config) -> Iterator[Conflict]:
-    """Settings that geoopt's manifolds exclude; and two rates, or decay, where no
-    weight is stepped by ULPs.
+    """Settings that geoopt's manifolds exclude.
+
+    Where no weight is stepped by ULPs, two rates or a decay are refused, too.
     """
-    model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
-    yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"
-    called, name = f"model.constraint {model.constraint!r}", optimizer.name
-    why = f"can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
-    yield "optimizer.name", given and name not in RIEMANNIAN, why
-    impure = config.train.precision == "bf16-pure"
-    for key, beside in (
-        ("model.pretrained", True),
-        ("model.torchao_float8", True),
-        ("train.precision", impure),
-    ):
-        yield key, given and beside, f"can't be used with {called}"
-    yield (
-        "model.n_embd",
-        given and model.n_embd == 1,
-        f"leaves nothing to turn under {called}; give 2 or more",
+    model, optimizer, name = config.model, config.optimizer, config.optimizer.name
+    is_constrained = model.constraint is not None
+    constraint = f"model.constraint {model.constraint!r}"
+    yield Conflict(
+        "optimizer.constrained_lr", not is_constrained, "needs model.constraint stiefel or sphere"
     )
-    no_ulps, called = given and model.storage not in MANIFOLDS, f"model.storage {model.storage!r}"
-    rates = f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights"
-    why = f"{rates}: none is stepped by ULPs with {called}; give one of them"
-    yield "optimizer.lr", no_ulps and optimizer.lr != optimizer.float_lr, why
-    why = f"is for weights that {name} steps by ULPs: there are none with {called}"
-    yield "optimizer.weight_decay", no_ulps and bool(optimizer.weight_decay), why
+    yield Conflict(
+        "optimizer.name",
+        is_constrained and name not in RIEMANNIAN,
+        f"can't keep weights on a manifold ({constraint}); allowed: {', '.join(RIEMANNIAN)}",
+    )
+    for key in ("model.pretrained", "model.torchao_float8"):
+        yield Conflict(key, is_constrained, f"can't be used with {constraint}")
+    is_pure = config.train.precision == "bf16-pure"
+    yield Conflict(
+        "train.precision", is_constrained and is_pure, f"can't be used with {constraint}"
+    )
+    yield Conflict(
+        "model.n_embd",
+        is_constrained and model.n_embd == 1,
+        f"leaves nothing to turn under {constraint}; give 2 or more",
+    )
+    no_ulps = is_constrained and model.storage not in MANIFOLDS
+    storage = f"model.storage {model.storage!r}"
+    yield Conflict(
+        "optimizer.lr",
+        no_ulps and optimizer.lr != optimizer.float_lr,
+        f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights: none is "
+        f"stepped by ULPs with {storage}; give one of them",
+    )
+    yield Conflict(
+        "optimizer.weight_decay",
+        no_ulps and bool(optimizer.weight_decay),
+        f"is for weights that {name} steps by ULPs: there are none with {storage}",
+    )
 
 
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+def _alternatives(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 TABLES = (
-    *(_storages, _options, _storage, _peer, _optimizer),
-    *(_watching, _pretrained, _in_backward, _parallel, _constraint),
+    _storage_facts,
+    _options,
+    _storage,
+    _peer,
+    _optimizer,
+    _watching,
+    _pretrained,
+    _in_backward,
+    _parallel,
+    _constraint,
 )

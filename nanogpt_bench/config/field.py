@@ -1,5 +1,8 @@
-"""Declaring a configuration field: its default, its help, the values it takes, and the
-facts that other modules use.
+"""Declaring a configuration field: default, help, allowed values, facts.
+
+`setting` declares a field of a `Section`. Its facts, see `FACTS`, are what other
+modules ask about it. `Section` reads every value before pydantic checks it: strings of
+a YAML file or a command line become numbers, and a choice gets its canonical spelling.
 """
 
 from collections.abc import Sequence
@@ -40,7 +43,7 @@ FACTS: dict[str, Any] = {
     "maps": None,
 }
 #: the largest whole number that a field without a bound takes
-MOST = 2**64 - 1
+LARGEST_INTEGER = 2**64 - 1
 #: words of YAML that mean null even in quotes, for a setting that may be null
 NULLS = ("null", "Null", "NULL", "~")
 
@@ -48,7 +51,7 @@ NULLS = ("null", "Null", "NULL", "~")
 class Section(BaseModel):
     """Settings with their types and bounds, checked when a section is made.
 
-    A string for a field of another type is read as YAML, so that 1e-3 is a number; a
+    A string for a field of another type is read as YAML, so that 1e-3 is a number. A
     choice may be spelt in any case.
     """
 
@@ -56,10 +59,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the value that is meant; refuse what pydantic would accept, or refuse
-        without naming it.
-        """
+    def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject what pydantic accepts silently or reports badly; return the value."""
         field = cls.model_fields[str(info.field_name)]
         kind, facts = kind_of(field), facts_of(field)
         if issubclass(kind, Section):
@@ -68,25 +69,27 @@ class Section(BaseModel):
         _check_filled(value)
         if isinstance(value, str) and value in NULLS and is_optional(field):
             return None
-        value = _said(kind, value)
+        value = _parse_string(kind, value)
         if facts.get("is_folder") and isinstance(value, str):
             value = Path(value).as_posix()
-        if choices := facts["choices"]:
-            words = value if isinstance(value, list) else [value]
-            found = [_chosen(word, choices) for word in words]
-            return found if isinstance(value, list) else found[0]
-        bounded = any(hasattr(bound, "le") for bound in field.metadata)
-        if kind is int and isinstance(value, int) and value > MOST and not bounded:
-            raise BenchError(f"{value} is out of range; give at most {MOST}")
+        choices = facts["choices"]
+        if choices:
+            if isinstance(value, list):
+                return [_canonical_choice(word, choices) for word in value]
+            return _canonical_choice(value, choices)
+        is_bounded = any(hasattr(bound, "le") for bound in field.metadata)
+        is_integer = kind is int and isinstance(value, int)
+        if is_integer and not is_bounded and value > LARGEST_INTEGER:
+            raise BenchError(f"{value} is out of range; give at most {LARGEST_INTEGER}")
         return value
 
 
 def kind_of(field: FieldInfo) -> type:
-    """Return a field's type without null; `list` or `dict` where it holds several
-    values.
-    """
-    given = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    kind: Any = given[0] if is_optional(field) else get_origin(field.annotation) or field.annotation
+    """Return a field's type without null; `list` or `dict` for a container."""
+    kind: Any = get_origin(field.annotation) or field.annotation
+    if is_optional(field):
+        members = get_args(field.annotation)
+        kind = next(member for member in members if member is not type(None))
     return kind
 
 
@@ -110,8 +113,9 @@ def check_names(value: Any) -> None:
                     f"{name!r} is not allowed as the name of an entry; give a word, in quotes"
                 )
             check_names(item)
-    for item in value if isinstance(value, list | tuple) else ():
-        check_names(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_names(item)
 
 
 def _check_filled(value: Any) -> None:
@@ -121,7 +125,7 @@ def _check_filled(value: Any) -> None:
             raise BenchError(f"{word!r} is not allowed; give a value, or leave it out")
 
 
-def _said(kind: type, value: Any) -> Any:
+def _parse_string(kind: type, value: Any) -> Any:
     """Read a string as YAML where the field takes another type."""
     if kind is str or not isinstance(value, str):
         return value
@@ -130,12 +134,15 @@ def _said(kind: type, value: Any) -> Any:
     if kind in (int, float) and not untrusted.is_ambiguous(value):
         with suppress(ValueError):
             return kind(value)
-    said = parse_text(value)
-    return value if said is None and value not in NULLS else said
+    parsed = parse_text(value)
+    # A text without a value, such as a comment of YAML, does not mean null.
+    if parsed is None and value not in NULLS:
+        return value
+    return parsed
 
 
 def parse_text(text: str) -> Any:
-    """Return the value of a text read as YAML, or the text itself where it is no YAML."""
+    """Return the value of a text read as YAML, or the text itself if it is none."""
     try:
         return untrusted.parse_yaml(text)
     except untrusted.GivenTwice as error:
@@ -144,20 +151,19 @@ def parse_text(text: str) -> Any:
         return text
 
 
-def _chosen(value: Any, choices: Sequence[str]) -> Any:
-    """The choice that a word means: case, underscores and hyphens don't count; YAML
-    reads a bare off as false.
+def _canonical_choice(value: Any, choices: Sequence[str]) -> Any:
+    """Return the choice that a word spells.
+
+    Case, underscores and hyphens don't count. YAML reads a bare off as false.
     """
     if value is False and "off" in choices:
         return "off"
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value in choices:
         return value
-    if value in choices:
-        return value
-    meant = [known for known in choices if _folded(known) == _folded(value)]
-    if not meant:
-        raise BenchError(not_known(value, choices))
-    return meant[0]
+    for choice in choices:
+        if _folded(choice) == _folded(value):
+            return choice
+    raise BenchError(not_known(value, choices))
 
 
 def _folded(word: str) -> str:
@@ -176,19 +182,29 @@ def setting(
     instead: str | None = None,
     **facts: Any,
 ) -> Any:
-    """Declare a configuration field: its default, one line of help, what it allows and
-    its `FACTS`.
+    """Declare a configuration field.
 
-    `above` and `below` are exclusive bounds; `instead` names another way to get what a
-    value out of bounds asks for. A default that is a list or a mapping is given as the
-    function that makes it.
+    Args:
+        default: the value where none is given. For a list or a mapping the function
+            that makes it.
+        text: one line of help.
+        minimum: smallest allowed value.
+        maximum: largest allowed value.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
+        choices: the allowed words.
+        instead: another way to get what a value out of bounds asks for.
+        facts: those of `FACTS` that have another value.
     """
     limits: dict[str, Any] = {"ge": minimum, "le": maximum, "gt": above, "lt": below}
-    more: dict[str, Any] = {"choices": choices, "instead": instead, **facts}
-    made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
-    return Field(**made, description=text, json_schema_extra=more, **limits)
+    extra: dict[str, Any] = {"choices": choices, "instead": instead, **facts}
+    if callable(default):
+        limits["default_factory"] = default
+    else:
+        limits["default"] = default
+    return Field(description=text, json_schema_extra=extra, **limits)
 
 
-def section(kind: type[Section], **facts: Any) -> Any:
-    """Declare a section, and `FACTS` for those of its fields that give no others."""
-    return Field(default_factory=kind, json_schema_extra=facts)
+def section(kind: type[Section], text: str, **facts: Any) -> Any:
+    """Declare a section, its one line of help, and `FACTS` of its fields."""
+    return Field(default_factory=kind, description=text, json_schema_extra=facts)

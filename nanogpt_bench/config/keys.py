@@ -1,12 +1,12 @@
-"""Keys of the configuration: every setting by its dotted name, with its type, default
-and facts; refusals of values.
+"""Keys of the configuration: every setting by its dotted name, and refusals of values.
 
-pydantic checks types and bounds, as `config.schema` declares them. Its errors are put
-into the bench's words: the key, the value and what is allowed.
+A `Setting` has the type, default and facts that `config.schema` declares. pydantic
+checks types and bounds. Its errors are put into the bench's words here: the key, the
+value and what is allowed.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,26 +45,31 @@ class Setting:
             str: "a word",
             list: "a list of words",
         }
-        maps = self.facts["maps"] or self.help.partition(",")[0].replace(" ->", " to")
-        named = words.get(self.kind, f"a mapping of {maps}")
-        return named + bounds_in_words(self.bounds) + (" or null" if self.optional else "")
+        mapped = self.facts["maps"] or self.help.partition(",")[0].replace(" ->", " to")
+        kind = words.get(self.kind, f"a mapping of {mapped}")
+        null = " or null" if self.optional else ""
+        return kind + bounds_in_words(self.bounds) + null
 
 
 def settings_of(
     section: type[Section], prefix: str = "", inherited: Mapping[str, Any] = FACTS
 ) -> Iterator[Setting]:
-    """Yield the settings of a section and of those in it, in the order of their
-    declaration.
-    """
+    """Yield the settings of a section and its subsections, as they are declared."""
     for name, field in section.model_fields.items():
-        key, kind, facts = prefix + name, kind_of(field), {**inherited, **facts_of(field)}
+        key, kind = prefix + name, kind_of(field)
+        facts = {**inherited, **facts_of(field)}
         if issubclass(kind, Section):
             yield from settings_of(kind, f"{key}.", facts)
-        else:
-            default, text = field.get_default(call_default_factory=True), field.description or ""
-            yield Setting(
-                key, kind, is_optional(field), default, text, tuple(field.metadata), facts
-            )
+            continue
+        yield Setting(
+            key=key,
+            kind=kind,
+            optional=is_optional(field),
+            default=field.get_default(call_default_factory=True),
+            help=field.description or "",
+            bounds=tuple(field.metadata),
+            facts=facts,
+        )
 
 
 FIELDS = {setting.key: setting for setting in settings_of(Config)}
@@ -74,8 +79,7 @@ SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 
 @functools.cache
 def keys_where(fact: str) -> tuple[str, ...]:
-    """Return the keys of the settings that have a fact, in the order of their
-    declaration.
+    """Return the keys of the settings that have a fact, as they are declared.
 
     >>> keys_where("is_rate")
     ('optimizer.lr', 'optimizer.float_lr')
@@ -84,10 +88,11 @@ def keys_where(fact: str) -> tuple[str, ...]:
 
 
 def mapping_above(key: str) -> str | None:
-    """Return the mapping setting whose entry `key` names, if it names one."""
-    return next(
-        (name for name in MAPPINGS if key.startswith(f"{name}.") and key != f"{name}."), None
-    )
+    """Return the mapping setting whose entry `key` names, or None."""
+    for name in MAPPINGS:
+        if key.startswith(f"{name}.") and key != f"{name}.":
+            return name
+    return None
 
 
 def get(config: Config, key: str) -> Any:
@@ -112,37 +117,44 @@ _OUT_OF_RANGE = (
 
 def bounds_in_words(bounds: tuple[Any, ...]) -> str:
     """Return bounds in words, with a space before each."""
-    limits = [
-        (sign, getattr(bound, name))
-        for name, sign in _SIGNS.items()
-        for bound in bounds
-        if hasattr(bound, name)
-    ]
-    return " and".join(
-        f" {sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in limits
-    )
+    words = []
+    for name, sign in _SIGNS.items():
+        for bound in bounds:
+            if hasattr(bound, name):
+                limit = getattr(bound, name)
+                number = str(limit) if isinstance(limit, int) else f"{limit:g}"
+                words.append(f" {sign} {number}")
+    return " and".join(words)
 
 
 def refusal(
     error: ValidationError, fields: Mapping[str, Setting] = FIELDS, prefix: str = ""
 ) -> BenchError:
-    """Return pydantic's first error in one line: the setting, its value and what it
-    takes; `prefix` is its section.
+    """Return pydantic's first error in one line: the setting, its value, what it takes.
+
+    `prefix` is the section of `fields`.
     """
-    found = error.errors(include_url=False)[0]
-    place = [str(part) for part in found["loc"]]
-    key = next(
-        (key for end in range(1, 4) if (key := prefix + ".".join(place[:end])) in fields), ""
-    )
-    if found["type"] == "value_error":
-        return BenchError(f"{key}: {found['ctx']['error']}")
-    setting, value = fields[key], found["input"]
-    if found["type"] in _OUT_OF_RANGE:
+    details = error.errors(include_url=False)[0]
+    key = _setting_at(details["loc"], fields, prefix)
+    if details["type"] == "value_error":
+        return BenchError(f"{key}: {details['ctx']['error']}")
+    setting, value = fields[key], details["input"]
+    if details["type"] in _OUT_OF_RANGE:
+        message = f"{key}: {value!r} is out of range; give {setting.allowed}"
         instead = setting.facts["instead"]
-        return BenchError(
-            f"{key}: {value!r} is out of range; give {setting.allowed}"
-            + (f"; {instead}" if instead else "")
-        )
-    return BenchError(
-        f"{key}: {'null' if value is None else repr(value)} is not allowed; give {setting.allowed}"
-    )
+        return BenchError(f"{message}; {instead}" if instead else message)
+    shown = "null" if value is None else repr(value)
+    return BenchError(f"{key}: {shown} is not allowed; give {setting.allowed}")
+
+
+def _setting_at(location: Sequence[Any], fields: Mapping[str, Setting], prefix: str) -> str:
+    """Return the key of the setting in which pydantic found an error, "" for none.
+
+    A location goes on inside a setting that holds several values.
+    """
+    names = [str(name) for name in location]
+    for depth in range(1, 4):
+        key = prefix + ".".join(names[:depth])
+        if key in fields:
+            return key
+    return ""

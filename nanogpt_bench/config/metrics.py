@@ -1,10 +1,10 @@
-"""The definition of a metric: name, title, unit, meaning, reduction over layers, bad
-side; the metrics of every run.
+"""The definition of a metric, and the metrics of every run.
 
-The metrics that a monitor records are in its module of `nanogpt_bench.monitors`.
-Recording, judging, drawing and documenting a metric all use its one definition. Its
+A definition has name, title, unit, meaning, the reduction over layers and the bad side.
+Recording, judging, drawing and documenting a metric all use this one definition. Its
 name is a key of metrics.jsonl, beside `step`: `NAMESPACE/FIGURE`, then `/OPERAND` where
-several are measured, then `/LAYER`.
+several are measured, then `/LAYER`. The metrics that a monitor records are in its
+module of `nanogpt_bench.monitors`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARE, NATS, ULPS, RATIO = "share", "nats", "ULPs", "ratio"
 class Metric:
     """A quantity that a run records.
 
-    >>> overflow = Metric("quant/overflow", "Overflow", SHARE, "Values beyond the largest.", operands=OPERANDS)
+    >>> overflow = Metric("quant/overflow", "Overflow", SHARE, "", operands=OPERANDS)
     >>> overflow.by("weight").of("lm_head"), VAL_LOSS.figure
     ('quant/overflow/weight/lm_head', 'loss')
     """
@@ -86,7 +86,7 @@ WATCHED = (*MONITORS, TREND)
 
 
 class MonitorConfig(Section):
-    """Monitors beside the loss; they record by layer and over all layers."""
+    """Settings of the monitors."""
 
     watch: list[str] = setting(
         lambda: list(WATCHED),

@@ -1,21 +1,31 @@
-"""The update rules: how weights are stored and how a step changes them. Data: one entry
-per rule.
+"""The update rules: how weights are stored and how a step changes them.
+
+`RULES` is data, one entry per rule. The functions below say what a rule means, which of
+its packages are installed, and what follows from storage and write-back.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
+class Package(NamedTuple):
+    """A package beyond the bench's own: its module, and the extra that brings it."""
+
+    module: str
+    extra: str
+
+
 @dataclass(frozen=True)
 class Rule:
-    """The settings behind a rule's name; each field is the default of a configuration
-    key.
+    """The settings behind a rule's name.
+
+    Each field is the default of a configuration key.
     """
 
     #: where weights live: float32, master, grid, fp8, continuous or peer (see
@@ -47,31 +57,29 @@ class Rule:
     peer: str | None = None
     #: learning rate of the parameters that stay float, where its unit is not that of lr
     float_lr: float | None = None
-    #: a package beyond the bench's own that the rule needs, and the extra that brings
-    #: it
-    needs: tuple[str, str] | None = None
+    #: a package beyond the bench's own that the rule needs
+    needs: Package | None = None
     #: one line for --help and the report
     help: str = ""
 
 
 def _on_floats(
-    text: str, optimizer: str = "adamw", precision: str = "bf16-mixed", **more: Any
+    text: str,
+    optimizer: str = "adamw",
+    precision: str = "bf16-mixed",
+    *,
+    storage: str = "float32",
+    lr: float = 2e-3,
+    **settings: Any,
 ) -> Rule:
-    """Return a rule of float weights; its learning rate is AdamW's where `more` has
-    none.
-    """
-    own: dict[str, Any] = {
-        "storage": "float32",
-        "optimizer": optimizer,
-        "lr": 2e-3,
-        "precision": precision,
-    }
-    return Rule(**own | more, help=text)
+    """Return a rule of float weights; its learning rate is AdamW's by default."""
+    return Rule(storage, optimizer, lr, precision, help=text, **settings)
 
 
-def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any) -> Rule:
+def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **settings: Any) -> Rule:
     """Return a rule without a master copy."""
-    return Rule("fp8", optimizer, lr, writeback=writeback, help=f"{text}, no master copy", **more)
+    help_text = f"{text}, no master copy"
+    return Rule("fp8", optimizer, lr, writeback=writeback, help=help_text, **settings)
 
 
 def _muon(writeback: str, text: str) -> Rule:
@@ -81,7 +89,7 @@ def _muon(writeback: str, text: str) -> Rule:
     )
 
 
-def _stiffness(text: str, k: float, **more: Any) -> Rule:
+def _stiffness(text: str, k: float, stiffness_end: float | None = None) -> Rule:
     """Return a rule of StiffnessAdamW without a master copy."""
     return _one_byte(
         "stiffness_adamw",
@@ -89,12 +97,16 @@ def _stiffness(text: str, k: float, **more: Any) -> Rule:
         "stochastic",
         f"StiffnessAdamW with k {text}, stochastic rounding",
         stiffness=k,
-        **more,
+        stiffness_end=stiffness_end,
     )
 
 
-_TORCHAO: dict[str, Any] = {"needs": ("torchao", "torchao")}
-_SDNQ: dict[str, Any] = {"storage": "peer", "peer": "sdnq-E2M5", "needs": ("sdnq", "sdnq")}
+_TORCHAO: dict[str, Any] = {"needs": Package("torchao", "torchao")}
+_SDNQ: dict[str, Any] = {
+    "storage": "peer",
+    "peer": "sdnq-E2M5",
+    "needs": Package("sdnq", "sdnq"),
+}
 RULES: dict[str, Rule] = {
     "fp32": _on_floats("AdamW, everything in float32", precision="float32"),
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
@@ -128,7 +140,7 @@ RULES: dict[str, Rule] = {
         "optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
         "optimi_adamw",
         "bf16-pure",
-        needs=("optimi", "optimi"),
+        needs=Package("optimi", "optimi"),
     ),
     "torchao-int8": _on_floats(
         "torchao's AdamW8bit on its int8 weights, stochastic rounding, no master copy",
@@ -248,12 +260,12 @@ RULES: dict[str, Rule] = {
         "stochastic",
         "natural gradient (KFAC) damped in the stiffness metric, stochastic rounding",
         stiffness=1.0,
-        needs=("nngeometry", "fisher"),
+        needs=Package("nngeometry", "fisher"),
     ),
 }
 
-#: rules that step in a format's geometry; each has a float control, the same step on
-#: float weights never rounded
+#: rules that step in a format's geometry. Each has a control NAME-float, whose float
+#: weights take the same step and are never rounded
 WITH_TWIN = (
     "stiffness-k0.5",
     "stiffness-anneal",
@@ -263,15 +275,13 @@ WITH_TWIN = (
     "riemannian",
     "riemannian-sgd",
 )
-RULES |= {
-    f"{name}-float": replace(
-        RULES[name],
+for _name in WITH_TWIN:
+    RULES[f"{_name}-float"] = replace(
+        RULES[_name],
         storage="continuous",
         writeback=None,
-        help=f"{name} on float32 weights that are never rounded",
+        help=f"{_name} on float32 weights that are never rounded",
     )
-    for name in WITH_TWIN
-}
 
 
 def rule(name: str) -> Rule:
@@ -286,81 +296,94 @@ def rule(name: str) -> Rule:
 
 
 def meaning(entry: Rule) -> dict[str, Any]:
-    """Return the settings that define a rule: with another value the run would have the
-    wrong name.
+    """Return the settings that define a rule.
+
+    With another value the run would have the wrong name.
 
     >>> meaning(rule("fp32"))["train.precision"]
     'float32'
     """
-    meant: dict[str, Any] = {"model.storage": entry.storage, "optimizer.name": entry.optimizer}
+    settings: dict[str, Any] = {
+        "model.storage": entry.storage,
+        "optimizer.name": entry.optimizer,
+    }
     if entry.storage in ROUNDED:
-        meant["optimizer.writeback"] = entry.writeback
+        settings["optimizer.writeback"] = entry.writeback
     if entry.storage in MANIFOLDS:
-        meant["optimizer.moments"] = entry.moments or "float32"
+        settings["optimizer.moments"] = entry.moments or "float32"
     if entry.storage == "fp8":
-        meant["model.products"] = entry.products or "decoded"
+        settings["model.products"] = entry.products or "decoded"
     if entry.storage == "float32":
-        meant |= {"train.precision": entry.precision, "model.torchao_float8": entry.torchao_float8}
-    return meant
+        settings["train.precision"] = entry.precision
+        settings["model.torchao_float8"] = entry.torchao_float8
+    return settings
 
 
-def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings with another value than `means` has; `given` is None
-    for those not given.
+def contradicting(
+    value_of: Callable[[str], Any], rule_settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings with another value than a rule gives them.
 
-    fp8 and grid hold the same values, so neither contradicts the other.
+    `value_of` takes a key and returns its value, None for a setting not given. fp8 and
+    grid hold the same values, so neither contradicts the other.
 
-    >>> contradicting({"model.storage": "grid", "train.precision": "float32"}.get, {"model.storage": "fp8"})
+    >>> settings = {"model.storage": "grid", "train.precision": "float32"}
+    >>> contradicting(settings.get, {"model.storage": "fp8"})
     {}
     """
-    found = {key: given(key) for key in means}
-    return {
-        key: value
-        for key, value in found.items()
-        if value is not None
-        and value != means[key]
-        and not (value in ROUNDED and means[key] in ROUNDED)
-    }
+    contradictions: dict[str, Any] = {}
+    for key, rule_value in rule_settings.items():
+        value = value_of(key)
+        same_values = value in ROUNDED and rule_value in ROUNDED
+        if value is not None and value != rule_value and not same_values:
+            contradictions[key] = value
+    return contradictions
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str:
-    """Return the optimizer that settings call for: by its name, by a rule, or by a
-    constraint.
+    """Return the optimizer that settings call for.
+
+    They do so by its name, by a rule, or by a constraint.
 
     >>> optimizer_of({"rule": "madam"}), optimizer_of({})
     ('madam', 'adamw')
     """
+    if settings.get("optimizer.name"):
+        return str(settings["optimizer.name"])
     entry = RULES.get(str(settings.get("rule")))
-    called_for = RIEMANNIAN[0] if settings.get("model.constraint") else "adamw"
-    return str(settings.get("optimizer.name") or (entry.optimizer if entry else called_for))
+    if entry is not None:
+        return entry.optimizer
+    return RIEMANNIAN[0] if settings.get("model.constraint") else "adamw"
 
 
 def available_rules() -> list[str]:
     """Return the names of the rules whose packages are installed."""
-    return [
-        name
-        for name, entry in RULES.items()
-        if entry.needs is None or find_spec(entry.needs[0]) is not None
-    ]
+    return [name for name, entry in RULES.items() if _is_installed(entry.needs)]
+
+
+def _is_installed(package: Package | None) -> bool:
+    return package is None or find_spec(package.module) is not None
 
 
 def check_available(name: str) -> None:
     """Raise for a rule whose package is missing."""
-    needs = rule(name).needs
-    if needs is not None and name not in available_rules():
+    package = rule(name).needs
+    if package is not None and not _is_installed(package):
         raise BenchError(
-            f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'"
+            f"rule {name!r} needs {package.module}; get it with pip install "
+            f"'fp8manifold[{package.extra}]'"
         )
 
 
 def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
-    """Return whether a small step is lost for good when it is written back; None where
-    that is not known.
+    """Return whether a small step is lost for good when it is written back.
 
-    >>> loses_steps("fp8", "nearest"), loses_steps("fp8", "residual8"), loses_steps("master", None)
-    (True, False, False)
-    >>> loses_steps(None, "nearest"), loses_steps("grid", None)
-    (None, True)
+    None where that is not known.
+
+    >>> loses_steps("fp8", "nearest"), loses_steps("fp8", "residual8")
+    (True, False)
+    >>> loses_steps("master", None), loses_steps(None, "nearest")
+    (False, None)
     """
     if storage is None:
         return None
@@ -368,23 +391,27 @@ def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
 
 
 def stall_counts(storage: str | None, writeback: str | None) -> bool:
-    """Return whether a stall is a failure: under an unbiased write-back weights that
-    stall still move on average.
+    """Return whether a stall is a failure.
 
-    With a master copy it is the share of codes that stayed, and counts; so it does
-    where the write-back is not known.
+    Under an unbiased write-back weights that stall still move on average, so that it is
+    none. With a master copy it is the share of codes that stayed, and counts. It counts
+    also where the write-back is not known.
 
-    >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic"), stall_counts("master", None)
-    (True, False, True)
+    >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic")
+    (True, False)
+    >>> stall_counts("master", None)
+    True
     """
     return storage not in ROUNDED or loses_steps(storage, writeback) is not False
 
 
 def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reference: those of all runs, except what belongs to
-    their rule, and its own.
+    """Return the settings of a reference.
 
-    >>> reference_settings({"rule": "nearest", "model.format": "E4M3", "seed": 1}, {"rule": "fp32"})
+    They are those of all runs, except what belongs to their rule, and its own.
+
+    >>> base = {"rule": "nearest", "model.format": "E4M3", "seed": 1}
+    >>> reference_settings(base, {"rule": "fp32"})
     {'seed': 1, 'rule': 'fp32'}
     """
     of_rule = keys_where("of_rule")
@@ -392,11 +419,14 @@ def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) ->
 
 
 def has_moments(storage: str | None, optimizer: str | None) -> bool:
-    """Return whether `optimizer.moments` means something: it does for the library's own
-    optimizers.
+    """Return whether `optimizer.moments` means something.
 
-    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
-    (True, True, False)
+    It does for the library's own optimizers.
+
+    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon")
+    (True, True)
+    >>> has_moments("float32", "adamw")
+    False
     """
     return storage in MANIFOLDS or optimizer in ON_FLOATS
 
@@ -413,8 +443,9 @@ _UNITS = {
 
 
 def unit(optimizer: str) -> str:
-    """Return the unit of an optimizer's learning rate; optimizers with the same unit
-    can share a rate.
+    """Return the unit of an optimizer's learning rate.
+
+    Optimizers with the same unit can share a rate.
 
     >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
     (True, 'ULPs per step')

@@ -1,6 +1,6 @@
 """The configuration of one training run: every setting is declared here, once.
 
-YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the
+YAML files, command-line overrides (`--train.max_steps 100`), `run --defaults` and the
 resolved `config.yaml` of a run folder are all derived from the fields below. A field's
 metadata says what values it takes.
 """
@@ -20,7 +20,9 @@ _EXPONENT: dict[str, Any] = {"stiffness": 0.0, "stiffness_end": None, "stiffness
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
-    **dict.fromkeys(PEERS[:3], _ADAM),
+    "torchao_adamw8bit": _ADAM,
+    "torchao_adamwfp8": _ADAM,
+    "optimi_adamw": _ADAM,
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
@@ -36,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 #: fp8manifold.optim
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
 #: names of the options, of which each optimizer takes some
-OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
+OPTION_NAMES = tuple(sorted(set().union(*OPTIONS.values())))
 #: optimizers that can also step weights on geoopt's manifolds
 RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
 STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
@@ -44,34 +46,35 @@ STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
 WITHOUT_FORMATS = ("float32", "peer")
 #: weights of other packages, and the optimizers that step them
 PEER_WEIGHTS = {
-    **dict.fromkeys(("sdnq-E2M5", "sdnq-E4M3", "sdnq-int8"), ("sdnq_muon", "sdnq_adamw")),
+    "sdnq-E2M5": ("sdnq_muon", "sdnq_adamw"),
+    "sdnq-E4M3": ("sdnq_muon", "sdnq_adamw"),
+    "sdnq-int8": ("sdnq_muon", "sdnq_adamw"),
     "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
 }
-#: storages whose points are a format's values: a step is rounded when it is written
-#: back
+#: storages whose points are a format's values: a step is rounded as it is written back
 ROUNDED = ("grid", "fp8")
-#: storages on the library's manifolds, which its optimizers step; continuous ones
-#: without rounding
+#: storages on the library's manifolds, which its optimizers step. Continuous storage is
+#: not rounded
 MANIFOLDS = (*ROUNDED, "continuous")
-#: own optimizers that also step float weights: there each is its own baseline
+#: optimizers of the library that also step float weights, as their own baseline
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
 #: values of `products` of fp8manifold.LayerSpec, and the formats that FP8 hardware
 #: multiplies
 PRODUCTS = ("decoded", "fp8", "int8", "auto")
 FP8_FORMATS = ("E4M3", "E5M2")
-#: names of fp8manifold.optim.WRITEBACKS (not imported here: it imports torch; a test
-#: compares), and which lose updates
+#: names of fp8manifold.optim.WRITEBACKS, which is not imported since it imports torch
 WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
+#: write-backs under which a small step is lost for good
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 #: schedules of an option from its first value to its last
 COURSES = ("linear", "cosine", "step")
-#: where `prepare stdlib` writes and where a run looks when nobody says otherwise
+#: the folder in which `prepare stdlib` writes, and from which a run reads by default
 DEFAULT_DATA_DIR = "data/stdlib"
 
 
 class DataConfig(Section):
-    """The text, and the order in which it is read."""
+    """Settings of the text."""
 
     dir: str = setting(
         DEFAULT_DATA_DIR,
@@ -89,7 +92,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """The GPT and the formats of its linear layers."""
+    """Settings of the model and of the formats of its layers."""
 
     size: str | None = setting(
         None,
@@ -229,7 +232,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer, its options and schedules, and its write-back."""
+    """Settings of the optimizer and its schedules."""
 
     name: str | None = setting(
         None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules"
@@ -283,7 +286,8 @@ class OptimizerConfig(Section):
     clip_by: str | None = setting(
         None,
         "train.step_in_backward: the norm by which gradients are clipped to grad_clip: that of the "
-        "step before, or of this one so far where it is larger (previous), or this step's, from one more backward pass (exact)",
+        "step before, or of this one so far where it is larger (previous), or this step's, from "
+        "one more backward pass (exact)",
         choices=("previous", "exact"),
     )
     writeback: str | None = setting(
@@ -362,7 +366,7 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    """The length and the shape of the training."""
+    """Settings of the training's length and shape."""
 
     max_steps: int = setting(
         2000,
@@ -419,7 +423,7 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    """The validation, always on the same batches."""
+    """Settings of the validation."""
 
     interval: int = setting(250, "steps between validations", minimum=1)
     batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
@@ -432,7 +436,7 @@ class EvalConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """The machine."""
+    """Settings of the machine."""
 
     device: str = setting("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(
@@ -446,18 +450,14 @@ class RuntimeConfig(Section):
 
 
 class ShadowConfig(Section):
-    """A float32 model with the run's current weights, with whose gradients the run's
-    are compared.
-    """
+    """Settings of the float32 model with which gradients are compared."""
 
     enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
     interval: int = setting(100, "steps between two comparisons", minimum=1)
 
 
 class AlertsConfig(Section):
-    """Alerts of failures during a run, in alerts.jsonl, on the terminal and in the
-    trackers.
-    """
+    """Settings of the alerts."""
 
     enabled: bool = setting(
         True, "check for failures during the run, after measurements and validations"
@@ -473,7 +473,7 @@ class AlertsConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Trackers that get the record of every step, beside metrics.jsonl."""
+    """Settings of trackers beside metrics.jsonl."""
 
     wandb: str = setting(
         "off",
@@ -491,9 +491,7 @@ class TrackingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: when the state of a run is saved to its folder, and which of them
-    stay.
-    """
+    """Settings of the checkpoints."""
 
     every: int | None = setting(
         500,
@@ -515,8 +513,9 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """One training run. `nanogpt_bench.setup.resolve.resolve` fills in the keys that
-    are null.
+    """One training run.
+
+    `nanogpt_bench.setup.resolve.resolve` fills in the keys that are null.
     """
 
     rule: str | None = setting(
@@ -536,14 +535,36 @@ class Config(Section):
         choices=("language", "classify"),
         of_task=True,
     )
-    data: DataConfig = section(DataConfig)
-    model: ModelConfig = section(ModelConfig)
-    optimizer: OptimizerConfig = section(OptimizerConfig, of_rule=True)
-    train: TrainConfig = section(TrainConfig)
-    eval: EvalConfig = section(EvalConfig)
-    monitor: MonitorConfig = section(MonitorConfig)
-    shadow: ShadowConfig = section(ShadowConfig)
-    alerts: AlertsConfig = section(AlertsConfig, changes_numbers=False)
-    tracking: TrackingConfig = section(TrackingConfig, changes_numbers=False)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, changes_numbers=False)
-    runtime: RuntimeConfig = section(RuntimeConfig)
+    data: DataConfig = section(DataConfig, "The text, and the order in which it is read.")
+    model: ModelConfig = section(ModelConfig, "The GPT and the formats of its linear layers.")
+    optimizer: OptimizerConfig = section(
+        OptimizerConfig,
+        "The optimizer, its options and schedules, and its write-back.",
+        of_rule=True,
+    )
+    train: TrainConfig = section(TrainConfig, "The length and the shape of the training.")
+    eval: EvalConfig = section(EvalConfig, "The validation, always on the same batches.")
+    monitor: MonitorConfig = section(
+        MonitorConfig, "Monitors beside the loss; they record by layer and over all layers."
+    )
+    shadow: ShadowConfig = section(
+        ShadowConfig,
+        "A float32 model with the run's current weights, with whose gradients the run's are "
+        "compared.",
+    )
+    alerts: AlertsConfig = section(
+        AlertsConfig,
+        "Alerts of failures during a run, in alerts.jsonl, on the terminal and in the trackers.",
+        changes_numbers=False,
+    )
+    tracking: TrackingConfig = section(
+        TrackingConfig,
+        "Trackers that get the record of every step, beside metrics.jsonl.",
+        changes_numbers=False,
+    )
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig,
+        "Checkpoints: when the state of a run is saved to its folder, and which of them stay.",
+        changes_numbers=False,
+    )
+    runtime: RuntimeConfig = section(RuntimeConfig, "The machine.")

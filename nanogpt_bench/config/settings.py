@@ -1,8 +1,8 @@
-"""Reading YAML files and `--section.key value` overrides into a checked `Config`, and
-writing one as YAML.
+"""Reading YAML files and overrides into a checked `Config`, and writing one.
 
-A key that does not exist is refused here with its nearest valid spelling;
-`config.field` checks values.
+A file and the overrides become one {dotted key: value} mapping, from which
+`build_config` makes the `Config`. A key that does not exist is refused here with its
+nearest valid spelling. `config.field` checks values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,12 +20,13 @@ from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, optimizer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
-from nanogpt_bench.system.errors import BenchError, nearest, one_line, refusals, unknown
+from nanogpt_bench.system.errors import BenchError, nearest, refusals, unknown
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file (None: all defaults), apply command-line overrides and check
-    every key, type and range.
+    """Return the configuration of a YAML file with command-line overrides, checked.
+
+    Without a file all settings have their defaults.
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
@@ -68,14 +69,10 @@ def content_of(path: Path, kind: str) -> Any:
 
 
 class GivenTwice(BenchError):
-    """The error of a setting given twice, for example dotted and nested: one of its
-    values would be dropped.
-    """
+    """The error of a setting given twice, for example dotted and nested."""
 
     def __init__(self, key: str) -> None:
-        """Take the dotted key, which in a sweep file has the name of its section before
-        it.
-        """
+        """Take the dotted key, which in a sweep file begins with its section."""
         super().__init__(f"{key} is given twice; keep one")
         self.key = key
 
@@ -90,41 +87,53 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     >>> once([("seed", 1), ("rule", "fp32")])
     {'seed': 1, 'rule': 'fp32'}
     """
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise GivenTwice(key)
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 #: settings that only earlier versions had, with their defaults: a file may still give
-#: them with these values
-_GONE = """
-alerts: {at_least: {}, at_most: {}, attention_entropy: 0.1, cooldown_s: 300.0, divergence: 0.1, divergence_evals: 3,
-  kurtosis: 10.0, levels: {}, nan_cooldown_s: 60.0, nan_patience: 3, overflow: 0.01, plateau: 0.001, plateau_evals: 5,
-  stall: 0.5}
+#: them with these values. In YAML, since files of those versions give them so
+_GONE_YAML = """
+alerts: {at_least: {}, at_most: {}, attention_entropy: 0.1, cooldown_s: 300.0, divergence: 0.1,
+  divergence_evals: 3, kurtosis: 10.0, levels: {}, nan_cooldown_s: 60.0, nan_patience: 3,
+  overflow: 0.01, plateau: 0.001, plateau_evals: 5, stall: 0.5}
 data: {seed: null}
 eval: {seed: 1337}
-failure: {batch_fall: 0.02, divergence: 0.5, early_plateau: 10, entropy: 0.1, exploding: 100.0, gradient_norm:
-  1.0e-08, kurtosis: 10.0, kurtosis_growth: 3.0, noise: 1.0, overflow: 0.01, patience: 3, plateau: 0.02,
-  plateau_share: 0.5, smoothing: 10, sparsity: 0.9, stall: 0.5, zero_gradients: 0.9, zero_zone: 0.5}
-model: {constrained: [], lora_rank: null, outlier_sigma: null, outliers: none, pooling: null, seed: null}
-monitor: {dead_steps: 100, dead_threshold: 1.0e-08, fisher: false, fisher_eigenvalues: 5, fisher_matrix: kfac,
-  histogram_interval: 500, stall_interval: null}
-optimizer: {clip: null, compile: false, damping: null, decay_share: 0.2, eps: null, refresh: null, representation:
-  null, reset_every: null, stabilize_every: null, weight_decay_end: null, weight_decay_schedule: null}
+failure: {batch_fall: 0.02, divergence: 0.5, early_plateau: 10, entropy: 0.1, exploding: 100.0,
+  gradient_norm: 1.0e-08, kurtosis: 10.0, kurtosis_growth: 3.0, noise: 1.0, overflow: 0.01,
+  patience: 3, plateau: 0.02, plateau_share: 0.5, smoothing: 10, sparsity: 0.9, stall: 0.5,
+  zero_gradients: 0.9, zero_zone: 0.5}
+model: {constrained: [], lora_rank: null, outlier_sigma: null, outliers: none, pooling: null,
+  seed: null}
+monitor: {dead_steps: 100, dead_threshold: 1.0e-08, fisher: false, fisher_eigenvalues: 5,
+  fisher_matrix: kfac, histogram_interval: 500, stall_interval: null}
+optimizer: {clip: null, compile: false, damping: null, decay_share: 0.2, eps: null, refresh: null,
+  representation: null, reset_every: null, stabilize_every: null, weight_decay_end: null,
+  weight_decay_schedule: null}
 runtime: {peak_tflops: null}
 shadow: {of: dequantised}
 tracking: {tags: [], wandb_entity: null, wandb_project: nanogpt-bench}
 train: {accumulate_in: null, max_rollbacks: 3}
 """
-GONE: dict[str, Any] = {
-    f"{section}.{key}": value
-    for section, those in yaml.safe_load(_GONE).items()
-    for key, value in those.items()
-}
-GONE |= dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True)
+
+
+def _gone_settings() -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    for section, settings in yaml.safe_load(_GONE_YAML).items():
+        for name, value in settings.items():
+            defaults[f"{section}.{name}"] = value
+    # Monitors were switched one by one; that of zones is newer.
+    for monitor in WATCHED:
+        if monitor != "zones":
+            defaults[f"monitor.{monitor}"] = True
+    return defaults
+
+
+GONE = _gone_settings()
 #: other values that those versions filled in for null, and that mean what is done today
 FILLED: dict[str, tuple[Any, ...]] = {
     "model.constrained": (["attn.qkv", "attn.proj"],),
@@ -141,22 +150,21 @@ SEEDS = ("data.seed", "model.seed")
 
 
 def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked; settings of
-    `GONE` are left out.
+    """Yield (dotted key, value) of nested sections, the keys checked.
+
+    Settings of `GONE` are left out, unless their value means something else today.
     """
-    found = list(_flat(tree, ""))
-    settings = dict(found)
-    for key, value in found:
+    pairs = list(_flat(tree, ""))
+    settings = dict(pairs)
+    for key, value in pairs:
         if key not in GONE:
             yield key, value
-        elif value != GONE[key] and value not in _filled(key, settings):
+        elif value != GONE[key] and value not in _harmless_values(key, settings):
             raise BenchError(f"{key}: {value!r} is no longer supported; leave {key} out")
 
 
-def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values of a setting of `GONE`, beside its default, that mean what is done
-    today.
-    """
+def _harmless_values(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return values of a setting of `GONE` that mean what is done today."""
     if key in SEEDS:
         return (settings.get("seed", Config().seed),)
     if key == "optimizer.damping" and optimizer_of(settings) == "fisher":
@@ -165,17 +173,20 @@ def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    known_keys = (*FIELDS, *GONE)
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in FIELDS or key in GONE:
             yield key, value
-        elif not any(known.startswith(f"{key}.") for known in (*FIELDS, *GONE)):
+            continue
+        keys_in_section = [known for known in known_keys if known.startswith(f"{key}.")]
+        if not keys_in_section:
             raise unknown_key(".".join([key, *_first_path(value)]))
-        elif not isinstance(value, dict):
-            first = next(known for known in (*FIELDS, *GONE) if known.startswith(f"{key}."))
-            raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {first}")
-        else:
-            yield from _flat(value, f"{key}.")
+        if not isinstance(value, dict):
+            raise BenchError(
+                f"{key}: {value!r} is not a section; give its keys, such as {keys_in_section[0]}"
+            )
+        yield from _flat(value, f"{key}.")
 
 
 def _first_path(value: Any) -> Iterator[str]:
@@ -187,51 +198,56 @@ def _first_path(value: Any) -> Iterator[str]:
 
 
 def unknown_key(key: str) -> BenchError:
-    """Return the error for a key that does not exist: its nearest spelling, or the keys
-    of its section.
+    """Return the error of a key that does not exist.
+
+    It names the nearest spelling, or else the keys of the section.
     """
-    if any(f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}.") for gone in GONE):
-        return BenchError(f"{key} is no setting any more; leave it out")
+    for gone in GONE:
+        if f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}."):
+            return BenchError(f"{key} is no setting any more; leave it out")
     section, _, last = key.rpartition(".")
-    guess = nearest(key, FIELDS) or next(
-        (known for known in FIELDS if known.rpartition(".")[2] == last), None
-    )
+    guess = nearest(key, FIELDS)
+    if guess is None:
+        same_name = (known for known in FIELDS if known.rpartition(".")[2] == last)
+        guess = next(same_name, None)
     if guess:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")
-    inside = [known for known in FIELDS if known.startswith(f"{section or key}.")]
-    return unknown(
-        "key", key, inside or [*sorted(SECTIONS), *(known for known in FIELDS if "." not in known)]
-    )
+    allowed = [known for known in FIELDS if known.startswith(f"{section or key}.")]
+    if not allowed:
+        of_run = [known for known in FIELDS if "." not in known]
+        allowed = [*sorted(SECTIONS), *of_run]
+    return unknown("key", key, allowed)
 
 
 def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `base` with `--a.b value` and `--a.b=value` arguments applied, values read
-    as YAML.
+    """Return `base` with `--a.b value` and `--a.b=value` arguments applied.
 
-    One entry of a mapping can be given: `--model.formats.attn E4M3` leaves the other
-    entries as they are.
+    Values are read as YAML. One entry of a mapping can be given:
+    `--model.formats.attn E4M3` leaves the other entries as they are.
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
     """
-    queue, said = list(arguments), dict[str, str]()
+    queue, texts = list(arguments), dict[str, str]()
     while queue:
         key, text = _next_override(queue)
-        if key in said:
+        if key in texts:
             raise _twice(key)
-        said[key] = text
-    values = dict(base or {}) | {
-        key: _read_value(key, text) for key, text in said.items() if not mapping_above(key)
-    }
-    for key, text in said.items():
-        if mapping := mapping_above(key):
-            before, name = entries_of(values, mapping), key[len(mapping) + 1 :]
-            if mapping in said and name in before:
-                raise _twice(key)
-            values[mapping] = {
-                **before,
-                name: text if FIELDS[mapping].facts["words"] else parse_text(text),
-            }
+        texts[key] = text
+    values = dict(base or {})
+    # Whole mappings come before entries, which change them, whatever the order.
+    for key, text in texts.items():
+        if mapping_above(key) is None:
+            values[key] = _read_value(key, text)
+    for key, text in texts.items():
+        mapping = mapping_above(key)
+        if mapping is None:
+            continue
+        entries, name = entries_of(values, mapping), key[len(mapping) + 1 :]
+        if mapping in texts and name in entries:
+            raise _twice(key)
+        entry = text if FIELDS[mapping].facts["words"] else parse_text(text)
+        values[mapping] = {**entries, name: entry}
     return values
 
 
@@ -255,18 +271,21 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     key, equals, text = word[2:].partition("=")
     if key not in FIELDS and not mapping_above(key):
         raise unknown_key(key)
-    if not equals and not queue:
-        raise BenchError(
-            f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}"
-        )
-    text = text if equals else queue.pop(0)
+    if not equals:
+        if not queue:
+            allowed = FIELDS[key].allowed if key in FIELDS else "one"
+            raise BenchError(f"--{key} needs a value; give {allowed}")
+        text = queue.pop(0)
     if not text.strip():
-        choices = FIELDS[key].facts["choices"] if key in FIELDS else None
-        takes = FIELDS[key].allowed if key in FIELDS else "a value"
-        if choices:
-            takes = f"one of {', '.join(choices)}"
-        raise BenchError(f"--{key}: {text!r} is not allowed; give {takes}, or leave it out")
+        raise BenchError(f"--{key}: {text!r} is not allowed; give {_takes(key)}, or leave it out")
     return key, text
+
+
+def _takes(key: str) -> str:
+    if key not in FIELDS:
+        return "a value"
+    choices = FIELDS[key].facts["choices"]
+    return f"one of {', '.join(choices)}" if choices else FIELDS[key].allowed
 
 
 def _read_value(key: str, text: str) -> Any:
@@ -282,20 +301,19 @@ def _read_value(key: str, text: str) -> Any:
     if setting.kind is str:
         return text
     value = parse_text(text)
-    # a text without a value, such as a comment of YAML, does not mean null
+    # A text without a value, such as a comment of YAML, does not mean null.
     return text if value is None else value
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Return the `Config` with these {dotted key: value} settings, types and ranges
-    checked.
-    """
+    """Return the `Config` of a {dotted key: value} mapping, checked."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         if key not in FIELDS:
             raise unknown_key(key)
         section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
+        branch = tree.setdefault(section, {}) if section else tree
+        branch[name] = value
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -312,8 +330,9 @@ def to_yaml(config: Config) -> str:
 
 
 def defaults_yaml() -> str:
-    """Return every setting at its default as YAML, each below a comment with its
-    meaning and the values it takes.
+    """Return every setting at its default as YAML.
+
+    A comment above a setting has its meaning and the values it takes.
 
     >>> print(defaults_yaml().partition("task:")[2][:9])
      language
@@ -326,12 +345,10 @@ def _commented(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         key, kind = prefix + name, kind_of(field)
         if issubclass(kind, Section):
-            yield from (
-                "",
-                f"# {one_line(kind.__doc__ or '')}",
-                f"{name}:",
-                *_commented(kind, f"{key}."),
-            )
+            yield ""
+            yield f"# {field.description}"
+            yield f"{name}:"
+            yield from _commented(kind, f"{key}.")
             continue
         setting = FIELDS[key]
         takes = " | ".join(setting.facts["choices"] or [setting.allowed])
@@ -342,9 +359,8 @@ def _commented(section: type[Section], prefix: str) -> Iterator[str]:
             subsequent_indent=f"{indent}#   ",
         )
         if key == "rule":
-            yield from (
-                f"#   {each:<20} {entry.help} [lr {entry.lr:g}]" for each, entry in RULES.items()
-            )
+            for rule_name, rule in RULES.items():
+                yield f"#   {rule_name:<20} {rule.help} [lr {rule.lr:g}]"
         value = yaml.safe_dump([setting.default], default_flow_style=True).strip()[1:-1]
         yield f"{indent}{name}: {value}"
 
@@ -362,8 +378,9 @@ def shipped_configs() -> list[str]:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of a configuration file: `name` itself, with or without .yaml, or
-    the shipped file of that name.
+    """Return the path of a configuration file, yours or a shipped one.
+
+    `name` is a path, with or without .yaml, or the name of a shipped file.
 
     >>> find_config("configs/e4m3.yaml").name
     'e4m3.yaml'
@@ -372,47 +389,46 @@ def find_config(name: str) -> Path:
 
 
 def find_shipped(name: str, folder: Path, kind: str) -> Path:
-    """Return the path of a YAML file: `name` itself, with or without .yaml, or the file
-    of that name in a folder of the package.
+    """Return the path of a YAML file: `name` itself, or one of a package's folder.
 
-    A name without .yaml that means both a file here and one of the package is refused.
+    The suffix .yaml may be left out. A name without it that means both a file in the
+    working folder and one of the package is refused.
     """
     path = Path(name)
-    last = path.name if path.suffix else f"{path.name}.yaml"
-    here, packaged = path.with_name(last), folder / last
+    file_name = path.name if path.suffix else f"{path.name}.yaml"
+    local, packaged = path.with_name(file_name), folder / file_name
     is_packaged = path.parent.as_posix() in (".", folder.name) and packaged.is_file()
     try:
         if path.is_file():
             return path
-        is_here = here.is_file()
+        is_local = local.is_file()
     except OSError as error:
         raise BenchError(f"{kind} {name!r} can't be read: {error.strerror or error}") from None
-    if is_here and is_packaged:
+    if is_local and is_packaged:
         raise BenchError(
-            f"{kind} {name!r} means {str(here)!r} here and the shipped {str(packaged)!r}; give one "
-            f"of these"
+            f"{kind} {name!r} means {str(local)!r} here and the shipped {str(packaged)!r}; give "
+            f"one of these"
         )
-    if is_here:
-        return here
+    if is_local:
+        return local
     if is_packaged:
         return packaged
-    shipped = sorted(each.name for each in folder.glob("*.yaml"))
-    guess = nearest(last, shipped)
+    shipped = sorted(file.name for file in folder.glob("*.yaml"))
+    guess = nearest(file_name, shipped)
     hint = f"; did you mean {guess!r}?" if guess else ";"
     raise BenchError(f"{kind} {name!r} does not exist{hint} shipped: {', '.join(shipped)}")
 
 
 class Resolved(Config):
-    """A configuration with every value filled in; only `setup.resolve.resolve` makes
-    it, once per run.
+    """A configuration with every value filled in.
 
-    Its keys are those of `Config`: written to a file and read, they resolve to the same
-    configuration.
+    Only `setup.resolve.resolve` makes it. Its keys are those of `Config`: written to a
+    file and read, they resolve to the same configuration.
     """
 
-    #: linear layer -> what is quantised in it, a `LayerSpec`; in files `model.formats`
+    #: linear layer -> what is quantised in it, a `LayerSpec`. In files `model.formats`
     #: says it
     layers: dict[str, Any] = Field(default_factory=dict, exclude=True)
     #: shape of the model that the run began with, where the checkpoint
     #: `model.init_from` is gone since; otherwise None
-    begun: Any = Field(None, exclude=True)
+    initial_shape: Any = Field(None, exclude=True)

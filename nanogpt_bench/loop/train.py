@@ -490,7 +490,7 @@ def run(
 
 def _start_model(config: Resolved) -> GPT | None:
     """Return a model of the shape that the run began with, if it is known."""
-    return build_model(config.begun, 0) if config.begun else None
+    return build_model(config.initial_shape, 0) if config.initial_shape else None
 
 
 def _environment_facts(config: Config, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:

@@ -38,7 +38,9 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     """
     if isinstance(config, Resolved):
         raise TypeError("a resolved configuration can't be resolved again")
-    config = Resolved.model_construct(**dict(config.model_copy(deep=True)), layers={}, begun=start)
+    config = Resolved.model_construct(
+        **dict(config.model_copy(deep=True)), layers={}, initial_shape=start
+    )
     if config.rule is not None:
         check_available(config.rule)
     preset = RULES[config.rule] if config.rule is not None else _NO_RULE

@@ -172,7 +172,7 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
 
 def check_start(config: Resolved, found: object) -> None:
     """Refuse a run without a checkpoint whose starting weights are gone."""
-    if found is None and config.begun is not None:
+    if found is None and config.initial_shape is not None:
         raise BenchError(
             f"{KEY}: {config.model.init_from!r} does not exist any more, and there is no whole "
             f"checkpoint"
