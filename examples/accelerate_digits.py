@@ -7,8 +7,9 @@ mixed precision (bfloat16), gradient accumulation and clipping work on weights o
 byte each. A small MLP learns scikit-learn's digits. ``save_state`` writes these weights
 as plain tensors; what ``load_state`` reads goes on to the same bits.
 
-Needs accelerate and scikit-learn (``pip install 'fp8manifold[examples]'``). Expected
-output::
+Needs accelerate and scikit-learn (``pip install 'fp8manifold[examples]'``).
+
+Expected output::
 
     before: loss 2.306, accuracy 0.078
     after:  loss 0.119, accuracy 0.964

@@ -9,8 +9,9 @@ is used and freed before the next is computed, and clipped by the norm of the st
 before. Losses are the mean squared error of the predicted noise on images that were not
 trained on.
 
-Needs diffusers and scikit-learn (``pip install 'fp8manifold[examples]'``). Expected
-output::
+Needs diffusers and scikit-learn (``pip install 'fp8manifold[examples]'``).
+
+Expected output::
 
     before training          1.516
     AdamW, float32           0.362

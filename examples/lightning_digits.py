@@ -6,8 +6,9 @@ A ``LightningModule`` around a quantised model trains with this library's optimi
 with any other. A small MLP learns scikit-learn's digits for ten epochs, and once more
 from the checkpoint of the fifth, to the same bits.
 
-Needs lightning and scikit-learn (``pip install 'fp8manifold[examples]'``). Expected
-output::
+Needs lightning and scikit-learn (``pip install 'fp8manifold[examples]'``).
+
+Expected output::
 
     before: loss 2.306, accuracy 0.078
     after:  loss 0.097, accuracy 0.981

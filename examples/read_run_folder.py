@@ -7,8 +7,9 @@ every step, and the totals in ``summary.json``. This script makes a short run, o
 the folder that is given to it, and computes with pandas how the loss fell, and what
 share of the requested updates each layer lost.
 
-Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``). Expected
-output::
+Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``).
+
+Expected output::
 
     stochastic, E4M3: finished after 120 steps
     steps   1 to  40: mean training loss 5.281
