@@ -683,6 +683,13 @@ class TrainerOptimizer:
     :func:`trainer_optimizer`.
     """
 
+    def __init__(self, *parameters: Any, **options: Any) -> None:
+        if parameters or options:
+            raise TypeError(
+                "this Trainer gives an optimizer its parameters and not the model: "
+                "trainer_optimizer needs transformers 5.2 or newer"
+            )
+
     def __call__(
         self,
         model: nn.Module,

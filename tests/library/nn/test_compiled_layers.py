@@ -30,6 +30,12 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """No graph of an earlier test, which ``fullgraph=True`` would take with its breaks."""
+    torch._dynamo.reset()
+
+
 def net(options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))

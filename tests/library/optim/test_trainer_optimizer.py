@@ -340,3 +340,11 @@ def test_what_cannot_be_is_refused():
     factory, chosen = trainer_optimizer(arguments, moment="8bit")
     with pytest.raises(TypeError, match="unexpected keyword argument 'moment'"):
         factory()(torch.nn.Linear(2, 2), **chosen)
+
+
+def test_a_trainer_that_gives_no_model_is_told_the_version() -> None:
+    """As that of transformers before 5.2."""
+    arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[])
+    factory, options = trainer_optimizer(arguments)
+    with pytest.raises(TypeError, match=r"trainer_optimizer needs transformers 5\.2 or newer"):
+        factory([torch.zeros(2, requires_grad=True)], **options)
