@@ -334,6 +334,11 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
         in_backward and config.shadow.enabled,
         "can't be used with train.step_in_backward",
     )
+    yield Conflict(
+        "optimizer.noise",
+        in_backward,
+        "can't be used with train.step_in_backward, which takes no step of all weights",
+    )
     is_clipped = in_backward and train.accumulation == 1 and optimizer.grad_clip > 0
     has_clip_by = optimizer.clip_by is not None
     yield Conflict(

@@ -264,9 +264,12 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-#: rules that step in a format's geometry. Each has a control NAME-float, whose float
-#: weights take the same step and are never rounded
+#: rules that step in a format's geometry, and those of AdamW and Muon without a master
+#: copy. Each has a control NAME-float, whose float weights take the same step and are
+#: never rounded
 WITH_TWIN = (
+    "stochastic",
+    "muon-stochastic",
     "stiffness-k0.5",
     "stiffness-anneal",
     "stiffness-lion",

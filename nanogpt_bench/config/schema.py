@@ -322,6 +322,15 @@ class OptimizerConfig(Section):
         of_formats=True,
         storages=MANIFOLDS,
     )
+    noise: str | None = setting(
+        None,
+        "continuous storage, for experiments: normal noise after every step, of the variance that "
+        "stochastic rounding would have, by the format's spacing at each weight (ulp), its mean "
+        "over the layer (mean), or that at another weight of the layer (permuted); null: none",
+        choices=("ulp", "mean", "permuted"),
+        of_formats=True,
+        storages=("continuous",),
+    )
     moments: str | None = setting(
         None,
         "the library's own optimizers: type of the running averages; null: the rule's, or float32",

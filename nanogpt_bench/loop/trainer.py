@@ -26,6 +26,7 @@ from nanogpt_bench.loop.clipping import build_clipping
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.setup.memory import GradientPeak, check_fits
+from nanogpt_bench.setup.noise import WriteBackNoise
 from nanogpt_bench.setup.optimizers import (
     build_optimizer,
     keep_peer_weights,
@@ -117,11 +118,14 @@ class Trainer:
         if ranks.size > 1:
             # the first process' model, to the bit
             fm.distributed.sync(self.model)
+        noise = None if config.optimizer.noise is None else WriteBackNoise(self.model, config)
         # index of a micro-batch that no step trains on
         untrained = config.train.accumulation
         self.optimizer = build_optimizer(
             self.model, config, lambda step: [self._move(self._draw(step, untrained))]
         )
+        if noise is not None:
+            noise.watch(self.optimizer)
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
         has_replicas = ranks.size > 1 and config.train.parallel == "ddp"

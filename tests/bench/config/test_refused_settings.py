@@ -55,7 +55,11 @@ REFUSED = {
     "rule=sgd": "optimizer.beta1=0.5",
     STOCHASTIC: "optimizer.stiffness_schedule=cosine optimizer.clip_by=exact "
     "optimizer.retraction=euclidean",
-    f"rule=riemannian {E4M3}": "optimizer.retraction=geodesic",
+    f"rule=riemannian {E4M3}": "optimizer.retraction=geodesic optimizer.noise=ulp",
+    f"rule=riemannian-float {E4M3}": "optimizer.noise=stiffness",
+    f"rule=riemannian-float {E4M3} optimizer.grad_clip=0 train.step_in_backward=true": (
+        "optimizer.noise=ulp"
+    ),
     f"rule=stochastic-fp8 {E4M3}": "model.storage=grid",
     "optimizer.name=stiffness_muon": "optimizer.stiffness=1",
     E4M3: "model.tied=leave train.precision=bf16-pure model.torchao_float8=rowwise",
