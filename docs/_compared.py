@@ -8,7 +8,8 @@ from pathlib import Path
 from _markdown import markdown
 
 from nanogpt_bench.report.columns import format_figure, format_rates
-from nanogpt_bench.report.results import MARK, Result, difference_text, measure
+from nanogpt_bench.report.paired import MARK, difference_text
+from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference, row_label, shortfall
 from nanogpt_bench.sweep.plan import baseline_of

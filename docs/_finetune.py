@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanogpt_bench.report.columns import format_figure
-from nanogpt_bench.report.results import Difference, Result
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.rows import row_label, shortfall
 

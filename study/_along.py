@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from nanogpt_bench.config.metrics import VAL_LOSS
-from nanogpt_bench.report.results import Difference, difference, difference_text
+from nanogpt_bench.report.paired import Difference, difference, difference_text
 from nanogpt_bench.runs.load import Run
 
 Course = Mapping[int, Difference]

@@ -16,7 +16,8 @@ from _markdown import markdown
 from _study import FOLDER, against_baseline
 from scipy.stats import t
 
-from nanogpt_bench.report.results import Difference, Result
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.results_file import read_export
 
 CLAIMED_P, EQUAL_WITHIN = 0.01, 0.02

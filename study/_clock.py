@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from nanogpt_bench.config.metrics import ELAPSED
-from nanogpt_bench.report.results import difference, difference_text
+from nanogpt_bench.report.paired import difference, difference_text
 from nanogpt_bench.runs.load import Run
 
 Clock = Mapping[int, float]

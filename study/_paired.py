@@ -1,6 +1,6 @@
 """Final losses by seed, and a paired difference as text."""
 
-from nanogpt_bench.report.results import MARK, Difference
+from nanogpt_bench.report.paired import MARK, Difference
 from nanogpt_bench.report.rows import Row
 
 

@@ -6,7 +6,7 @@ from _markdown import markdown
 from _paired import losses_of
 from _weights import data_of
 
-from nanogpt_bench.report.results import Difference, difference
+from nanogpt_bench.report.paired import Difference, difference
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row
 

@@ -15,7 +15,8 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from scipy.stats import linregress, spearmanr
 
-from nanogpt_bench.report.results import Difference, measure
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import find_reference
 

@@ -6,7 +6,7 @@ from _markdown import markdown
 from _paired import losses_of
 from _weights import data_of
 
-from nanogpt_bench.report.results import adjusted, difference, difference_text
+from nanogpt_bench.report.paired import adjusted, difference, difference_text
 from nanogpt_bench.report.results_file import Exported
 
 PLAIN, ANNEALED = "stochastic", "stiffness-anneal"

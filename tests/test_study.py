@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanogpt_bench.report.results import Difference
+from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import Records

@@ -12,7 +12,8 @@ from operator import attrgetter
 from nanogpt_bench.config.metrics import BESIDE_LOSS, Metric
 from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors.stall import CODE_UNCHANGED
-from nanogpt_bench.report.results import Figure, Result, difference_text
+from nanogpt_bench.report.paired import difference_text
+from nanogpt_bench.report.results import Figure, Result
 from nanogpt_bench.report.rows import learning_rate
 
 #: the text of a cell without a value
@@ -196,10 +197,10 @@ def _metric_column(metric: Metric) -> Column:
     """
 
     def format_metric(result: Result) -> str:
-        return format_figure(result.beside.get(metric.figure))
+        return format_figure(result.other_metrics.get(metric.figure))
 
     def read_mean(result: Result) -> float | None:
-        value = result.beside.get(metric.figure)
+        value = result.other_metrics.get(metric.figure)
         return None if value is None else value.mean
 
     return Column(

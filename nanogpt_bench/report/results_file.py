@@ -239,7 +239,7 @@ def _with_entry(row: Row, entry: Mapping[str, Any], path: Path) -> Row:
         rule, fmt = str(entry["rule"]), str(entry["format"])
         return replace(row, rule=rule, format=fmt, runs=(*row.runs, _read_run(entry, path)))
     if entry["kind"] == GIVEN_UP:
-        return replace(row, why=one_line(str(entry.get("why", ""))))
+        return replace(row, reason=one_line(str(entry.get("why", ""))))
     seed = entry.get("seed")
     return replace(row, missing=(*row.missing, seed if isinstance(seed, int) else None))
 
@@ -425,7 +425,9 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
     rows = group_rows(every)
-    places = {identity(run): at for at, row in enumerate(rows) for run in (*row.runs, *row.aside)}
+    places = {
+        identity(run): at for at, row in enumerate(rows) for run in (*row.runs, *row.uncounted)
+    }
     labels = {row.label: at for at, row in enumerate(rows)}
     of_files = [row for file in files for row in file.rows]
     labels |= {row.label: places[identity(row.runs[0])] for row in of_files if row.runs}
@@ -439,7 +441,7 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
         missing = tuple(seed for seed in row.missing if seed not in known)
         if at is not None:
             rows[at] = replace(rows[at], missing=(*rows[at].missing, *missing))
-        elif missing or row.why:
+        elif missing or row.reason:
             labels[row.label] = len(rows)
             rows.append(replace(row, missing=missing))
     return rows
@@ -460,7 +462,7 @@ def with_given_up(
             if label not in labels:
                 labels.add(label)
                 rule, fmt = (str(search.get(key) or "none") for key in ("rule", "format"))
-                found.append(Row(label, rule, fmt, (), why=why))
+                found.append(Row(label, rule, fmt, (), reason=why))
     places = {label: at for at, label in enumerate(order)}
     return sorted(found, key=lambda row: places.get(row.label, len(places)))
 

@@ -34,9 +34,9 @@ class Row:
     #: seeds known to have no run yet
     missing: tuple[int | None, ...] = ()
     #: the reason why there will be no runs; "" otherwise
-    why: str = ""
+    reason: str = ""
     #: further runs of the same seeds, which are not counted
-    aside: tuple[Run, ...] = ()
+    uncounted: tuple[Run, ...] = ()
 
 
 def row_runs(rows: Iterable[Row]) -> list[tuple[Row, Run]]:
@@ -80,7 +80,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def counted_once(row: Row) -> Row:
-    """Return the row with one run per seed, the first of the longest; `aside` has the
+    """Return the row with one run per seed, the first of the longest; `uncounted` has the
     others.
     """
     found: dict[Hashable, list[Run]] = {}
@@ -90,7 +90,7 @@ def counted_once(row: Row) -> Row:
     runs = tuple(max(group, key=_went) for group in found.values())
     counted = set(map(id, runs))
     aside = (run for group in found.values() for run in group if id(run) not in counted)
-    return replace(row, runs=runs, aside=(*row.aside, *aside))
+    return replace(row, runs=runs, uncounted=(*row.uncounted, *aside))
 
 
 def _went(run: Run) -> tuple[bool, bool, int]:
@@ -298,11 +298,11 @@ def seed_of(run: Run) -> Hashable | None:
 
 
 def left_aside(row: Row) -> list[str]:
-    """Return a line for each run in `aside`: its seed, the run that counts instead, and
+    """Return a line for each run in `uncounted`: its seed, the run that counts instead, and
     why.
     """
     lines = []
-    for run in row.aside:
+    for run in row.uncounted:
         other = next(each for each in row.runs if seed_of(each) == seed_of(run))
         why = "went further" if _went(other) > _went(run) else "went as far and comes first"
         lines.append(

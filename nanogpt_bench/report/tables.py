@@ -25,7 +25,8 @@ from nanogpt_bench.report.columns import (
     FieldReader,
     format_figure,
 )
-from nanogpt_bench.report.results import MARK, Difference, Result, reference_name
+from nanogpt_bench.report.paired import MARK, Difference
+from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.rows import shortfall
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import cell, one_line
@@ -173,7 +174,7 @@ def _csv_fields(results: Sequence[Result]) -> dict[str, FieldReader]:
     # Other metrics come last, and only those that some row has.
     for metric in BESIDE_LOSS:
         reader = fields.pop(metric.figure)
-        if any(metric.figure in result.beside for result in results):
+        if any(metric.figure in result.other_metrics for result in results):
             fields[metric.figure] = reader
     missing = shortfall(result.row for result in results)
     if missing:

@@ -19,7 +19,8 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.causal import load_causal, reading
-from nanogpt_bench.report.results import Difference, measure
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run

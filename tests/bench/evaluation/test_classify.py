@@ -259,7 +259,7 @@ def test_the_table_has_the_figures_and_the_unit(classified, classify, tiny, labe
     heading = to_markdown(measure(alone, None)).splitlines()[0]
     assert [name for name in ("Micro F1", "Macro F1", "R-precision") if name not in heading] == []
     assert to_csv(results).splitlines()[0].endswith("verdict,micro_f1,macro_f1,r_precision")
-    assert results[1].beside["r_precision"].mean == loaded[1].number("r_precision")
+    assert results[1].other_metrics["r_precision"].mean == loaded[1].number("r_precision")
     language = group_rows([load_run(tmp_path / "language")])
     assert "F1" not in to_markdown(measure(language, None))
     assert (loss_unit(rows), loss_unit(language)) == ("nats per label", "nats per token")

@@ -10,7 +10,8 @@ from run_folders import csv_lines, measured, write_run
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report import report
-from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text, measure
+from nanogpt_bench.report.paired import Difference, adjusted, difference, difference_text
+from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv, to_markdown, to_text
 from nanogpt_bench.runs.load import load_run
@@ -141,7 +142,7 @@ def test_the_same_seed_twice_is_one_seed(tmp_path, reference, capsys):
     assert (row.final_val_loss.mean, row.final_val_loss.spread) == (3.2, None)
     assert row.gap.mean == row.difference.mean == pytest.approx(0.1)
     assert row.difference.is_lead
-    assert [run.path for run in row.row.aside] == [again]
+    assert [run.path for run in row.row.uncounted] == [again]
     lines = []
     page = report([*reference, first, again], out=tmp_path / "out", say=lines.append)
     said = f"sgd: {again} is not counted; {first} has seed 1 too, and went as far and comes first"

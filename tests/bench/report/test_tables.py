@@ -10,9 +10,10 @@ from run_folders import csv_lines, measured, write_comparison, write_run
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.report import report
 from nanogpt_bench.report.columns import COLUMNS
-from nanogpt_bench.report.results import Figure, Judgement, Result, Verdict
+from nanogpt_bench.report.results import Figure, Result
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, shown_columns, to_markdown, to_text
+from nanogpt_bench.report.verdicts import Judgement, Verdict
 from nanogpt_bench.runs.load import Run
 
 #: label, loss, bytes, stall, arrived, alerts

@@ -1,0 +1,196 @@
+"""Verdicts: what a row's runs amount to, in a word and a text.
+
+A failure outranks an early end, which outranks the comparison of the losses with those
+of the reference. `BOUNDS`, the bounds of `nanogpt_bench.failures.table`, decide.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nanogpt_bench.failures.table import VERDICT as BOUNDS
+from nanogpt_bench.runs.load import Run
+
+#: the most classes of failure that a verdict names
+MOST_CLASSES = 2
+#: characters
+LONGEST_MESSAGE = 160
+#: failures of the loss itself; the other classes are possible causes
+OF_THE_LOSS = ("nan", "divergence")
+
+
+def class_name(kind: str) -> str:
+    """Return the display name of a failure class.
+
+    >>> class_name("zero_gradients"), class_name("nan")
+    ('zero gradients', 'NaN')
+    """
+    return "NaN" if kind == "nan" else kind.replace("_", " ")
+
+
+class Judgement(StrEnum):
+    """The comparison of a row with its reference, in a word.
+
+    The word is also the CSS class of the verdict's cell.
+    """
+
+    REFERENCE = "reference"
+    WITHIN = "within"
+    AHEAD = "ahead"
+    DOUBTFUL = "doubtful"
+    BEHIND = "behind"
+    OUTSIDE = "outside"
+    UNFINISHED = "unfinished"
+    FAILED = "failed"
+    INCOMPARABLE = "incomparable"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judgement, and the text of the table's cell."""
+
+    outcome: Judgement
+    text: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurements on which a verdict is based; None where there is none."""
+
+    #: (L - L_ref) / L_ref of the final validation losses in nats
+    gap_share: float | None = None
+    #: a share of weights
+    stall: float | None = None
+    #: the mean cosine of the gradient and the float32 shadow's
+    cosine: float | None = None
+    #: True for the reference itself
+    reference: bool = False
+    #: further differences from the reference, such as the corpus, which make the gap
+    #: meaningless
+    unlike: tuple[str, ...] = ()
+    #: True if there is no reference
+    unmeasured: bool = False
+    #: L - L_ref in nats
+    gap: float | None = None
+    #: the standard error of `gap`
+    gap_error: float | None = None
+
+
+def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
+    """Return the verdict on the runs of one row (its seeds).
+
+    A row ahead or within reach of the reference is doubtful if its gradient cosine is
+    beyond the bound or its loss diverged. For a row out of reach the verdict names its
+    failures first, and its stall if that is beyond the bound. With an unknown gap it
+    names only failures of the loss.
+    """
+    verdict = _ending(runs) or _comparison(evidence)
+    doubts = _cosine_doubts(verdict.outcome, evidence.cosine)
+    if verdict.outcome is Judgement.REFERENCE:
+        doubts += _failure_texts(runs, only=("divergence",))
+        return Verdict(verdict.outcome, "; ".join([verdict.text, *doubts]))
+    if verdict.outcome in (Judgement.WITHIN, Judgement.AHEAD):
+        doubts += _failure_texts(runs, only=("divergence",))
+        outcome = Judgement.DOUBTFUL if doubts else verdict.outcome
+        return Verdict(outcome, "; ".join([verdict.text, *doubts]))
+    if verdict.outcome in (Judgement.UNKNOWN, Judgement.INCOMPARABLE):
+        failures = _failure_texts(runs, only=OF_THE_LOSS)
+        return Verdict(verdict.outcome, "; ".join([*failures, verdict.text, *doubts]))
+    stall = _stall_text(evidence.stall)
+    failures = _failure_texts(runs, stall=stall)
+    words = [*failures, verdict.text, *doubts]
+    if stall and not any(stall in text for text in failures):
+        words.append(stall)
+    return Verdict(verdict.outcome, "; ".join(words))
+
+
+def _cosine_doubts(outcome: Judgement, cosine: float | None) -> list[str]:
+    if cosine is None or outcome in (Judgement.REFERENCE, Judgement.INCOMPARABLE):
+        return []
+    return [f"cosine {cosine:.2f}"] if BOUNDS["cosine"].beyond(cosine) else []
+
+
+def _stall_text(stall: float | None) -> str:
+    """Return a stall that is beyond the bound in words; "" for any other."""
+    if stall is None or not BOUNDS["stall"].beyond(stall):
+        return ""
+    return f"stall {stall:.0%}"
+
+
+def _failure_texts(runs: Sequence[Run], *, only: Sequence[str] = (), stall: str = "") -> list[str]:
+    """Return the first failures as one text, those of the loss first; [] without any.
+
+    The class that ended a run is left out, since the verdict names it already. `only`
+    are the classes to look for, by default all. `stall` replaces the name of that class.
+    """
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update({failure.kind for failure in run.failures})
+    # The order in which the runs have them, and failures of the loss first.
+    kinds = list(dict.fromkeys(failure.kind for run in runs for failure in run.failures))
+    ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
+    kinds = [kind for kind in kinds if kind not in ended_by and (not only or kind in only)]
+    kinds.sort(key=lambda kind: kind not in OF_THE_LOSS)
+    if not kinds:
+        return []
+    words = []
+    for kind in kinds[:MOST_CLASSES]:
+        name = stall if stall and kind == "stall" else class_name(kind)
+        share = f" ({counts[kind]} of {len(runs)} seeds)" if counts[kind] < len(runs) else ""
+        words.append(name + share)
+    more = len(kinds) - MOST_CLASSES
+    rest = f" and {more} more" if more > 0 else ""
+    return [", ".join(words) + rest]
+
+
+def _ending(runs: Sequence[Run]) -> Verdict | None:
+    """Return the verdict on runs that did not reach their planned end; None if all did."""
+    for status in ("failed", "stopped", "incomplete"):
+        affected = [run for run in runs if run.status == status]
+        if affected:
+            share = f" ({len(affected)} of {len(runs)} seeds)" if len(runs) > 1 else ""
+            outcome = Judgement.FAILED if status == "failed" else Judgement.UNFINISHED
+            return Verdict(outcome, describe_ending(affected[0]) + share)
+    return None if runs else Verdict(Judgement.UNFINISHED, "not run")
+
+
+def describe_ending(run: Run) -> str:
+    """Return the failure or the last step of an unfinished run in words."""
+    failure = run.failure or {}
+    text = run.status if run.status in ("failed", "stopped") else "unfinished"
+    message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
+    step = failure.get("step", run.last_step)
+    if step is not None and not re.search(rf"\bstep {step}\b", message):
+        text += f" at step {step}"
+    if len(message) > LONGEST_MESSAGE:
+        message = message[: LONGEST_MESSAGE - 1] + "…"
+    return f"{text}: {message}" if message else text
+
+
+def _comparison(evidence: Evidence) -> Verdict:
+    """Return the verdict on finished runs, by their loss alone."""
+    if evidence.reference:
+        return Verdict(Judgement.REFERENCE, "reference")
+    if evidence.unlike:
+        text = f"not comparable: {', '.join(evidence.unlike)}"
+        return Verdict(Judgement.INCOMPARABLE, text)
+    if evidence.unmeasured:
+        return Verdict(Judgement.UNKNOWN, "finished")
+    if evidence.gap_share is None:
+        return Verdict(Judgement.UNKNOWN, "no finished reference")
+    bound = BOUNDS["outside"].bound
+    if evidence.gap_share > bound:
+        return Verdict(Judgement.OUTSIDE, f"outside {bound:.0%}")
+    gap = evidence.gap or 0.0
+    # A gap without a standard error decides only beyond the bound.
+    error = math.inf if evidence.gap_error is None else evidence.gap_error
+    margin = max(BOUNDS["behind"].bound, 2.0 * error)
+    if gap > margin:
+        return Verdict(Judgement.BEHIND, "behind")
+    if gap < -margin or evidence.gap_share < -bound:
+        return Verdict(Judgement.AHEAD, "ahead")
+    return Verdict(Judgement.WITHIN, f"within {bound:.0%}")
