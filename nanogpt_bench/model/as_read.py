@@ -1,5 +1,6 @@
-"""Checks of a model that transformers has read: no codes taken for weights, the right
-head, finite values, causal.
+"""Checks of a model that transformers has read.
+
+It has weights and not codes, the right head and finite values, and it is causal.
 """
 
 from collections.abc import Iterable
@@ -17,32 +18,35 @@ from nanogpt_bench.system.hub import hub_file
 
 
 def check_floats(model: Any, name: str) -> None:
-    """Refuse files that have codes in place of weights: transformers would read them as
-    numbers.
+    """Refuse files that have codes in place of weights.
+
+    transformers would read them as numbers.
     """
-    if getattr(model, "hf_quantizer", None) is not None:  # the quantiser has checked the files
+    if getattr(model, "hf_quantizer", None) is not None:
+        # The quantiser has checked the files.
         return
-    folder = (
-        Path(name) if Path(name).is_dir() else hub_file(name, "config.json", asked="model").parent
-    )
-    whole = folder / "model.safetensors"
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = hub_file(name, "config.json", asked="model").parent
+    single_file = folder / "model.safetensors"
     with refusals(f"model {name!r}", ValueError):
-        fm.huggingface.check_floats(model, whole if whole.is_file() else folder)
+        fm.huggingface.check_floats(model, single_file if single_file.is_file() else folder)
 
 
 def check_size(settings: Any, name: str) -> None:
-    """Refuse a folder whose config.json describes more weights than its files have
-    bytes, before a model is made.
+    """Refuse a folder whose config.json needs more weights than its files have bytes.
+
+    It is refused before a model is made.
     """
-    least = settings.hidden_size * (
-        settings.vocab_size + settings.num_hidden_layers
-    )  # embedding, and a norm per block
     files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    # an embedding, and a norm per block
+    rows = settings.vocab_size + settings.num_hidden_layers
+    fewest_weights = settings.hidden_size * rows
     size = sum(file.stat().st_size for file in files)
-    if files and least > size:
+    if files and fewest_weights > size:
         raise BenchError(
-            f"model {name!r}: its config.json needs {least:,} weights or more, its .safetensors "
-            f"have {size:,} bytes"
+            f"model {name!r}: its config.json needs {fewest_weights:,} weights or more, its "
+            f".safetensors have {size:,} bytes"
         )
 
 
@@ -52,8 +56,9 @@ def shares_head(model: Any) -> bool:
 
 
 def check_head(model: Any, planned: Any, name: str) -> None:
-    """Refuse a model whose head is tied where that of `planned`, made from config.json,
-    is not, or the reverse.
+    """Refuse a model whose head is tied where that of `planned` is not, or the reverse.
+
+    `planned` is made from config.json.
     """
     shared = shares_head(model)
     if shares_head(planned) != shared:
@@ -71,24 +76,25 @@ def check_finite(model: nn.Module, name: str) -> None:
         if bad:
             raise BenchError(
                 f"model {name!r}: {weight} holds NaN or infinity in {bad:,} of its "
-                f"{parameter.numel():,} values; give "
-                "a model of finite weights"
+                f"{parameter.numel():,} values; give a model of finite weights"
             )
 
 
 @torch.no_grad()
 def check_causal(model: Any, name: str) -> None:
-    """Refuse a model whose logits depend on later tokens: it would predict tokens that
-    it sees.
+    """Refuse a model whose logits depend on later tokens.
+
+    It would predict tokens that it sees.
     """
+    # Two sequences that differ in their last token.
     tokens = torch.zeros(2, 4, dtype=torch.long)
     tokens[1, -1] = 1
-    one, other = model.eval()(input_ids=tokens).logits[:, :-1]
-    if not bool(one.isfinite().all() and other.isfinite().all()):
+    first, second = model.eval()(input_ids=tokens).logits[:, :-1]
+    if not bool(first.isfinite().all() and second.isfinite().all()):
         raise BenchError(
             f"model {name!r}: its logits are not finite in float32, though its weights are"
         )
-    if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
         raise BenchError(
             f"model {name!r} reads the tokens that follow: it is an encoder, no causal language "
             f"model"
@@ -99,46 +105,54 @@ def check_causal(model: Any, name: str) -> None:
 _FACTORS = "rope_freqs.weight"
 
 
-def check_taken(model: Any, path: Path, unexpected: Iterable[str]) -> list[str]:
-    """Return the tensors of a GGUF file that transformers leaves out; refuse them
-    unless they have no effect.
+def check_unread_tensors(model: Any, path: Path, unexpected: Iterable[str]) -> list[str]:
+    """Return the tensors of a GGUF file that transformers leaves out.
+
+    They are refused unless they have no effect.
     """
     from gguf import GGUFReader
 
     reader = GGUFReader(str(path))
-    left = sorted({*unexpected, *_left_out(model, reader)})
-    for name in left:
+    unread = sorted({*unexpected, *_unlisted_tensors(model, reader)})
+    for name in unread:
         if not name.endswith(_FACTORS):
             raise BenchError(
                 f"model {str(path)!r}: unexpected weight {name!r}, which transformers leaves out"
             )
-    for tensor in reader.tensors if left else ():
+    if unread:
+        _check_factors(reader, path)
+    return unread
+
+
+def _check_factors(reader: Any, path: Path) -> None:
+    for tensor in reader.tensors:
         if tensor.name.endswith(_FACTORS) and not bool(np.all(tensor.data == 1)):
             raise BenchError(
                 f"model {str(path)!r}: {tensor.name!r} scales rotary frequencies by up to "
-                f"{tensor.data.max():g}, and "
-                "transformers leaves it out: give the folder that the file was made from"
+                f"{tensor.data.max():g}, and transformers leaves it out: give the folder that the "
+                f"file was made from"
             )
-    return left
 
 
-def _left_out(model: Any, reader: Any) -> list[str]:
-    """The names of tensors that transformers leaves out without listing them as
-    unexpected.
-    """
+def _unlisted_tensors(model: Any, reader: Any) -> list[str]:
+    """Return tensors that transformers leaves out but does not list as unexpected."""
     try:
-        from transformers import modeling_gguf_pytorch_utils as theirs
-    except ImportError:  # a release that lists the unexpected tensors of all architectures
+        from transformers import modeling_gguf_pytorch_utils as gguf_utils
+    except ImportError:
+        # A release that lists the unexpected tensors of all architectures.
         return []
-    kind = theirs.read_field(reader, "general.architecture")[0]
-    with suppress(ImportError):  # a release that lists the unexpected tensors of some architectures
+    kind = gguf_utils.read_field(reader, "general.architecture")[0]
+    # An ImportError: a release that lists the unexpected tensors of no architecture.
+    with suppress(ImportError):
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
         if is_gguf_arch_supported(kind):
             return []
-    processor = theirs.TENSOR_PROCESSORS.get(kind, theirs.TensorProcessor)(config={})
-    taken = theirs.get_gguf_hf_weights_map(model, processor)
-    names = [str(tensor.name) for tensor in reader.tensors]
-    return [
-        name for name in names if name not in taken and name.removesuffix(".weight") not in taken
-    ]
+    processor = gguf_utils.TENSOR_PROCESSORS.get(kind, gguf_utils.TensorProcessor)(config={})
+    read_names = gguf_utils.get_gguf_hf_weights_map(model, processor)
+    unlisted = []
+    for tensor in reader.tensors:
+        name = str(tensor.name)
+        if name not in read_names and name.removesuffix(".weight") not in read_names:
+            unlisted.append(name)
+    return unlisted

@@ -1,9 +1,13 @@
-"""A causal language model of transformers: finding it, its outline, and its weights, as
-floats or in codes.
+"""A causal language model of transformers: its outline, and its weights.
 
 It is a folder that `save_pretrained` wrote (safetensors only) or that was published in
 FP8, a `.gguf` file, whose weights become floats, or an id on the hub. Nothing is
 unpickled, and no code that comes with a model is run.
+
+`settings_of` reads a model's settings, `outline` its sizes and layers; neither reads a
+weight. `load_causal` reads the weights, as floats or in codes, and `load_narrow` keeps
+weights of 16 bits as they are stored. Both refuse a model that is not causal or has
+values that are not finite.
 """
 
 import copy
@@ -31,7 +35,7 @@ from nanogpt_bench.model.as_read import (
     check_floats,
     check_head,
     check_size,
-    check_taken,
+    check_unread_tensors,
     shares_head,
 )
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, say, shortened
@@ -70,15 +74,15 @@ class Outline:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all weights as they are stored; those not stored in codes count as
-        float32.
+        """Bytes of all weights as they are stored.
+
+        Weights that are not stored in codes count as float32.
         """
-        codes, scales = (
-            sum(math.prod(shape) for shape in shapes)
-            for shapes in zip(
-                *((each.shape, each.own_scale_shape) for each in self.stored.values()), strict=True
-            )
-        )
+        codes = 0
+        scales = 0
+        for weight in self.stored.values():
+            codes += math.prod(weight.shape)
+            scales += math.prod(weight.own_scale_shape)
         return 4 * self.parameters - 3 * codes + 4 * scales
 
 
@@ -87,14 +91,7 @@ def find_model(name: str) -> dict[str, Any]:
     _require("transformers")
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
-        found = sorted(path.glob("*.gguf"))
-        if len(found) != 1:
-            names = f": {', '.join(each.name for each in found)}" if found else ""
-            raise BenchError(
-                f"model {name!r} has no config.json and {len(found)} .gguf files{names}; name one "
-                f"file"
-            )
-        path = found[0]
+        path = _only_gguf_file(path, name)
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
@@ -105,11 +102,20 @@ def find_model(name: str) -> dict[str, Any]:
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
             raise BenchError(
                 f"model {name!r} does not exist; give a folder that save_pretrained wrote, a .gguf "
-                f"file or an id on "
-                "the hub such as HuggingFaceTB/SmolLM2-135M"
+                f"file or an id on the hub such as HuggingFaceTB/SmolLM2-135M"
             )
         hub_file(name, "config.json", asked="model")
     return {"pretrained_model_name_or_path": name}
+
+
+def _only_gguf_file(folder: Path, name: str) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    names = f": {', '.join(file.name for file in files)}" if files else ""
+    raise BenchError(
+        f"model {name!r} has no config.json and {len(files)} .gguf files{names}; name one file"
+    )
 
 
 def _require(package: str, extra: str = "hf") -> None:
@@ -121,15 +127,16 @@ def _require(package: str, extra: str = "hf") -> None:
 
 @contextmanager
 def reading(name: str) -> Iterator[Any]:
-    """Yield transformers, silenced meanwhile, and turn its errors about a model's files
-    into one line.
+    """Yield transformers, silenced meanwhile.
+
+    Errors about a model's files become one line.
     """
     import transformers
 
-    show = transformers.utils.logging.is_progress_bar_enabled()
+    shows_progress = transformers.utils.logging.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
-    # Not reset: the first forward pass gives advice, too
+    # Not reset: the first forward pass gives advice, too.
     transformers.utils.logging.set_verbosity_error()
     try:
         # The bar of decoding a GGUF can't be disabled.
@@ -140,156 +147,181 @@ def reading(name: str) -> Iterator[Any]:
         raise
     except MemoryError:
         raise BenchError(f"model {name!r}: out of memory while it was read") from None
-    except Exception as error:  # a damaged file can raise anything
+    except Exception as error:
+        # A damaged file can raise anything.
         reason = shortened(one_line(error), LONGEST_REASON)
         raise BenchError(
             f"model {name!r} can't be read: {type(error).__name__}: {reason}"
         ) from None
     finally:
         logging.disable(logging.NOTSET)
-        if show:
+        if shows_progress:
             transformers.utils.logging.enable_progress_bar()
 
 
 def _while_unchanged(function: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Cache a function of a model's name until the size or time of one of the model's
-    files changes.
+    """Cache a function of a model's name until a file of the model changes.
+
+    A file has changed if its size or time has.
     """
-    known = functools.lru_cache(maxsize=4)(lambda name, _: function(name))
+    cached = functools.lru_cache(maxsize=4)(lambda name, _: function(name))
 
     @functools.wraps(function)
-    def said(name: str) -> _T:
+    def call(name: str) -> _T:
         try:
-            path = Path(name).resolve()
-            files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-            facts = tuple(
-                (str(file), stat.st_size, stat.st_mtime_ns)
-                for file in files
-                for stat in [file.stat()]
-            )
-        except (OSError, ValueError):  # no such path: the function says so
+            states = _file_states(Path(name).resolve())
+        except (OSError, ValueError):
+            # There is no such path: the function says so.
             return function(name)
-        return known(name, facts)
+        return cached(name, states)
 
-    return said
+    return call
+
+
+def _file_states(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and time of a file, or of every file of a folder."""
+    files: list[Path] = []
+    if path.is_dir():
+        files = sorted(path.iterdir())
+    elif path.is_file():
+        files = [path]
+    states = []
+    for file in files:
+        state = file.stat()
+        states.append((str(file), state.st_size, state.st_mtime_ns))
+    return tuple(states)
 
 
 @_while_unchanged
 def settings_of(name: str) -> Any:
-    """Return the settings of the model called `name` as transformers' object; refuse
-    models of other kinds.
+    """Return the settings of the model called `name` as transformers' object.
+
+    Models of other kinds are refused.
     """
-    where = find_model(name)
+    location = find_model(name)
     with reading(name) as transformers:
-        found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
-    quantised = vars(found).pop("quantization_config", None)
-    if quantised is not None and not stored_of(name):
-        how = (
-            quantised.get("quant_method")
-            if isinstance(quantised, dict)
-            else type(quantised).__name__
-        )
+        settings = transformers.AutoConfig.from_pretrained(**location, trust_remote_code=False)
+    quantization = vars(settings).pop("quantization_config", None)
+    if quantization is not None and not stored_of(name):
+        method: Any = type(quantization).__name__
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
         raise BenchError(
-            f"model {name!r} is quantised already ({how}); give the float model it was made from"
+            f"model {name!r} is quantised already ({method}); give the float model it was made from"
         )
-    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    own, saved = kinds.get(found.model_type), found.architectures or []
-    if own is None or found.is_encoder_decoder or (saved and own not in saved):
-        what = saved[0] if saved else f"of type {found.model_type!r}"
-        raise BenchError(
-            f"model {name!r} is {what}, no causal language model (one that predicts the next token)"
-        )
-    if getattr(found.get_text_config(), "num_attention_heads", None) is None:
+    _check_causal_kind(settings, name, transformers)
+    text_settings = settings.get_text_config()
+    if getattr(text_settings, "num_attention_heads", None) is None:
         # Mamba and the like compute with the weights of linear layers without calling
         # the layers.
         raise BenchError(
-            f"model {name!r} is of type {found.model_type!r}, without attention (no "
-            f"num_attention_heads in its "
-            "config.json); only models with attention can be measured and trained here, such as "
-            "llama, gpt2 or mixtral"
+            f"model {name!r} is of type {settings.model_type!r}, without attention (no "
+            f"num_attention_heads in its config.json); only models with attention can be measured "
+            f"and trained here, such as llama, gpt2 or mixtral"
         )
-    check_size(found.get_text_config(), name)
-    if "gguf_file" not in where and _has_own_head(
-        found, name
-    ):  # transformers reads it, whatever the settings are
-        found.tie_word_embeddings = found.get_text_config().tie_word_embeddings = False
-    return found
+    check_size(text_settings, name)
+    # transformers reads a separate head, whatever the settings are.
+    if "gguf_file" not in location and _has_separate_head(settings, name):
+        settings.tie_word_embeddings = False
+        settings.get_text_config().tie_word_embeddings = False
+    return settings
+
+
+def _check_causal_kind(settings: Any, name: str, transformers: Any) -> None:
+    """Refuse a model whose class does not predict the next token."""
+    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal_class = kinds.get(settings.model_type)
+    saved_classes = settings.architectures or []
+    is_causal = causal_class is not None and not settings.is_encoder_decoder
+    if is_causal and (not saved_classes or causal_class in saved_classes):
+        return
+    description = saved_classes[0] if saved_classes else f"of type {settings.model_type!r}"
+    raise BenchError(
+        f"model {name!r} is {description}, no causal language model (one that predicts the next "
+        f"token)"
+    )
 
 
 @_while_unchanged
 def stored_of(name: str) -> Mapping[str, Any]:
-    """Return the codes and scales in the files of the model called `name`, by the
-    weight's name; reads no weights.
+    """Return the codes and scales in the files of the model called `name`.
+
+    They are by the weight's name. No weights are read.
     """
-    where, folder = find_model(name), Path(name)
+    location = find_model(name)
+    if "gguf_file" in location:
+        return {}
+    folder = Path(name)
     if folder.is_dir():
-        speaks = any(folder.glob("*.safetensors"))
-    else:  # on the hub, from which weights are downloaded only if the settings name a quantisation
-        settings = (
-            None
-            if "gguf_file" in where
-            else hub_file(name, "config.json", asked="model").read_text("utf-8")
-        )
-        speaks = settings is not None and "quantization_config" in settings
-    if "gguf_file" in where or not speaks:
+        may_have_codes = any(folder.glob("*.safetensors"))
+    else:
+        # Weights are downloaded from the hub only if the settings name a quantisation.
+        settings = hub_file(name, "config.json", asked="model").read_text("utf-8")
+        may_have_codes = "quantization_config" in settings
+    if not may_have_codes:
         return {}
     with reading(name), refusals(f"model {name!r}", ValueError):
         return fm.published_weights(name)
 
 
-def _has_own_head(settings: Any, name: str) -> bool:
-    """Return whether a folder's files have a separate head although its settings tie
-    the head to the embedding.
+def _has_separate_head(settings: Any, name: str) -> bool:
+    """Return whether a folder's files have a separate head against its settings.
+
+    The settings tie the head to the embedding.
     """
     if not Path(name).is_dir():
         return False
     model = _from_settings(settings, name)
     if not shares_head(model):
         return False
-    shared = model.get_input_embeddings().weight
-    names = [
-        key for key, value in model.named_parameters(remove_duplicate=False) if value is shared
-    ]
+    shared_weight = model.get_input_embeddings().weight
+    shared_names = []
+    for key, value in model.named_parameters(remove_duplicate=False):
+        if value is shared_weight:
+            shared_names.append(key)
     values = []
     for file in sorted(Path(name).glob("model*.safetensors")):
         with reading(str(file)), safe_open(file, framework="pt") as opened:
-            known = [
-                key
-                for key in sorted(opened.keys())
-                if any(f".{own}".endswith(f".{key}") for own in names)
-            ]
-            values += [opened.get_tensor(key) for key in known]
-    return len(values) > 1 and not all(torch.equal(values[0], other) for other in values[1:])
+            for key in sorted(opened.keys()):
+                if any(f".{shared_name}".endswith(f".{key}") for shared_name in shared_names):
+                    values.append(opened.get_tensor(key))
+    if len(values) < 2:
+        return False
+    return not all(torch.equal(values[0], value) for value in values[1:])
 
 
 @_while_unchanged
 def outline(name: str) -> Outline:
-    """Return the outline of the model called `name`; refuses the same models as
-    `settings_of`.
+    """Return the outline of the model called `name`.
+
+    It refuses the models that `settings_of` refuses.
     """
-    settings, model = settings_of(name), skeleton(name)
-    owners: dict[int, list[str]] = {}
-    for weight, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(weight)
-    linear = {layer: module for layer, module in model.named_modules() if is_linear(module)}
-    shared = {layer: tuple(owners[id(module.weight)]) for layer, module in linear.items()}
-    shapes = {layer: tuple(module.weight.shape) for layer, module in linear.items()}
-    shapes |= {
-        layer: shapes[layer][::-1]
-        for layer, module in linear.items()
-        if not isinstance(module, nn.Linear)
-    }
-    own = settings.get_text_config()
+    settings = settings_of(name).get_text_config()
+    model = skeleton(name)
+    names_by_weight: dict[int, list[str]] = {}
+    for weight_name, parameter in model.named_parameters(remove_duplicate=False):
+        names_by_weight.setdefault(id(parameter), []).append(weight_name)
+    layers: dict[str, tuple[int, int]] = {}
+    shared: dict[str, tuple[str, ...]] = {}
+    for layer, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        rows, columns = module.weight.shape
+        # A Conv1D stores (inputs, outputs).
+        layers[layer] = (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+        names = names_by_weight[id(module.weight)]
+        if len(names) > 1:
+            shared[layer] = tuple(names)
     return Outline(
         kind=type(model).__name__,
-        n_layer=own.num_hidden_layers,
-        n_head=own.num_attention_heads,
-        n_embd=own.hidden_size,
-        positions=getattr(own, "max_position_embeddings", 2**31),
+        n_layer=settings.num_hidden_layers,
+        n_head=settings.num_attention_heads,
+        n_embd=settings.hidden_size,
+        positions=getattr(settings, "max_position_embeddings", 2**31),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers={layer: (shape[1], shape[0]) for layer, shape in shapes.items()},
-        shared={layer: names for layer, names in shared.items() if len(names) > 1},
+        layers=layers,
+        shared=shared,
         stored=stored_of(name),
     )
 
@@ -305,8 +337,9 @@ def _from_settings(settings: Any, name: str) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or a `Conv1D`, that of transformers'
-    GPT-2.
+    """Return whether a module is a linear layer or a `Conv1D`.
+
+    A `Conv1D` is the linear layer of transformers' GPT-2.
     """
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
@@ -314,8 +347,9 @@ def is_linear(module: nn.Module) -> bool:
 def load_causal(
     name: str, *, bytes_each: float = 5.0, quantization: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return the model called `name`, in float32 or in codes, with a method
-    `loss(tokens, targets)` as `GPT` has it.
+    """Return the model called `name`, in float32 or in codes.
+
+    It has a method `loss(tokens, targets)` as `GPT` has it.
 
     Args:
         name: a folder, a .gguf file, or an id on the hub.
@@ -327,143 +361,178 @@ def load_causal(
             codes stay as they are stored, and use only the arguments `rounding`,
             `draws` and `seed`; without `quantization` they are decoded.
     """
-    found, where = outline(name), find_model(name)
-    copies = (
-        4.0 if "gguf_file" in where else 0.0
-    )  # transformers has all floats of a GGUF file twice while reading
-    floats = 0.0 if quantization is not None and not copies else max(5.0, 4.0 + copies)
+    model_outline = outline(name)
+    location = find_model(name)
+    if "gguf_file" in location:
+        # transformers has all floats of a GGUF file twice while reading.
+        bytes_while_reading = 8.0
+    elif quantization is None:
+        bytes_while_reading = 5.0
+    else:
+        bytes_while_reading = 0.0
     check_memory(
-        found.parameters * max(bytes_each, floats),
-        f"model {name!r}, {found.parameters:,} parameters,",
+        model_outline.parameters * max(bytes_each, bytes_while_reading),
+        f"model {name!r}, {model_outline.parameters:,} parameters,",
     )
-    read = _as_stored if found.stored else _from_floats
-    model = read(name, where, quantization)
-    if (quantization or {}).get("tied") != "untie":  # untying has given the model its own head
+    if model_outline.stored:
+        model = _read_stored(name, quantization)
+    else:
+        model = _read_floats(name, location, quantization)
+    # Untying gives the model a separate head.
+    if (quantization or {}).get("tied") != "untie":
         check_head(model, skeleton(name), name)
     model.config.use_cache = False
     check_finite(model, name)
-    own = type(model)
-    model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
+    model_class = type(model)
+    model.__class__ = type(
+        model_class.__name__, (_WithLoss, model_class), {"__module__": model_class.__module__}
+    )
     check_causal(model, name)
     return model.train()
 
 
-def _as_stored(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
-    """Read a model whose files have codes: in codes, or decoded without `quantization`."""
-    options = {
-        key: value
-        for key, value in (quantization or {}).items()
-        if key in ("rounding", "draws", "seed")
-    }
+def _read_stored(name: str, quantization: Mapping[str, Any] | None) -> Any:
+    """Read a model whose files have codes; decode it without `quantization`."""
+    options = {}
+    for key, value in (quantization or {}).items():
+        if key in ("rounding", "draws", "seed"):
+            options[key] = value
     with reading(name):
         model = fm.load_fp8(name, dtype=torch.float32, **options)
-        return model if quantization is not None else without_codes(fm.dequantize_model(model))
+        if quantization is not None:
+            return model
+        return without_codes(fm.dequantize_model(model))
 
 
-def _from_floats(
-    name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None
+def _read_floats(
+    name: str, location: Mapping[str, Any], quantization: Mapping[str, Any] | None
 ) -> Any:
-    """Read a model whose files have floats: as floats, or quantised while it is read."""
-    copies = "gguf_file" in where
+    """Read a model whose files have floats; quantise it meanwhile if asked to."""
+    from_gguf = "gguf_file" in location
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "trust_remote_code": False,
+        "output_loading_info": True,
+    }
+    if not from_gguf:
+        options["use_safetensors"] = True
     with reading(name) as transformers:
-        options: dict[str, Any] = {
-            "dtype": torch.float32,
-            "trust_remote_code": False,
-            "output_loading_info": True,
-        }
-        options |= {} if copies else {"use_safetensors": True}
-        if quantization is not None and not copies:
+        if quantization is not None and not from_gguf:
             options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
-        model, said = transformers.AutoModelForCausalLM.from_pretrained(
-            **where, config=settings_of(name), **options
+        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
+            **location, config=settings_of(name), **options
         )
-    if copies:
-        file = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
+    if from_gguf:
+        file = Path(location["pretrained_model_name_or_path"]) / location["gguf_file"]
+        unexpected = loading_info.pop("unexpected_keys", None) or ()
         with reading(str(file)):
-            left = check_taken(model, file, said.pop("unexpected_keys", None) or ())
-        if left:
-            say(f"{file.name}: {', '.join(left)} left out: their values change nothing")
+            unread = check_unread_tensors(model, file, unexpected)
+        if unread:
+            say(f"{file.name}: {', '.join(unread)} left out: their values change nothing")
     else:
         check_floats(model, name)
-    for kind in ("missing", "unexpected"):
-        keys = sorted(key for key in said.get(f"{kind}_keys") or () if not key.endswith(_MASK))
-        if keys:
-            raise BenchError(
-                f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}"
-            )
+    _check_keys(loading_info, name)
     return without_codes(model)
 
 
+def _check_keys(loading_info: Mapping[str, Any], name: str) -> None:
+    """Refuse weights that the files lack, or that the model has no use of."""
+    for kind in ("missing", "unexpected"):
+        keys = loading_info.get(f"{kind}_keys") or ()
+        misfits = sorted(key for key in keys if not key.endswith(_MASK))
+        if misfits:
+            raise BenchError(
+                f"model {name!r} does not fit its config.json: {kind} weight {misfits[0]!r}"
+            )
+
+
 def without_codes(model: Any) -> Any:
-    """Return a model without transformers' record of its quantisation, so that it is
-    saved with the layers it has.
+    """Return a model without transformers' record of its quantisation.
+
+    It is then saved with the layers it has.
     """
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
     return model
 
 
 def load_narrow(name: str) -> Any | None:
-    """Return the model called `name` with weights in 16 bits, to be measured; None
-    where it has to be in float32.
+    """Return the model called `name` with weights in 16 bits, to be measured.
 
-    Its losses are those of `load_causal`, to the bit. It has to be in float32 if its
-    files are not all of one dtype of 16 bits, or if the model would compute something
-    in 16 bits.
+    Its losses are those of `load_causal`, to the bit. The result is None where the
+    model has to be in float32: if its files are not all of one dtype of 16 bits, or if
+    the model would compute something in 16 bits.
     """
-    where = find_model(name)
-    folder = Path(where["pretrained_model_name_or_path"])
-    if "gguf_file" in where or not folder.is_dir():
+    location = find_model(name)
+    folder = Path(location["pretrained_model_name_or_path"])
+    if "gguf_file" in location or not folder.is_dir():
         return None
-    dtypes = set()
-    for file in folder.glob("*.safetensors"):
-        with reading(name), safe_open(file, framework="pt") as opened:
-            dtypes |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118  (no mapping)
-    if len(dtypes) != 1 or (dtype := _HALVES.get(dtypes.pop())) is None:
+    dtype = _only_dtype(folder, name)
+    if dtype is None:
         return None
-    check_memory(
-        outline(name).parameters * 2.5, f"model {name!r}, {outline(name).parameters:,} parameters,"
-    )
+    parameters = outline(name).parameters
+    check_memory(parameters * 2.5, f"model {name!r}, {parameters:,} parameters,")
     with reading(name) as transformers:
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "trust_remote_code": False,
-            "use_safetensors": True,
-        }
-        options |= {"config": copy.deepcopy(settings_of(name)), "output_loading_info": True}
-        model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, **options)
-    if said.get("missing_keys") or said.get("unexpected_keys") or not computes_in_float32(model):
+        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
+            **location,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            config=copy.deepcopy(settings_of(name)),
+            output_loading_info=True,
+        )
+    if loading_info.get("missing_keys") or loading_info.get("unexpected_keys"):
+        return None
+    if not computes_in_float32(model):
         return None
     check_head(model, skeleton(name), name)
-    model.config.use_cache, model.config.dtype = False, torch.float32
+    model.config.use_cache = False
+    model.config.dtype = torch.float32
     check_finite(model, name)
     try:
         check_causal(model, name)
-    except RuntimeError:  # the model computes something in the dtype of a weight
+    except RuntimeError:
+        # The model computes something in the dtype of a weight.
         return None
     return model.eval()
 
 
+def _only_dtype(folder: Path, name: str) -> torch.dtype | None:
+    """Return the one dtype of 16 bits that all tensors of a folder have, or None."""
+    dtypes = set()
+    for file in folder.glob("*.safetensors"):
+        with reading(name), safe_open(file, framework="pt") as opened:
+            # A safetensors file is no mapping.
+            for key in opened.keys():  # noqa: SIM118
+                dtypes.add(opened.get_slice(key).get_dtype())
+    if len(dtypes) != 1:
+        return None
+    return _HALVES.get(dtypes.pop())
+
+
 def recompute_activations(model: Any) -> None:
-    """Let the model store no activations inside a block, and compute them again in the
-    backward pass.
+    """Let the model store no activations inside a block.
+
+    They are computed again in the backward pass.
     """
     # transformers before 5.23 has only the second name
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable
     enable()
 
 
 class _WithLoss:
-    """A base class with `loss`, put before a model's own class, so that names of layers
-    and files stay the same.
+    """A base class with `loss`, put before a model's class.
+
+    Names of layers and files stay as they are.
     """
 
     def loss(self: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of predicting `targets` (B, T) from
-        `tokens` (B, T).
+        """Return the mean cross-entropy in nats of predicting `targets` from `tokens`.
+
+        Both are (B, T).
         """
         logits = self(input_ids=tokens).logits
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -471,54 +540,59 @@ class _WithLoss:
 
 @torch.no_grad()
 def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
-    """Return the mean loss of each window (N, T + 1 tokens), in nats per token; takes
-    `batch` windows at a time.
+    """Return the mean loss of each window (N, T + 1 tokens), in nats per token.
+
+    The model takes `batch` windows at a time.
     """
     losses: list[float] = []
     for rows in windows.split(batch):
-        given = model.eval()(rows[:, :-1])
-        logits = getattr(given, "logits", given).float()
-        each = functional.cross_entropy(
+        output = model.eval()(rows[:, :-1])
+        logits = getattr(output, "logits", output).float()
+        token_losses = functional.cross_entropy(
             logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
         )
-        losses += each.view(len(rows), -1).mean(1).tolist()
+        losses += token_losses.view(len(rows), -1).mean(1).tolist()
     return losses
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """Make a model with weights of 16 bits compute in float32; return False if its
-    results could differ from float32's.
+    """Make a model with weights of 16 bits compute in float32.
 
-    Otherwise it computes the same as a model with float32 weights, to the bit, as every
-    float of 16 bits is a float32. Linear layers and embeddings keep their weights and
-    convert them when they run; everything else becomes float32. A buffer that the model
-    itself computed in 16 bits could differ from float32's: then the result is False.
+    Linear layers and embeddings keep their weights and convert them when they run.
+    Everything else becomes float32. As every float of 16 bits is a float32, the model
+    then computes what one with float32 weights does, to the bit. The result is False if
+    it could differ: a buffer that the model itself computed in 16 bits could differ
+    from float32's.
     """
     for module in model.modules():
-        made = [module._buffers[name] for name in module._non_persistent_buffers_set]
-        if any(x is not None and x.dtype in _HALVES.values() for x in made):
-            return False
-    linear = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.dtype in _HALVES.values():
+                return False
+    narrow_weights = set()
     for module in model.modules():
-        if (run := _run_of(module)) is not None:
-            module.forward = run
+        forward = _converting_forward(module)
+        if forward is not None:
+            narrow_weights.add(id(module.weight))
+            module.forward = forward
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in linear and tensor.is_floating_point():
+        if id(tensor) not in narrow_weights and tensor.is_floating_point():
             tensor.data = tensor.data.float()
     return True
 
 
-def _run_of(module: nn.Module) -> Any:
-    """Return a forward pass for a module that converts its weight to float32; None for
-    other modules.
-    """
+def _converting_forward(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return a forward pass that converts the module's weight to float32, or None."""
     if type(module) is nn.Linear:
         return lambda x: functional.linear(x, module.weight.float(), module.bias)
     if type(module) is nn.Embedding and module.max_norm is None:
         return lambda rows: functional.embedding(rows, module.weight).float()
     if type(module).__name__ != "Conv1D":
         return None
-    own: Any = module
-    return lambda x: torch.addmm(own.bias, x.reshape(-1, x.shape[-1]), own.weight.float()).view(
-        *x.shape[:-1], own.nf
-    )
+
+    def conv1d(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        outputs = torch.addmm(module.bias, rows, module.weight.float())
+        return outputs.view(*x.shape[:-1], module.nf)
+
+    return conv1d

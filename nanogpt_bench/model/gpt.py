@@ -1,5 +1,4 @@
-"""A GPT-2-style model that predicts the next token, or a document's labels, small
-enough to read in one sitting.
+"""A GPT-2-style model that predicts the next token, or a document's labels.
 
 Pre-norm transformer blocks, learned positions, causal attention through
 `scaled_dot_product_attention`, GELU. Shapes and initial values follow GPT-2 as nanoGPT
@@ -78,16 +77,16 @@ FLOATS = {
 
 
 def linear_sizes(n_layer: int, n_embd: int, vocab_size: int = 0) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the
-    model's order.
-    """
-    block = {"attn.qkv": (1, 3), "attn.proj": (1, 1), "mlp.fc": (1, 4), "mlp.proj": (4, 1)}
-    sizes = {
-        f"blocks.{index}.{name}": (inputs * n_embd, outputs * n_embd)
-        for index in range(n_layer)
-        for name, (inputs, outputs) in block.items()
-    }
-    return {**sizes, "lm_head": (n_embd, vocab_size)}
+    """Return (inputs, outputs) of a GPT's linear layers by name, in their order."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for index in range(n_layer):
+        block = f"blocks.{index}"
+        sizes[f"{block}.attn.qkv"] = (n_embd, 3 * n_embd)
+        sizes[f"{block}.attn.proj"] = (n_embd, n_embd)
+        sizes[f"{block}.mlp.fc"] = (n_embd, 4 * n_embd)
+        sizes[f"{block}.mlp.proj"] = (4 * n_embd, n_embd)
+    sizes["lm_head"] = (n_embd, vocab_size)
+    return sizes
 
 
 class Attention(nn.Module):
@@ -103,7 +102,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, extend: Extend | None = None) -> Tensor:
         batch, time, width = x.shape
         heads = self.qkv(x).view(batch, time, 3, self.n_head, width // self.n_head)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, C / H)
+        # (B, H, T, C / H) each
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
         if extend is not None:
             key, value = extend(key, value)
         # a single new token attends to all before it
@@ -176,8 +176,9 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of predicting `targets` (B, T) from
-        `tokens` (B, T).
+        """Return the mean cross-entropy in nats of predicting `targets` from `tokens`.
+
+        Both are (B, T).
         """
         return functional.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
 
@@ -191,14 +192,13 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Yield `count` tokens (B,) int64, one after another, that continue `tokens`
-        (B, T >= 1).
+        """Yield `count` tokens (B,) int64, one after another, that continue `tokens`.
 
-        p(next) = softmax(logits / temperature) over the `top_k` largest logits;
-        temperature 0 takes the largest. A token attends to the last `block_size` before
-        it: up to that length keys and values are cached, and beyond it every token
-        takes a whole pass. Layers that scale activations by their input see a single
-        token here.
+        `tokens` are (B, T >= 1). p(next) = softmax(logits / temperature) over the
+        `top_k` largest logits; temperature 0 takes the largest. A token attends to the
+        last `block_size` before it: up to that length keys and values are cached, and
+        beyond it every token takes a whole pass. Layers that scale activations by their
+        input see a single token here.
 
         Raises:
             FloatingPointError: logits that are not finite.
@@ -207,19 +207,17 @@ class GPT(nn.Module):
         self.eval()
         cache = KeyValueCache(self.shape.n_layer)
         try:
-            new = tokens[:, -self.shape.block_size :]
+            new_tokens = tokens[:, -self.shape.block_size :]
             for _ in range(count):
-                logits = self(new, cache)[:, -1].float()
+                logits = self(new_tokens, cache)[:, -1].float()
                 chosen = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
                 yield chosen
-                tokens, new = torch.cat([tokens, chosen[:, None]], 1), chosen[:, None]
-                if (
-                    cache.length == self.shape.block_size
-                ):  # no positions are left: the window moves, from position 0
-                    new, cache = (
-                        tokens[:, -self.shape.block_size :],
-                        KeyValueCache(self.shape.n_layer),
-                    )
+                new_tokens = chosen[:, None]
+                tokens = torch.cat([tokens, new_tokens], 1)
+                if cache.length == self.shape.block_size:
+                    # No positions are left: the window moves, from position 0.
+                    new_tokens = tokens[:, -self.shape.block_size :]
+                    cache = KeyValueCache(self.shape.n_layer)
         finally:
             self.train(was_training)
 
@@ -229,41 +227,44 @@ class GPT(nn.Module):
         residual_std = INIT_STD / math.sqrt(2 * self.shape.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(
-                    module.weight, std=residual_std if name.endswith(".proj") else INIT_STD
-                )
+                std = residual_std if name.endswith(".proj") else INIT_STD
+                nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
 
 class Classifier(GPT):
-    """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of
-    their labels.
+    """Documents (B, T) int64 -> logits (B, L) of their labels.
 
-    The body is that of a language model; its head, still called `lm_head` so that
-    patterns of layers mean the same, gets the mean vector of each document. With causal
-    attention no token attends to the padding behind it.
+    `PADDING` stands behind the shorter documents. The body is that of a language model.
+    Its head, still called `lm_head` so that patterns of layers mean the same, gets the
+    mean vector of each document. With causal attention no token attends to the padding
+    behind it.
 
-    >>> Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))(torch.tensor([[1, 2, -1]])).shape
+    >>> classifier = Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))
+    >>> classifier(torch.tensor([[1, 2, -1]])).shape
     torch.Size([1, 4])
     """
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if cache is not None:
             raise TypeError("a classifier writes no text: it has no use of a cache")
-        inside = tokens != PADDING
+        in_document = tokens != PADDING
         x = self.hidden(tokens.clamp(min=0))
-        return self.lm_head((x * inside.unsqueeze(2)).sum(1) / inside.sum(1, keepdim=True))
+        sums = (x * in_document.unsqueeze(2)).sum(1)
+        return self.lm_head(sums / in_document.sum(1, keepdim=True))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean binary cross-entropy, in nats per label, of `targets` (B, L),
-        0 or 1, for `tokens` (B, T).
+        """Return the mean binary cross-entropy, in nats per label.
+
+        It is that of `targets` (B, L), 0 or 1, for `tokens` (B, T).
         """
         return functional.binary_cross_entropy_with_logits(self(tokens).float(), targets)
 
 
 def build_model(shape: GPTShape, seed: int) -> GPT:
-    """Return a GPT, or a classifier, whose initial weights depend on `seed` only;
+    """Return a GPT, or a classifier, whose initial weights depend on `seed` only.
+
     torch's generator stays as it was.
     """
     with torch.random.fork_rng():
@@ -272,26 +273,32 @@ def build_model(shape: GPTShape, seed: int) -> GPT:
 
 
 class KeyValueCache:
-    """The keys and values (B, H, T, C / H) of every block's attention, for tokens that
-    come one at a time.
+    """The keys and values (B, H, T, C / H) of every block's attention.
+
+    It is for tokens that come one at a time.
     """
 
     def __init__(self, n_layer: int) -> None:
-        self._held: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
+        self._blocks: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values of new tokens to a block's, and return those of all
-        tokens.
-        """
-        if (before := self._held[block]) is not None:
-            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
-        self._held[block] = key, value
+        """Add keys and values of new tokens to a block's; return those of all."""
+        cached = self._blocks[block]
+        if cached is not None:
+            cached_key, cached_value = cached
+            key = torch.cat([cached_key, key], 2)
+            value = torch.cat([cached_value, value], 2)
+        self._blocks[block] = (key, value)
         return key, value
 
     @property
     def length(self) -> int:
         """The number of cached tokens."""
-        return 0 if self._held[0] is None else self._held[0][0].shape[2]
+        cached = self._blocks[0]
+        if cached is None:
+            return 0
+        key, _ = cached
+        return key.shape[2]
 
 
 def sample(
@@ -301,12 +308,11 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return a token (B,) int64 for every row of logits (B, V) float32, drawn from
-    softmax(logits / temperature).
+    """Return a token (B,) int64 for every row of logits (B, V) float32.
 
-    With `top_k` only the largest so many are drawn from; temperature 0 takes the
-    largest. The draw is made on the CPU, so that a seed gives the same tokens on every
-    device.
+    It is drawn from softmax(logits / temperature). With `top_k` only the largest so
+    many are drawn from; temperature 0 takes the largest. The draw is made on the CPU,
+    so that a seed gives the same tokens on every device.
 
     Raises:
         FloatingPointError: logits that are not finite.
