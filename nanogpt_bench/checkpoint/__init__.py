@@ -1,9 +1,13 @@
-"""Writing and reading checkpoints: written whole or not at all, every byte checked
-before any of it is used.
+"""Writing and reading checkpoints.
 
-A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all tensors;
-everything else is in its header. Its SHA-256 is in `step-N.safetensors.sha256` beside
-it.
+A checkpoint is written whole or not at all, and every byte is checked before any of it
+is used. It is one file of a run, `checkpoints/step-N.safetensors`, with all tensors;
+everything else is in its header. Its SHA-256 is in `step-N.safetensors.sha256` in the
+same folder.
+
+To be whole after any interruption, a checkpoint is written as `.step-N....part` and
+synced, then its digest is written, then it is renamed. A digest without a checkpoint
+and a part are litter, which the next start removes.
 """
 
 import hashlib
@@ -35,8 +39,9 @@ from nanogpt_bench.system.untrusted import open_file, read_text
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return a run's newest checkpoint that verifies, and a line for each newer one
-    that does not, newest first.
+    """Return a run's newest checkpoint that verifies, and what was skipped.
+
+    That is a line for each newer one that does not verify, newest first.
     """
     skipped: list[str] = []
     for step in reversed(steps(run_dir)):
@@ -51,45 +56,50 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def says_best(path: Path) -> bool:
-    """Return whether a checkpoint says that its validation loss was the lowest so far;
-    only its header is read.
+    """Return whether a checkpoint says that its validation loss was the lowest so far.
+
+    Only its header is read.
     """
     try:
-        with _named(path), open_file(path, links=False) as file:
-            return _head(file, path).facts.get("best") is True
+        with _errors_named(path), open_file(path, links=False) as file:
+            return _read_contents(file, path).facts.get("best") is True
     except BrokenCheckpoint:
         return False
 
 
 def verify(path: Path) -> None:
-    """Check every byte of a checkpoint against its SHA-256; takes little memory,
-    whatever the checkpoint's size.
+    """Check every byte of a checkpoint against its SHA-256.
+
+    It takes little memory, whatever the checkpoint's size.
     """
     read(path, only=())
 
 
 def read(path: Path, only: Collection[str] | None = None) -> Contents:
-    """Return the contents of a checkpoint, after checking all of it; `only` names the
-    parts whose tensors are read.
+    """Return the contents of a checkpoint, after checking all of it.
+
+    `only` names the parts whose tensors are read.
     """
-    with _named(path), open_file(path, links=False) as file:
+    with _errors_named(path), open_file(path, links=False) as file:
         _check_digest(file, path)
-        contents = _head(file, path)
+        contents = _read_contents(file, path)
         with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                part, _, rest = name.partition("/")
+            # A safetensors file is no mapping.
+            for full_name in opened.keys():  # noqa: SIM118
+                part, _, name = full_name.partition("/")
                 if only is None or part in only:
-                    contents.tensors.setdefault(part, {})[rest] = opened.get_tensor(name).clone()
+                    tensor = opened.get_tensor(full_name).clone()
+                    contents.tensors.setdefault(part, {})[name] = tensor
         return contents
 
 
 def read_sum(path: Path) -> str:
     """Return the SHA-256 in the file beside a checkpoint."""
-    with _named(path):
+    with _errors_named(path):
         return read_text(sum_file(path), 500, links=False).partition(" ")[0]
 
 
-def _head(file: BufferedReader, path: Path) -> Contents:
+def _read_contents(file: BufferedReader, path: Path) -> Contents:
     file.seek(0)
     contents = read_head(file)
     if step_of(path.name) not in (None, contents.step):
@@ -98,14 +108,16 @@ def _head(file: BufferedReader, path: Path) -> Contents:
 
 
 def _check_digest(file: BufferedReader, path: Path) -> None:
-    size, beside = os.fstat(file.fileno()).st_size, sum_file(path)
+    size = os.fstat(file.fileno()).st_size
     if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise ValueError(f"has {size:,} bytes, more than this machine's memory")
-    if read_text(beside, 500, links=False) != sum_line(
-        hashlib.file_digest(file, "sha256").hexdigest(), path
-    ):
+    digest_file = sum_file(path)
+    saved_line = read_text(digest_file, 500, links=False)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if saved_line != sum_line(digest, path):
         raise ValueError(
-            f"does not have the sha256 that {beside.name} gives: one of them was cut off or changed"
+            f"does not have the sha256 that {digest_file.name} gives: one of them was cut off or "
+            f"changed"
         )
 
 
@@ -115,16 +127,17 @@ def sum_line(digest: str, path: Path) -> str:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turn any error of reading a checkpoint into one line that names the checkpoint."""
+def _errors_named(path: Path) -> Iterator[None]:
+    """Turn any error of reading a checkpoint into one line that names it."""
     try:
         yield
     except OSError as error:
-        other = Path(error.filename).name if error.filename else path.name
-        what = "" if other == path.name else f"{other}: "
-        raise BrokenCheckpoint(
-            f"checkpoint {str(path)!r}: {what}{error.strerror or one_line(error)}"
-        ) from None
+        reason = error.strerror or one_line(error)
+        if error.filename:
+            file_name = Path(error.filename).name
+            if file_name != path.name:
+                reason = f"{file_name}: {reason}"
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {reason}") from None
     except MemoryError:
         raise BrokenCheckpoint(
             f"checkpoint {str(path)!r}: needs more than this machine's memory"
@@ -134,20 +147,21 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
-    """Write a checkpoint and return its file, `run_dir`/checkpoints/step-N.safetensors;
-    then remove older ones.
+    """Write a checkpoint, remove older ones, and return its file.
 
-    It is written under another name, and renamed once it and its digest are on the
-    disk: if anything fails before, earlier checkpoints are unchanged. The `keep_last`
-    newest stay, this one included, and the newest whose `facts["best"]` is true. A
-    checkpoint of the same step is removed first; those of later steps are left alone.
+    The file is `run_dir`/checkpoints/step-N.safetensors. It is written under another
+    name, and renamed once it and its digest are on the disk: if anything fails before,
+    earlier checkpoints are unchanged. The `keep_last` newest stay, this one included,
+    and the newest whose `facts["best"]` is true. A checkpoint of the same step is
+    removed first; those of later steps are left alone.
 
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as run_dir:
         ...     for step in (1, 2, 3):
         ...         facts = {"best": step == 1}
-        ...         contents = Contents(step, {"model": {"w": torch.ones(2)}}, facts=facts)
+        ...         weights = {"w": torch.ones(2)}
+        ...         contents = Contents(step, {"model": weights}, facts=facts)
         ...         path = commit(Path(run_dir), contents, keep_last=1)
         ...     steps(Path(run_dir)), path.name
         ([1, 3], 'step-3.safetensors')
@@ -161,6 +175,9 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
         raise ValueError(f"keep_last={keep_last} is not allowed; give 1 or more")
     path = step_file(run_dir, contents.step)
     header, tensors = compose(contents)
+    pieces: list[bytes | memoryview] = [header]
+    for tensor in tensors:
+        pieces.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
     try:
         clean(run_dir)
         if not path.parent.is_dir():
@@ -169,27 +186,20 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
             _sync_folder(run_dir.parent)
         check_room(path.parent, bytes_of(contents) + len(header), "it")
         try:
-            _write(
-                path,
-                [
-                    header,
-                    *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors),
-                ],
-            )
+            _write(path, pieces)
         except BaseException:
-            with suppress(OSError):  # removing may fail, too; the next start removes what is left
+            # Removing may fail, too; the next start removes the litter.
+            with suppress(OSError):
                 clean(run_dir)
             raise
-        with suppress(
-            OSError
-        ):  # this checkpoint is on the disk, and the next commit tries again to prune
+        # This checkpoint is on the disk, and the next commit tries again to prune.
+        with suppress(OSError):
             _prune(run_dir, contents.step, keep_last)
     except (OSError, BenchError) as error:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise CheckpointNotWritten(
             f"checkpoint of step {contents.step} can't be written to {str(path.parent)!r}: "
-            f"{one_line(reason)}; "
-            "earlier checkpoints are unchanged"
+            f"{one_line(reason)}; earlier checkpoints are unchanged"
         ) from None
     return path
 
@@ -210,12 +220,15 @@ def _remove(path: Path) -> None:
 
 
 def _prune(run_dir: Path, step: int, keep_last: int) -> None:
-    """Remove the checkpoints up to the one of `step`, except the last `keep_last` and
-    the best.
+    """Remove old checkpoints up to the one of `step`.
+
+    The last `keep_last` and the best stay.
     """
     paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
     old = paths[:-keep_last]
-    best = next(filter(says_best, reversed(paths)), None) if old else None
+    if not old:
+        return
+    best = next(filter(says_best, reversed(paths)), None)
     for path in old:
         if path != best:
             _remove(path)
@@ -226,24 +239,24 @@ CHUNK = 1 << 20
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write a new file, wait until it is on the disk, and return the SHA-256 of its
-    bytes.
-    """
+    """Write a new file and return the SHA-256 of its bytes, once it is on the disk."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     try:
         for piece in pieces:
             rest = memoryview(piece)
             digest.update(rest)
             size += len(rest)
             while len(rest):
-                written = os.write(file, rest[:CHUNK])
-                if written <= 0:
-                    raise OSError(f"the system took {written} of {len(rest)} bytes")
-                rest = rest[written:]
+                count = os.write(file, rest[:CHUNK])
+                if count <= 0:
+                    raise OSError(f"the system took {count} of {len(rest)} bytes")
+                rest = rest[count:]
         os.fsync(file)
-        if (found := os.fstat(file).st_size) != size:
-            raise OSError(f"the system took {size:,} bytes and has {found:,} of them")
+        size_on_disk = os.fstat(file).st_size
+        if size_on_disk != size:
+            raise OSError(f"the system took {size:,} bytes and has {size_on_disk:,} of them")
     finally:
         os.close(file)
     return digest.hexdigest()
@@ -264,18 +277,23 @@ OVERHEAD = 1 << 20
 
 def bytes_of(contents: Contents) -> int:
     """Return the bytes that a checkpoint's tensors take on disk, without its header."""
-    return sum(tensor.nbytes for part in contents.tensors.values() for tensor in part.values())
+    size = 0
+    for tensors in contents.tensors.values():
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    return size
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
-    """Refuse `what` if its `needed` bytes do not fit on the disk of `folder`, which
-    need not exist yet.
+def check_room(folder: Path, needed: int, subject: str) -> None:
+    """Refuse `subject` if its `needed` bytes do not fit on the disk of `folder`.
+
+    The folder need not exist yet.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
+    existing = folder.absolute()
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < needed + OVERHEAD:
         raise BenchError(
-            f"{what} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, "
-            f"{free / 1e6:,.1f} MB are free; "
-            "make room or choose another folder"
+            f"{subject} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, "
+            f"{free / 1e6:,.1f} MB are free; make room or choose another folder"
         )

@@ -1,11 +1,15 @@
-"""The format of checkpoints on disk: file names, contents, and the header with
-everything but tensors.
+"""The format of checkpoints on disk: file names, contents, header.
 
 The header of `step-N.safetensors` names every tensor as `part/name`, and has one text,
-a JSON document:
+a JSON document with everything but tensors:
 
     {"format": 2, "texts": {"model": {"…": "…"}}, "facts": {"step": 100, "best": true,
     …}}
+
+A tree such as an optimizer's state is taken apart by `capture_tree` into tensors by
+name and an outline in JSON, in which a one-entry dict stands for what JSON can't write:
+{"tensor": name}, {"float": "nan"}, {"tuple": [...]}, {"dict": [[key, value], ...]},
+{"dtype": name}. {"class": ..., "parts": ..., "rest": ...} is a tensor subclass.
 """
 
 import json
@@ -13,7 +17,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,7 +50,8 @@ def part_file(path: Path) -> Path:
 def step_of(name: str) -> int | None:
     """Return the step in a checkpoint's name, None for any other name.
 
-    >>> step_of("step-100.safetensors"), step_of("step-007.safetensors"), step_of("step-1")
+    >>> names = ("step-100.safetensors", "step-007.safetensors", "step-1")
+    >>> tuple(step_of(name) for name in names)
     (100, None, None)
     """
     match = _STEP.fullmatch(name)
@@ -54,21 +59,29 @@ def step_of(name: str) -> int | None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Return the steps of a run's checkpoints by their names, whole or broken, in
-    increasing order.
+    """Return the steps of a run's checkpoints by name, in increasing order.
+
+    A checkpoint may be whole or broken.
     """
-    return sorted(step for name in _names(run_dir) if (step := step_of(name)) is not None)
+    numbers = []
+    for name in _file_names(run_dir):
+        number = step_of(name)
+        if number is not None:
+            numbers.append(number)
+    return sorted(numbers)
 
 
 def stray(run_dir: Path) -> Iterator[Path]:
-    """Files that an interrupted save or removal left behind: unfinished checkpoints,
-    and digests without one.
+    """Yield files that an interrupted save or removal has not removed.
+
+    They are unfinished checkpoints, and digests without one.
     """
-    names = set(_names(run_dir))
+    names = set(_file_names(run_dir))
     for name in names:
-        stem, dot, last = name.rpartition(".")
-        alone = dot + last == ".sha256" and _STEP.fullmatch(stem) is not None and stem not in names
-        if alone or _LITTER.fullmatch(name):
+        checkpoint = name.removesuffix(".sha256")
+        is_digest = checkpoint != name and _STEP.fullmatch(checkpoint) is not None
+        is_lone_digest = is_digest and checkpoint not in names
+        if is_lone_digest or _LITTER.fullmatch(name):
             yield run_dir / CHECKPOINTS / name
 
 
@@ -79,17 +92,16 @@ def clean(run_dir: Path) -> None:
 
 def check_layout(run_dir: Path) -> None:
     """Refuse a run whose checkpoints are folders, as earlier versions wrote them."""
-    for name in _names(run_dir):
+    for name in _file_names(run_dir):
         path = run_dir / CHECKPOINTS / name
         if _FORMER.fullmatch(name) and path.is_dir():
             raise BenchError(
                 f"checkpoint {str(path)!r} is a folder, the layout of an earlier version, which "
-                f"this one does not "
-                "read; go on with the version that wrote it, or begin a new run"
+                f"this one does not read; go on with the version that wrote it, or begin a new run"
             )
 
 
-def _names(run_dir: Path) -> list[str]:
+def _file_names(run_dir: Path) -> list[str]:
     try:
         return sorted(os.listdir(run_dir / CHECKPOINTS))
     except (FileNotFoundError, NotADirectoryError):
@@ -101,7 +113,8 @@ class Contents:
     """The contents of a checkpoint, as plain tensors and JSON values only.
 
     Example:
-        >>> contents = Contents(10, {"model": {"w": torch.ones(2, 3)}}, facts={"best": True})
+        >>> weights = {"w": torch.ones(2, 3)}
+        >>> contents = Contents(10, {"model": weights}, facts={"best": True})
         >>> contents.step, list(contents.tensors["model"])
         (10, ['w'])
     """
@@ -118,8 +131,9 @@ class Contents:
 
 
 class BrokenCheckpoint(BenchError):
-    """A checkpoint is not what was committed; `str(error)` says in one line what is
-    wrong with it.
+    """A checkpoint is not what was committed.
+
+    `str(error)` says in one line what is wrong with it.
     """
 
 
@@ -131,160 +145,146 @@ FORMAT = 2
 #: the most bytes of a header
 HEADER = 1 << 25
 _TEXT = "checkpoint"
-_DTYPES = dict(
-    zip(
-        (
-            *(
-                torch.bool,
-                torch.uint8,
-                torch.int8,
-                torch.uint16,
-                torch.int16,
-                torch.uint32,
-                torch.int32,
-                torch.uint64,
-            ),
-            *(
-                torch.int64,
-                torch.float16,
-                torch.bfloat16,
-                torch.float32,
-                torch.float64,
-                torch.complex64,
-            ),
-            *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-        ),
-        (
-            *(
-                "BOOL",
-                "U8",
-                "I8",
-                "U16",
-                "I16",
-                "U32",
-                "I32",
-                "U64",
-                "I64",
-                "F16",
-                "BF16",
-                "F32",
-                "F64",
-                "C64",
-            ),
-            *("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"),
-        ),
-        strict=True,
-    )
-)
+#: safetensors' names of the dtypes that it holds
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
 
 
 def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
-    """Return the header of a checkpoint's file and the tensors that follow it, the
-    widest types first.
+    """Return the header of a checkpoint's file, and the tensors that follow it.
 
-    Raises ValueError for a tensor that a file can't hold, NaN among the facts, or a
-    header too long for `read_head`.
+    The widest types come first.
+
+    Raises:
+        ValueError: a tensor that a file can't hold, NaN among the facts, or a header
+            too long for `read_head`.
     """
-    named = {
-        f"{part}/{name}": value
-        for part, tensors in contents.tensors.items()
-        for name, value in tensors.items()
-    }
-    ordered = dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    named_tensors = {}
+    for part, tensors in contents.tensors.items():
+        for name, tensor in tensors.items():
+            named_tensors[f"{part}/{name}"] = tensor
+    ordered_names = sorted(
+        named_tensors, key=lambda name: (-named_tensors[name].element_size(), name)
+    )
+    ordered_tensors = [named_tensors[name] for name in ordered_names]
     facts = {**contents.facts, "step": contents.step}
     text = json.dumps(
         {"format": FORMAT, "texts": contents.metadata, "facts": facts}, allow_nan=False
     )
     header: dict[str, Any] = {"__metadata__": {_TEXT: text}}
-    end = 0
-    for name, tensor in ordered.items():
-        if (
-            tensor.dtype not in _DTYPES
-            or tensor.layout != torch.strided
-            or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"tensor {name!r} of {tensor.dtype}, {tensor.layout}: dense, contiguous ones are "
-                f"written"
-            )
-        start, end = end, end + tensor.nbytes
+    start = 0
+    for name, tensor in zip(ordered_names, ordered_tensors, strict=True):
+        _check_tensor(name, tensor)
+        end = start + tensor.nbytes
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
+        start = end
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
-    _parsed(data)
-    return struct.pack("<Q", len(data)) + data, list(ordered.values())
+    _parse_header(data)
+    return struct.pack("<Q", len(data)) + data, ordered_tensors
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    is_dense = tensor.layout == torch.strided and tensor.is_contiguous()
+    if tensor.dtype not in _DTYPE_NAMES or not is_dense:
+        raise ValueError(
+            f"tensor {name!r} of {tensor.dtype}, {tensor.layout}: dense, contiguous ones are "
+            f"written"
+        )
 
 
 def read_head(file: BinaryIO) -> Contents:
-    """Return a checkpoint's contents without the tensors, from the header of a file at
-    its beginning.
+    """Return a checkpoint's contents without the tensors.
 
-    Raises ValueError for a header that is too long or cut off, no JSON, or not of a
-    checkpoint.
+    They are read from the header of a file at its beginning.
+
+    Raises:
+        ValueError: a header that is too long or cut off, no JSON, or not of a
+            checkpoint.
     """
     prefix = file.read(8)
+    if len(prefix) < 8:
+        raise ValueError("is cut off")
     size = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or size > HEADER:
-        raise ValueError(
-            f"has a header of {size:,} bytes; allowed: {HEADER:,}"
-            if len(prefix) == 8
-            else "is cut off"
-        )
+    if size > HEADER:
+        raise ValueError(f"has a header of {size:,} bytes; allowed: {HEADER:,}")
     data = file.read(size)
     if len(data) < size:
         raise ValueError(f"is cut off in its header of {size:,} bytes")
-    return _parsed(data)
+    return _parse_header(data)
 
 
-def _parsed(data: bytes) -> Contents:
+def _parse_header(data: bytes) -> Contents:
     header = parse_json(data)
     texts = header.get("__metadata__") if isinstance(header, dict) else None
     text = texts.get(_TEXT) if isinstance(texts, dict) else None
     content = parse_json(text) if isinstance(text, str) else None
     if not isinstance(content, dict):
         raise ValueError("is no checkpoint of a run")
-    if content.get("format") != FORMAT:
+    file_format = content.get("format")
+    if file_format != FORMAT:
         raise ValueError(
-            f"is of format {str(content.get('format'))[:20]}, this version reads format {FORMAT}"
+            f"is of format {str(file_format)[:20]}, this version reads format {FORMAT}"
         )
-    facts, metadata = content.get("facts"), content.get("texts")
+    facts = content.get("facts")
     step = facts.get("step") if isinstance(facts, dict) else None
-    if (
-        not isinstance(facts, dict)
-        or not isinstance(step, int)
-        or isinstance(step, bool)
-        or step < 0
-    ):
+    if not isinstance(facts, dict) or not _is_step(step):
         raise ValueError("gives no step")
-    if not isinstance(metadata, dict) or not all(
-        isinstance(found, Mapping) for found in metadata.values()
-    ):
+    metadata = content.get("texts")
+    if not isinstance(metadata, dict):
         raise ValueError("has no metadata of its tensors")
-    return Contents(step, {}, metadata, facts)
+    if not all(isinstance(texts_of_part, Mapping) for texts_of_part in metadata.values()):
+        raise ValueError("has no metadata of its tensors")
+    return Contents(facts["step"], {}, metadata, facts)
 
 
-_BY_NAME = {
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+#: torch's dtypes by their names, such as "float32"
+_DTYPES_BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
+#: floats that JSON can't write
+_FLOATS_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def capture_tree(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of nested dicts, lists, tuples and scalars by name, and the
-    rest as an outline for JSON.
+    """Return the tensors of nested dicts, lists, tuples and scalars, and an outline.
 
-    The tensors are copies: plain, contiguous, on the CPU, sharing no memory. A tensor
-    subclass is taken apart by its `__tensor_flatten__`. Numbers that JSON can't write
-    (NaN, Inf) and keys that are no strings survive.
+    The tensors are by name. The outline is the rest, for JSON. The tensors are copies:
+    plain, contiguous, on the CPU, sharing no memory. A tensor subclass is taken apart
+    by its `__tensor_flatten__`. Numbers that JSON can't write (NaN, Inf) and keys that
+    are no strings survive.
 
-    >>> tensors, outline = capture_tree({"state": {0: torch.ones(2), "loss": float("inf")}})
+    >>> tensors, outline = capture_tree({0: torch.ones(2), "loss": float("inf")})
     >>> list(tensors), outline
-    (['state/0'], {'dict': [['state', {'dict': [[0, {'tensor': 'state/0'}], ['loss', {'float': 'inf'}]]}]]})
+    (['0'], {'dict': [[0, {'tensor': '0'}], ['loss', {'float': 'inf'}]]})
 
     Raises:
         TypeError: a value of another type in the tree, named by its path.
@@ -294,10 +294,10 @@ def capture_tree(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[type] = ()) -> Any:
-    """Return the tree that `capture_tree` took apart, with the tensors themselves, not
-    copies.
+    """Return the tree that `capture_tree` took apart.
 
-    `classes` are the tensor subclasses that an outline may name; any other is refused.
+    It has the tensors themselves, not copies. `classes` are the tensor subclasses that
+    an outline may name; any other is refused.
 
     >>> restore_tree(*capture_tree([1, (2.5, float("nan")), {7: torch.tensor([3])}]))
     [1, (2.5, nan), {7: tensor([3])}]
@@ -307,13 +307,15 @@ def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[
             class not in `classes`.
     """
     try:
-        return _restored(outline, tensors, {kind.__name__: kind for kind in classes})
-    except Exception as error:  # an outline that does not fit can raise anything
-        why = f"{type(error).__name__}: {shortened(printable(one_line(error)), 200)}"
-        raise ValueError(f"the outline does not fit its tensors: {why}") from None
+        return _rebuild(outline, tensors, {kind.__name__: kind for kind in classes})
+    except Exception as error:
+        # An outline that does not fit can raise anything.
+        reason = f"{type(error).__name__}: {shortened(printable(one_line(error)), 200)}"
+        raise ValueError(f"the outline does not fit its tensors: {reason}") from None
 
 
 def _outline(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the outline of a value at a path; its tensors are added to `tensors`."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
@@ -323,20 +325,22 @@ def _outline(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
-        pairs = [(key, _below(path, key), item) for key, item in value.items()]
-        return {
-            "dict": [
-                [_outline(key, below, {}), _outline(item, below, tensors)]
-                for key, below, item in pairs
-            ]
-        }
+        pairs = []
+        for key, item in value.items():
+            entry_path = _path_of_entry(path, key)
+            # Only values have tensors that are saved.
+            key_outline = _outline(key, entry_path, {})
+            pairs.append([key_outline, _outline(item, entry_path, tensors)])
+        return {"dict": pairs}
     if isinstance(value, tuple | list):
-        items = [_outline(item, _below(path, index), tensors) for index, item in enumerate(value)]
+        items = []
+        for index, item in enumerate(value):
+            items.append(_outline(item, _path_of_entry(path, index), tensors))
         return {"tuple": items} if isinstance(value, tuple) else items
     raise TypeError(f"{path or 'the state'} is of {type(value).__name__}, which can't be saved")
 
 
-def _below(path: str, key: object) -> str:
+def _path_of_entry(path: str, key: object) -> str:
     name = "/".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
     return f"{path}/{name}" if path else name
 
@@ -344,49 +348,58 @@ def _below(path: str, key: object) -> str:
 def _outline_of_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if hasattr(value, "__tensor_flatten__") and type(value) not in (Tensor, nn.Parameter):
         names, rest = value.__tensor_flatten__()
-        parts = [
-            [name, _outline_of_tensor(getattr(value, name), _below(path, name), tensors)]
-            for name in names
-        ]
+        parts = []
+        for name in names:
+            part_path = _path_of_entry(path, name)
+            parts.append([name, _outline_of_tensor(getattr(value, name), part_path, tensors)])
         return {
             "class": type(value).__name__,
             "parts": parts,
-            "rest": _outline(rest, _below(path, "rest"), {}),
+            "rest": _outline(rest, _path_of_entry(path, "rest"), {}),
         }
     name = path or "value"
-    while name in tensors:  # keys 1 and "1" have the same name, and so have "a/b" and b in a
+    # Keys 1 and "1" have one name, and so have "a/b" and b in a.
+    while name in tensors:
         name += "'"
     tensors[name] = plain_copy(value)
     return {"tensor": name}
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor as a plain one: contiguous, on the CPU, sharing no
-    memory.
-    """
+    """Return a copy of a tensor: plain, contiguous, on the CPU, sharing no memory."""
     plain = tensor.detach().as_subclass(Tensor)
     return torch.empty_like(plain, device="cpu", memory_format=torch.contiguous_format).copy_(plain)
 
 
-def _restored(outline: Any, tensors: Mapping[str, Tensor], classes: Mapping[str, Any]) -> Any:
-    def inner(part: Any) -> Any:
-        return _restored(part, tensors, classes)
+def _rebuild(outline: Any, tensors: Mapping[str, Tensor], classes: Mapping[str, Any]) -> Any:
+    def rebuild(inner: Any) -> Any:
+        return _rebuild(inner, tensors, classes)
 
     if isinstance(outline, list):
-        return [inner(item) for item in outline]
+        return [rebuild(item) for item in outline]
     if not isinstance(outline, dict):
         return outline
     if "class" in outline:
-        parts = {name: inner(part) for name, part in outline["parts"]}
-        return classes[outline["class"]].__tensor_unflatten__(
-            parts, inner(outline["rest"]), None, None
-        )
+        parts = {name: rebuild(part) for name, part in outline["parts"]}
+        tensor_class = classes[outline["class"]]
+        return tensor_class.__tensor_unflatten__(parts, rebuild(outline["rest"]), None, None)
     ((kind, content),) = outline.items()
-    made_of = {
-        "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
-        "dtype": lambda: _BY_NAME[content],
-        "tensor": lambda: tensors[content],
-        "tuple": lambda: tuple(inner(item) for item in content),
-        "dict": lambda: {inner(key): inner(value) for key, value in content},
-    }
-    return made_of[kind]()
+    return _rebuild_marked(kind, content, tensors, rebuild)
+
+
+def _rebuild_marked(
+    kind: str, content: Any, tensors: Mapping[str, Tensor], rebuild: Callable[[Any], Any]
+) -> Any:
+    """Return what a one-entry dict of an outline stands for."""
+    match kind:
+        case "float":
+            return _FLOATS_BY_NAME[content]
+        case "dtype":
+            return _DTYPES_BY_NAME[content]
+        case "tensor":
+            return tensors[content]
+        case "tuple":
+            return tuple(rebuild(item) for item in content)
+        case "dict":
+            return {rebuild(key): rebuild(value) for key, value in content}
+    raise KeyError(kind)
