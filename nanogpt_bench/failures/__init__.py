@@ -1,5 +1,10 @@
-"""The judge of a run: its records as series, and which criteria of the table `CLASSES`
-hold in them, and since when.
+"""The judge of a run: which criteria of the table `CLASSES` hold in its records.
+
+`Evidence` turns the records into series: a recorded metric, the worst layer of one, or
+a series computed from others (`DERIVED`). `holds` judges one criterion on one series:
+it begins to hold at the first of enough values in a row beyond its bound. `judge` makes
+a `Finding` for every class of failure, found where one of its criteria holds.
+`diagnose` adds the order of events.
 """
 
 from __future__ import annotations
@@ -9,9 +14,10 @@ import statistics
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE
@@ -33,9 +39,27 @@ from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run, load_run, smooth
 
 LOSS: Final = metrics.TRAIN_LOSS.name
-#: steps over which a loss is smoothed; steps below which no plateau is judged; its
-#: band, as a share of the loss's fall
-SMOOTHING, SHORTEST, FLAT = 10, 20, 0.02
+#: steps over which a loss is smoothed
+SMOOTHING = 10
+#: steps below which no plateau is judged
+SHORTEST = 20
+#: the band of a plateau, as a share of the loss's fall
+FLAT = 0.02
+_EXCESS = metrics.EXCESS.name
+
+
+class Reading(NamedTuple):
+    """A value, and the step at which it was recorded."""
+
+    step: int
+    value: float
+
+
+class LayerMean(NamedTuple):
+    """The mean of a layer's metric over a run."""
+
+    layer: str
+    mean: float
 
 
 @dataclass(frozen=True)
@@ -46,9 +70,12 @@ class Series:
     values: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, readings: Sequence[tuple[int, float]]) -> Series:
-        """Return the series of pairs of a step and a value."""
-        return cls(tuple(step for step, _ in readings), tuple(value for _, value in readings))
+    def from_readings(cls, readings: Sequence[Reading]) -> Series:
+        steps = tuple(reading.step for reading in readings)
+        return cls(steps, tuple(reading.value for reading in readings))
+
+    def readings(self) -> list[Reading]:
+        return [Reading(*pair) for pair in zip(self.steps, self.values, strict=True)]
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -64,40 +91,45 @@ class Evidence:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def of(self, row: Limit) -> Series:
-        """The series that a criterion judges; empty where too little of it was
-        recorded.
+    def series_of(self, row: Limit) -> Series:
+        """The series that a criterion judges.
+
+        It is empty where too little of it was recorded.
         """
         if row.figure in DERIVED:
             return DERIVED[row.figure](self)
         series = worst(self, row.figure) if row.layers else self.series(row.figure)
+        # A bound that grows with the first value needs a second one.
         return Series() if row.growth and len(series) < 2 else series
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric."""
-        known = [
-            (int(at), value)
-            for at, value in zip(*self.run.curve(metric), strict=True)
-            if value is not None
-        ]
-        return Series.of(known)
+        readings = []
+        for step, value in zip(*self.run.curve(metric), strict=True):
+            if value is not None:
+                readings.append(Reading(int(step), value))
+        return Series.from_readings(readings)
 
     def layers(self, metric: str) -> list[str]:
         """The layers for which a metric was recorded, as `metric/LAYER`."""
-        return [
-            key[len(metric) + 1 :] for key in self.run.metrics.names if key.startswith(f"{metric}/")
-        ]
+        prefix = f"{metric}/"
+        names = self.run.metrics.names
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
-    def worst_layer(self, metric: str, *, lowest: bool = False) -> tuple[str | None, float | None]:
-        """The layer whose mean over the run is highest (lowest), and that mean; (None,
-        None) without layers.
+    def worst_layer(self, metric: str, *, lowest: bool = False) -> LayerMean | None:
+        """The layer whose mean over the run is highest, or lowest.
+
+        It is None without layers.
         """
-        means = {layer: self.series(f"{metric}/{layer}").mean for layer in self.layers(metric)}
-        known = {layer: mean for layer, mean in means.items() if mean is not None}
-        if not known:
-            return None, None
-        layer = min(known, key=known.__getitem__) if lowest else max(known, key=known.__getitem__)
-        return layer, known[layer]
+        means = []
+        for layer in self.layers(metric):
+            mean = self.series(f"{metric}/{layer}").mean
+            if mean is not None:
+                means.append(LayerMean(layer, mean))
+        if not means:
+            return None
+        select = min if lowest else max
+        return select(means, key=lambda layer_mean: layer_mean.mean)
 
     def setting(self, key: str) -> Any:
         """The run's setting at a dotted key; None where its config has none."""
@@ -105,26 +137,38 @@ class Evidence:
 
     @property
     def died(self) -> bool:
-        """True if the run failed, so that a series may end in the middle of a failure."""
+        """True if the run failed: a series may end in the middle of a failure."""
         return self.run.status == "failed"
 
     def excuse(self, kind: str) -> str | None:
-        """The reason why this run can't have a class of failure; None where it can, or
-        the config does not say.
+        """The reason why this run can't have a class of failure.
+
+        It is None where the run can, or the config does not say.
         """
         if kind == "stall":
-            storage, writeback = self.setting("model.storage"), self.setting("optimizer.writeback")
-            if storage is not None and storage not in ROUNDED:
-                return "no step is rounded when it is written back"
-            if loses_steps(storage, writeback) is False:
-                return "the write-back keeps what rounding loses, or returns it on average"
-        if kind == "overflow":
-            peers = self.setting("model.torchao_float8"), self.setting("model.peer")
-            floats = self.setting("model.formats") == {} and all(peer is None for peer in peers)
-            watched = (*OVERFLOW.each, *CLAMPED.each)
-            if floats and not any(worst(self, share.name) for share in watched):
-                return "nothing is quantised"
+            return self._excuse_from_stall()
+        if kind == "overflow" and self._has_no_format():
+            return "nothing is quantised"
         return None
+
+    def _excuse_from_stall(self) -> str | None:
+        storage = self.setting("model.storage")
+        if storage is not None and storage not in ROUNDED:
+            return "no step is rounded when it is written back"
+        if loses_steps(storage, self.setting("optimizer.writeback")) is False:
+            return "the write-back keeps what rounding loses, or returns it on average"
+        return None
+
+    def _has_no_format(self) -> bool:
+        if self.setting("model.formats") != {}:
+            return False
+        if self.setting("model.torchao_float8") is not None:
+            return False
+        if self.setting("model.peer") is not None:
+            return False
+        # Operands may be measured against a format.
+        watched = (*OVERFLOW.each, *CLAMPED.each)
+        return not any(worst(self, share.name) for share in watched)
 
 
 def read(run: Run | Path) -> Evidence:
@@ -133,57 +177,67 @@ def read(run: Run | Path) -> Evidence:
 
 
 def worst(evidence: Evidence, metric: str) -> Series:
-    """The largest value of a metric, over the layers, at every measurement; with turns,
-    each layer's latest counts.
+    """The largest value of a metric over the layers, at every measurement.
+
+    With turns a measurement takes only some layers, and each layer's latest value
+    counts.
     """
-    names = (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric)))
-    found = [
-        dict(zip(series.steps, series.values, strict=True))
-        for series in map(evidence.series, names)
-    ]
-    steps = sorted(set().union(*found))
+    names = [metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric))]
+    layers = [dict(evidence.series(name).readings()) for name in names]
+    steps = sorted(set().union(*layers))
     turns = evidence.setting("monitor.turns")
-    back = turns if isinstance(turns, int) else 1
+    span = turns if isinstance(turns, int) else 1
     peaks = []
     for index in range(len(steps)):
-        latest_steps = steps[max(index + 1 - back, 0) : index + 1]
-        latest = (
-            next((values[step] for step in reversed(latest_steps) if step in values), None)
-            for values in found
-        )
-        peaks.append(max(value for value in latest if value is not None))
+        recent_steps = steps[max(index + 1 - span, 0) : index + 1]
+        latest_values = []
+        for values in layers:
+            value = _latest_value(values, recent_steps)
+            if value is not None:
+                latest_values.append(value)
+        peaks.append(max(latest_values))
     return Series(tuple(steps), tuple(peaks))
 
 
+def _latest_value(values: Mapping[int, float], steps: Sequence[int]) -> float | None:
+    for step in reversed(steps):
+        if step in values:
+            return values[step]
+    return None
+
+
 def _over_median(evidence: Evidence) -> Series:
-    """Every gradient norm but the first, over the median of all before it; left out
-    where the median is 0.
+    """Every gradient norm but the first, over the median of all before it.
+
+    It is left out where the median is 0.
     """
-    norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
-    ratios: list[tuple[int, float]] = []
-    for step, value in zip(norms.steps, norms.values, strict=True):
-        half = len(seen) // 2
-        median = (seen[half] + seen[~half]) / 2 if seen else 0.0  # `seen` is sorted
+    sorted_norms: list[float] = []
+    ratios = []
+    for step, norm in evidence.series(metrics.GRAD_NORM.name).readings():
+        half = len(sorted_norms) // 2
+        median = 0.0
+        if sorted_norms:
+            median = (sorted_norms[half] + sorted_norms[~half]) / 2
         if median > 0:
-            ratios.append((step, value / median))
-        insort(seen, value)
-    return Series.of(ratios)
+            ratios.append(Reading(step, norm / median))
+        insort(sorted_norms, norm)
+    return Series.from_readings(ratios)
 
 
-def _of_uniform(evidence: Evidence) -> Series:
-    """Attention's entropy, the mean over the heads, over the entropy of uniform
-    attention.
-    """
-    series, block = evidence.series(ENTROPY.name), evidence.setting("model.block_size")
+def _over_uniform_entropy(evidence: Evidence) -> Series:
+    """Attention's entropy, the mean over the heads, over that of uniform attention."""
+    block = evidence.setting("model.block_size")
     if not isinstance(block, int) or block < 2:
         return Series()
+    series = evidence.series(ENTROPY.name)
     uniform = uniform_entropy(block)
     return Series(series.steps, tuple(value / uniform for value in series.values))
 
 
 def uniform_entropy(block: int) -> float:
-    """Return the mean entropy (nats) of uniform causal attention: the mean of ln i for
-    i up to `block`.
+    """Return the mean entropy (nats) of uniform causal attention.
+
+    It is the mean of ln i for i up to `block`.
 
     >>> round(uniform_entropy(2), 4)
     0.3466
@@ -192,101 +246,111 @@ def uniform_entropy(block: int) -> float:
 
 
 def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
-    """A series: 1 where a flag is set, or one of `figures` is null because it was not
-    finite; 0 elsewhere.
+    """Return a function that makes a series of 0 and 1.
+
+    It is 1 where a flag is set, or one of `figures` is null because it was not finite.
     """
 
-    def flags(evidence: Evidence) -> Series:
+    def make_series(evidence: Evidence) -> Series:
         records = evidence.run.metrics
-        bad = {row for row, value in records.rows(flag) if value == 1}
-        bad |= {row for name in figures for row, value in records.rows(name) if value is None}
-        return Series.of(
-            [(int(step or 0), float(row in bad)) for row, step in records.rows("step")]
-        )
+        bad_rows = {row for row, value in records.rows(flag) if value == 1}
+        for figure in figures:
+            bad_rows.update(row for row, value in records.rows(figure) if value is None)
+        readings = []
+        for row, step in records.rows("step"):
+            readings.append(Reading(int(step or 0), float(row in bad_rows)))
+        return Series.from_readings(readings)
 
-    return flags
+    return make_series
 
 
-def _rise(
-    over: Callable[[Sequence[float], float], Sequence[float]],
-) -> Callable[[Evidence], Series]:
-    """The smoothed training loss minus a base that `over` returns for it and the first
-    loss.
-    """
+def _rise_over_first(evidence: Evidence) -> Series:
+    """The smoothed training loss minus the first loss."""
+    losses = evidence.series(LOSS)
+    if len(losses) < 2:
+        return Series()
+    smoothed = _smoothed_losses(losses)
+    return Series(losses.steps, tuple(value - losses.values[0] for value in smoothed))
 
-    def rises(evidence: Evidence) -> Series:
-        series = evidence.series(LOSS)
-        if len(series) < 2:
-            return Series()
-        smoothed = [value for value in smooth(series.values, SMOOTHING) if value is not None]
-        base = over(smoothed, series.values[0])
-        return Series(
-            series.steps, tuple(value - low for value, low in zip(smoothed, base, strict=True))
-        )
 
-    return rises
+def _rise_over_lowest(evidence: Evidence) -> Series:
+    """The smoothed training loss minus its lowest so far."""
+    losses = evidence.series(LOSS)
+    if len(losses) < 2:
+        return Series()
+    smoothed = _smoothed_losses(losses)
+    lowest_so_far = accumulate(smoothed, min)
+    rises = [value - low for value, low in zip(smoothed, lowest_so_far, strict=True)]
+    return Series(losses.steps, tuple(rises))
+
+
+def _smoothed_losses(losses: Series) -> list[float]:
+    return [value for value in smooth(losses.values, SMOOTHING) if value is not None]
 
 
 def _excess(evidence: Evidence) -> Series:
-    """The excess of the training loss at validations; null means infinite, as over a
-    reference of 0.
+    """The excess of the training loss at validations.
+
+    Null means infinite, as over a reference of 0.
     """
-    known = [
-        (int(at), math.inf if value is None else value)
-        for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
-    ]
-    return Series.of(known)
-
-
-_EXCESS = metrics.EXCESS.name
+    readings = []
+    for step, value in zip(*evidence.run.curve(_EXCESS), strict=True):
+        readings.append(Reading(int(step), math.inf if value is None else value))
+    return Series.from_readings(readings)
 
 
 def _rest(evidence: Evidence) -> Series:
-    """One value, at the step where the training loss came to rest: the share of the run
-    until then, 1 if it rose again.
+    """One value, at the step where the training loss came to rest.
 
-    It is at rest once its windowed mean is within a band above the lowest such mean.
-    The band is a share (`FLAT`) of the loss's whole fall, or two standard errors of a
-    windowed mean if that is more.
+    It is the share of the run until then, 1 if the loss rose again. The loss is at rest
+    once its windowed mean is within a band above the lowest such mean. The band is a
+    share (`FLAT`) of the loss's whole fall, or two standard errors of a windowed mean
+    if that is more.
     """
-    losses, steps = evidence.series(LOSS).values, evidence.series(LOSS).steps
+    series = evidence.series(LOSS)
+    losses = series.values
     if len(losses) < SHORTEST:
         return Series()
     width = max(SMOOTHING, len(losses) // 40)
-    means = _centred(losses, width)
+    means = _windowed_means(losses, width)
     level = min(means)
-    scatter = statistics.pstdev(
-        [v - m for v, m in zip(losses[width:], means[width:], strict=True)] or [0.0]
-    )
+    residuals = [loss - mean for loss, mean in zip(losses[width:], means[width:], strict=True)]
+    scatter = statistics.pstdev(residuals or [0.0])
     band = max(FLAT * max(losses[0] - level, 0.0), 2 * scatter / width**0.5)
-    first = next(index for index, mean in enumerate(means) if mean <= level + band)
+    start = next(index for index, mean in enumerate(means) if mean <= level + band)
     # By chance alone the lowest of many means is about a band below their mean: so two
     # bands are allowed.
-    stayed = statistics.fmean(losses[-max(len(losses) // 4, 1) :]) <= level + 2 * band
-    # A run that `train.stop_on` ended on a plateau would have stayed there: it counts,
-    # however late it came.
-    share = (
-        0.0
-        if at(evidence.run.summary, "stop.kind") == "plateau"
-        else steps[first] / max(steps[-1], 1)
-    )
-    return Series((steps[first],), (share if stayed else 1.0,))
+    last_quarter = losses[-max(len(losses) // 4, 1) :]
+    if statistics.fmean(last_quarter) > level + 2 * band:
+        share = 1.0
+    elif at(evidence.run.summary, "stop.kind") == "plateau":
+        # A run that `train.stop_on` ended on a plateau would have stayed there: it
+        # counts, however late it came.
+        share = 0.0
+    else:
+        share = series.steps[start] / max(series.steps[-1], 1)
+    return Series((series.steps[start],), (share,))
 
 
-def _centred(values: Sequence[float], width: int) -> list[float]:
-    """Means over `width` values around each; fewer at the ends."""
-    half, sums = width // 2, [0.0, *accumulate(values)]
-    bounds = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-    return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
+def _windowed_means(values: Sequence[float], width: int) -> list[float]:
+    """Return means over `width` values around each; fewer at the ends."""
+    half = width // 2
+    sums = [0.0, *accumulate(values)]
+    means = []
+    for index in range(len(values)):
+        low = max(0, index - half)
+        high = min(len(values), index + half + 1)
+        means.append((sums[high] - sums[low]) / (high - low))
+    return means
 
 
 #: series that are computed from others, by the name that the table has for them
 DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
     OVER_MEDIAN: _over_median,
-    ATTENTION: _of_uniform,
+    ATTENTION: _over_uniform_entropy,
     REST: _rest,
-    OVER_FIRST: _rise(lambda losses, first: [first] * len(losses)),
-    OVER_LOWEST: _rise(lambda losses, first: list(accumulate(losses, min))),
+    OVER_FIRST: _rise_over_first,
+    OVER_LOWEST: _rise_over_lowest,
     _EXCESS: _excess,
     metrics.LOSS_IS_NAN.name: _not_finite(metrics.LOSS_IS_NAN.name, LOSS, metrics.VAL_LOSS.name),
     metrics.GRAD_HAS_NAN.name: _not_finite(metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name),
@@ -295,7 +359,15 @@ DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
 SOURCES: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, ENTROPY.name)
 
 
-FOUND, CLEAR, NOT_JUDGED = "found", "clear", "not judged"
+class State(StrEnum):
+    """What a judgement says about a class of failure."""
+
+    FOUND = "found"
+    CLEAR = "clear"
+    #: too little was recorded
+    NOT_JUDGED = "not judged"
+
+
 #: values by name, ready for JSON
 Facts = dict[str, float | int | str | None]
 
@@ -309,18 +381,21 @@ class Criterion:
     bound: float
     #: step at which it began to hold; None: it never did
     step: int | None
-    #: the value at that step, the first value, the one furthest towards the failure and
-    #: its step, and the mean
+    #: the value at that step
     value: float | None
+    #: the first value of the series
     first: float
+    #: the value furthest towards the failure, and its step
     extreme: float
     extreme_step: int
     mean: float | None
+    #: number of values
     looks: int
 
     def describe(self) -> str:
         """Return in words the value at which it began to hold, and the bound."""
-        return f"{self.row.figure} {self.value:.4g} {'>=' if self.row.side == ABOVE else '<='} {self.bound:.4g}"
+        sign = ">=" if self.row.side == ABOVE else "<="
+        return f"{self.row.figure} {self.value:.4g} {sign} {self.bound:.4g}"
 
 
 @dataclass(frozen=True)
@@ -328,8 +403,7 @@ class Finding:
     """The judgement of a run's records on one class of failure."""
 
     kind: str
-    #: "found", "clear", or "not judged" where too little was recorded
-    state: str
+    state: State
     #: first step at which one of the class's criteria held
     step: int | None
     #: one sentence of facts
@@ -341,7 +415,7 @@ class Finding:
 
     @property
     def found(self) -> bool:
-        return self.state == FOUND
+        return self.state == State.FOUND
 
     @property
     def first_criterion(self) -> Criterion | None:
@@ -349,40 +423,49 @@ class Finding:
         return _first_to_hold(self.criteria)
 
 
+class Source(StrEnum):
+    """What an event is."""
+
+    #: a criterion began to hold
+    CRITERION = "criterion"
+    #: the first alert of a kind
+    ALERT = "alert"
+    #: the end of the run
+    END = "end"
+
+
 @dataclass(frozen=True)
 class Event:
-    """One line of a run's timeline: a criterion began to hold, the first alert of a
-    kind, or the end.
-    """
+    """One line of a run's timeline."""
 
     step: int
     #: class of failure, kind of alert, or status of the run
     kind: str
-    #: "criterion", "alert" or "end"
-    source: str
+    source: Source
     text: str
 
 
 def holds(row: Limit, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
-    """Return whether, and since when, a criterion of the table holds in a series of at
-    least one value.
+    """Return whether, and since when, a criterion of the table holds in a series.
 
-    A series shorter than the criterion's patience has to be beyond its bound
-    throughout; in a run that is still `running` it does not hold.
+    The series has at least one value. If it is shorter than the criterion's patience,
+    it has to be beyond its bound throughout. In a run that is still `running` the
+    criterion does not hold then.
     """
     values = series.values
     first = values[0]
     beyond = [row.beyond(value, first) for value in values]
     needed = row.patience if row.filled or running else min(row.patience, len(values))
-    at = _first_run(beyond, needed, broken_off=died and row.broken_off, lasting=row.lasting)
-    if at is not None and row.filled:
-        at += row.patience - 1
-    furthest = (max if row.side == ABOVE else min)(range(len(values)), key=values.__getitem__)
+    start = _first_run(beyond, needed, broken_off=died and row.broken_off, lasting=row.lasting)
+    if start is not None and row.filled:
+        start += row.patience - 1
+    select = max if row.side == ABOVE else min
+    furthest = select(range(len(values)), key=lambda index: values[index])
     return Criterion(
         row=row,
         bound=row.limit(first),
-        step=None if at is None else series.steps[at],
-        value=None if at is None else values[at],
+        step=None if start is None else series.steps[start],
+        value=None if start is None else values[start],
         first=first,
         extreme=values[furthest],
         extreme_step=series.steps[furthest],
@@ -392,8 +475,9 @@ def holds(row: Limit, series: Series, *, died: bool = False, running: bool = Fal
 
 
 def holds_now(row: Limit, values: Sequence[float]) -> bool:
-    """Return whether the last values, as many as the criterion's patience, are beyond
-    its bound.
+    """Return whether a criterion holds at the end of a series.
+
+    The last values, as many as its patience, are then beyond its bound.
     """
     return len(values) >= row.patience and all(map(row.beyond, values[-row.patience :]))
 
@@ -401,18 +485,20 @@ def holds_now(row: Limit, values: Sequence[float]) -> bool:
 def _first_run(
     beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting: bool
 ) -> int | None:
-    """The index at which the first long enough run of true values begins; None without
-    one.
+    """Return the index at which the first long enough run of true values begins.
+
+    With `broken_off` one value is enough at the end. With `lasting` only a run at the
+    end counts. The result is None without such a run.
     """
-    begin = 0
-    for index, held in enumerate([*beyond, False]):
-        if held:
+    start = 0
+    for index, is_beyond in enumerate(beyond):
+        if is_beyond:
             continue
-        at_end = index == len(beyond)
-        if index - begin >= (1 if at_end and broken_off else needed) and (at_end or not lasting):
-            return begin
-        begin = index + 1
-    return None
+        if index - start >= needed and not lasting:
+            return start
+        start = index + 1
+    needed_at_end = 1 if broken_off else needed
+    return start if len(beyond) - start >= needed_at_end else None
 
 
 def _first_to_hold(criteria: Iterable[Criterion]) -> Criterion | None:
@@ -431,50 +517,55 @@ def judge(evidence: Evidence, *, running: bool = False) -> tuple[Finding, ...]:
 
 
 def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
-    if (excuse := evidence.excuse(kind)) is not None:
-        return Finding(kind, CLEAR, None, excuse)
+    excuse = evidence.excuse(kind)
+    if excuse is not None:
+        return Finding(kind, State.CLEAR, None, excuse)
     rows = [row for row in CLASSES if row.kind == kind]
-    series = [(row, values) for row in rows if (values := evidence.of(row))]
-    if not series:
-        missing = tuple(row.figure for row in rows)
-        return Finding(
-            kind,
-            NOT_JUDGED,
-            None,
-            f"too little was recorded of {' or '.join(missing)}",
-            missing=missing,
-        )
-    criteria = tuple(
-        holds(row, values, died=evidence.died, running=running) for row, values in series
-    )
-    held = [criterion for criterion in criteria if criterion.step is not None]
-    if not held:
-        return Finding(kind, CLEAR, None, "no criterion held", criteria=criteria)
-    first = min(held, key=lambda criterion: criterion.step or 0)
-    layer, of_layer = evidence.worst_layer(first.row.figure, lowest=first.row.side != ABOVE)
-    message = first.row.says.format(**vars(first)) + (f", most of all in {layer}" if layer else "")
+    criteria = []
+    for row in rows:
+        series = evidence.series_of(row)
+        if series:
+            criteria.append(holds(row, series, died=evidence.died, running=running))
+    if not criteria:
+        figures = tuple(row.figure for row in rows)
+        message = f"too little was recorded of {' or '.join(figures)}"
+        return Finding(kind, State.NOT_JUDGED, None, message, missing=figures)
+    first = _first_to_hold(criteria)
+    if first is None:
+        message = "no criterion held"
+        return Finding(kind, State.CLEAR, None, message, criteria=tuple(criteria))
+    lowest = first.row.side != ABOVE
+    worst_layer = evidence.worst_layer(first.row.figure, lowest=lowest)
+    message = first.row.message.format(**vars(first))
+    if worst_layer is not None:
+        message += f", most of all in {worst_layer.layer}"
     facts: Facts = {
         "metric": first.row.figure,
         "threshold": first.bound,
         "value": first.value,
         "first": first.first,
-    }
-    facts |= {
         "extreme": first.extreme,
         "extreme_step": first.extreme_step,
         "mean": first.mean,
         "looks": first.looks,
+        "worst_layer": None if worst_layer is None else worst_layer.layer,
+        "worst_value": None if worst_layer is None else worst_layer.mean,
     }
-    facts |= {"worst_layer": layer, "worst_value": of_layer}
     return Finding(
-        kind, FOUND, first.step, f"{message}; from step {first.step} on", facts, criteria
+        kind=kind,
+        state=State.FOUND,
+        step=first.step,
+        message=f"{message}; from step {first.step} on",
+        evidence=facts,
+        criteria=tuple(criteria),
     )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of a run: a finding for every class of failure, and the order of
-    events.
+    """The diagnosis of a run.
+
+    It has a finding for every class of failure, and the order of events.
     """
 
     findings: tuple[Finding, ...]
@@ -483,18 +574,15 @@ class Diagnosis:
     @property
     def found(self) -> tuple[Finding, ...]:
         """The classes that were found, in the order in which they began."""
-        return tuple(
-            sorted(
-                (finding for finding in self.findings if finding.found), key=lambda f: f.step or 0
-            )
-        )
+        found = [finding for finding in self.findings if finding.found]
+        return tuple(sorted(found, key=lambda finding: finding.step or 0))
 
 
 def classify(run: Run | Path) -> list[Finding]:
-    """Return a finding for every class of failure, from a run or its folder, in the
-    order of `KINDS`.
+    """Return a finding for every class of failure, in the order of `KINDS`.
 
-    A class whose metrics were not recorded is "not judged", and `missing` names them.
+    It takes a run or its folder. A class whose metrics were not recorded is "not
+    judged", and `missing` names them.
     """
     return list(judge(read(run)))
 
@@ -502,35 +590,40 @@ def classify(run: Run | Path) -> list[Finding]:
 def diagnose(run: Run | Path) -> Diagnosis:
     """Return the findings of `classify`, and the timeline."""
     evidence = read(run)
-    found = judge(evidence)
-    return Diagnosis(found, _timeline(evidence.run, found))
+    findings = judge(evidence)
+    return Diagnosis(findings, _timeline(evidence.run, findings))
 
 
 def failures_of(run: Run | Path) -> list[dict[str, Any]]:
-    """Return the list `failures` of summary.json: the classes found, in the order in
-    which they began.
+    """Return the list `failures` of summary.json.
+
+    It has the classes found, in the order in which they began.
     """
-    found = diagnose(run).found
-    return [
-        {"kind": f.kind, "step": f.step, "evidence": {"message": f.message, **f.evidence}}
-        for f in found
-    ]
+    failures = []
+    for finding in diagnose(run).found:
+        evidence = {"message": finding.message, **finding.evidence}
+        failures.append({"kind": finding.kind, "step": finding.step, "evidence": evidence})
+    return failures
 
 
-def _timeline(run: Run, judged: Sequence[Finding]) -> tuple[Event, ...]:
-    """The first step of every criterion that held, of every kind of alert, and the end,
-    in the order of steps.
+def _timeline(run: Run, findings: Sequence[Finding]) -> tuple[Event, ...]:
+    """Return the events of a run in the order of steps.
+
+    They are the beginning of every criterion that held, the first alert of every kind,
+    and the end.
     """
-    held = [(finding.kind, criterion) for finding in judged for criterion in finding.criteria]
-    events = [
-        Event(c.step, kind, "criterion", c.describe()) for kind, c in held if c.step is not None
-    ]
-    firsts = {alert.kind: alert for alert in reversed(run.alerts)}
-    events += [
-        Event(alert.step, alert.kind, "alert", alert.message or alert.kind)
-        for alert in firsts.values()
-    ]
+    events = []
+    for finding in findings:
+        for criterion in finding.criteria:
+            if criterion.step is not None:
+                text = criterion.describe()
+                events.append(Event(criterion.step, finding.kind, Source.CRITERION, text))
+    # Reversed, so that the first alert of a kind stays.
+    first_alerts = {alert.kind: alert for alert in reversed(run.alerts)}
+    for alert in first_alerts.values():
+        text = alert.message or alert.kind
+        events.append(Event(alert.step, alert.kind, Source.ALERT, text))
     if run.last_step is not None:
         text = str((run.failure or {}).get("message") or f"the run ended: {run.status}")
-        events.append(Event(run.last_step, run.status, "end", text))
-    return tuple(sorted(events, key=lambda event: (event.step, event.source == "end")))
+        events.append(Event(run.last_step, run.status, Source.END, text))
+    return tuple(sorted(events, key=lambda event: (event.step, event.source == Source.END)))

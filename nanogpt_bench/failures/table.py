@@ -1,5 +1,7 @@
-"""The table of criteria by which runs are judged: which metric, on which side of which
-bound, for how long.
+"""The table of criteria by which runs are judged.
+
+A row names a metric, a side of a bound, and for how many values in a row the metric has
+to be there.
 """
 
 from dataclasses import dataclass
@@ -28,10 +30,12 @@ OF_BLOCKS: Final = KURTOSIS.by("residual").name
 
 @dataclass(frozen=True)
 class Limit:
-    """One criterion. It begins to hold at the first of `patience` values in a row on
-    `side` of `bound`, or equal to it.
+    """One criterion of the table.
 
-    >>> row = Limit("stall", "stall/update_lost", ABOVE, 0.5, 3, "{mean:.1%} of the weights lost a requested update")
+    It begins to hold at the first of `patience` values in a row on `side` of `bound`,
+    or equal to it.
+
+    >>> row = Limit("stall", "stall/update_lost", ABOVE, bound=0.5, patience=3)
     >>> row.beyond(0.5), row.beyond(0.4)
     (True, False)
     """
@@ -43,7 +47,7 @@ class Limit:
     bound: float
     patience: int
     #: the finding in words, formatted with the fields of a `Criterion`
-    says: str
+    message: str = ""
     #: the series is that of the worst layer at every measurement
     layers: bool = False
     #: the bound is at least so many times the first value
@@ -65,93 +69,161 @@ class Limit:
         return max(self.bound, self.growth * first) if self.growth else self.bound
 
 
-def _overflow(metric: metrics.Metric) -> Limit:
+def _overflow_limit(metric: metrics.Metric) -> Limit:
     operand = metric.name.rsplit("/", 1)[-1].replace("_", " ")
-    says = f"up to {{extreme:.2%}} of the {operand} values of a layer were beyond the format"
-    return Limit("overflow", metric.name, ABOVE, 0.01, 3, says, layers=True)
+    return Limit(
+        "overflow",
+        metric.name,
+        ABOVE,
+        bound=0.01,
+        patience=3,
+        message=f"up to {{extreme:.2%}} of the {operand} values of a layer were beyond the format",
+        layers=True,
+    )
 
 
-_LOST = "{mean:.1%} of the weights lost a requested update"
-_HEAVY = "the kurtosis of the blocks' outputs went from {first:.3g} to {extreme:.3g} (step {extreme_step})"
-_NARROW = "attention's entropy fell to {extreme:.2g} of that of uniform attention"
-_STEEP = "the gradient norm reached {extreme:.3g} times its median (step {extreme_step})"
-_RISEN = "the training loss rose {extreme:.3f} nats above its "
-_EXCESS = "the smoothed training loss was {value:.1%} above its own best or the baseline's"
-_OFF = "was up to {extreme:.2g}"
+def _flag_limit(metric: metrics.Metric, subject: str) -> Limit:
+    return Limit(
+        "nan", metric.name, ABOVE, bound=1.0, patience=1, message=f"{subject} was not finite"
+    )
+
+
+def _manifold_limit(metric: metrics.Metric, bound: float, distance: str) -> Limit:
+    return Limit(
+        "off_manifold",
+        metric.name,
+        ABOVE,
+        bound=bound,
+        patience=1,
+        message=f"{distance} was up to {{extreme:.2g}}",
+    )
+
 
 #: the criteria of all classes of failure; a class is found where one of its criteria
 #: holds
 CLASSES: Final = (
-    Limit("stall", UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
-    *(_overflow(metric) for metric in (*OVERFLOW.each, *CLAMPED.each)),
+    Limit(
+        "stall",
+        UPDATE_LOST.name,
+        ABOVE,
+        bound=0.5,
+        patience=3,
+        message="{mean:.1%} of the weights lost a requested update",
+    ),
+    *(_overflow_limit(metric) for metric in OVERFLOW.each),
+    *(_overflow_limit(metric) for metric in CLAMPED.each),
     Limit(
         "outlier_explosion",
         OF_BLOCKS,
         ABOVE,
-        10.0,
-        3,
-        _HEAVY,
+        bound=10.0,
+        patience=3,
+        message="the kurtosis of the blocks' outputs went from {first:.3g} to {extreme:.3g} "
+        "(step {extreme_step})",
         layers=True,
         growth=3.0,
         broken_off=True,
     ),
-    Limit("attention_collapse", ATTENTION, BELOW, 0.1, 3, _NARROW),
+    Limit(
+        "attention_collapse",
+        ATTENTION,
+        BELOW,
+        bound=0.1,
+        patience=3,
+        message="attention's entropy fell to {extreme:.2g} of that of uniform attention",
+    ),
     Limit(
         "zero_gradients",
         metrics.GRAD_NORM.name,
         BELOW,
-        1e-8,
-        3,
-        "the gradient norm was down to {extreme:.2g}",
+        bound=1e-8,
+        patience=3,
+        message="the gradient norm was down to {extreme:.2g}",
     ),
     Limit(
         "zero_gradients",
         GRAD_ZERO.name,
         ABOVE,
-        0.9,
-        3,
-        "up to {extreme:.1%} of the gradient was zero",
+        bound=0.9,
+        patience=3,
+        message="up to {extreme:.1%} of the gradient was zero",
     ),
     Limit(
         "zero_gradients",
         GRAD_DEAD.name,
         ABOVE,
-        0.9,
-        3,
-        "up to {extreme:.1%} of the gradient was dead",
+        bound=0.9,
+        patience=3,
+        message="up to {extreme:.1%} of the gradient was dead",
     ),
-    Limit("exploding_gradients", OVER_MEDIAN, ABOVE, 100.0, 3, _STEEP, broken_off=True),
-    Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 1, "the loss was not finite"),
-    Limit("nan", metrics.GRAD_HAS_NAN.name, ABOVE, 1.0, 1, "the gradient was not finite"),
-    Limit("nan", metrics.WEIGHT_HAS_NAN.name, ABOVE, 1.0, 1, "a weight was not finite"),
-    Limit("nan", metrics.STATE_HAS_NAN.name, ABOVE, 1.0, 1, "the optimizer's state was not finite"),
-    Limit("plateau", REST, BELOW, 0.5, 1, "the training loss had come to rest, and stayed there"),
-    Limit("divergence", OVER_FIRST, ABOVE, 0.5, 3, _RISEN + "first", broken_off=True),
     Limit(
-        "divergence", OVER_LOWEST, ABOVE, 0.5, 3, _RISEN + "lowest", broken_off=True, lasting=True
+        "exploding_gradients",
+        OVER_MEDIAN,
+        ABOVE,
+        bound=100.0,
+        patience=3,
+        message="the gradient norm reached {extreme:.3g} times its median (step {extreme_step})",
+        broken_off=True,
     ),
-    Limit("divergence", metrics.EXCESS.name, ABOVE, 0.1, 3, _EXCESS, filled=True),
+    _flag_limit(metrics.LOSS_IS_NAN, "the loss"),
+    _flag_limit(metrics.GRAD_HAS_NAN, "the gradient"),
+    _flag_limit(metrics.WEIGHT_HAS_NAN, "a weight"),
+    _flag_limit(metrics.STATE_HAS_NAN, "the optimizer's state"),
     Limit(
-        "off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"
+        "plateau",
+        REST,
+        BELOW,
+        bound=0.5,
+        patience=1,
+        message="the training loss had come to rest, and stayed there",
     ),
-    Limit("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
-    Limit("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths minus 1 {_OFF}"),
+    Limit(
+        "divergence",
+        OVER_FIRST,
+        ABOVE,
+        bound=0.5,
+        patience=3,
+        message="the training loss rose {extreme:.3f} nats above its first",
+        broken_off=True,
+    ),
+    Limit(
+        "divergence",
+        OVER_LOWEST,
+        ABOVE,
+        bound=0.5,
+        patience=3,
+        message="the training loss rose {extreme:.3f} nats above its lowest",
+        broken_off=True,
+        lasting=True,
+    ),
+    Limit(
+        "divergence",
+        metrics.EXCESS.name,
+        ABOVE,
+        bound=0.1,
+        patience=3,
+        message="the smoothed training loss was {value:.1%} above its own best or the baseline's",
+        filled=True,
+    ),
+    _manifold_limit(OFF_GRID, 1e-12, "the share of weights off the grid"),
+    _manifold_limit(ORTHOGONALITY, 1e-4, "|Q^T Q - I|"),
+    _manifold_limit(OFF_SPHERE, 1e-4, "the rows' lengths minus 1"),
 )
 #: the names of the classes, in that order
 KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
 
 #: criteria that end a run, if `train.stop_on` names them
 ENDINGS: Final = {
-    "nan": Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 3, "", filled=True),
+    "nan": Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, bound=1.0, patience=3, filled=True),
     "divergence": next(row for row in CLASSES if row.figure == metrics.EXCESS.name),
-    "plateau": Limit("plateau", FLATNESS, ABOVE, -0.001, 5, "", filled=True),
+    "plateau": Limit("plateau", FLATNESS, ABOVE, bound=-0.001, patience=5, filled=True),
 }
 
 #: bounds of a comparison's verdicts: on a row's gap to the reference (mean final
 #: validation loss), cosine and stall
 VERDICT: Final = {
-    "outside": Limit("outside", "gap over the reference's loss", ABOVE, 0.10, 1, ""),
-    "behind": Limit("behind", "gap in nats", ABOVE, 0.05, 1, ""),
-    "cosine": Limit("doubtful", COSINE.name, BELOW, 0.90, 1, ""),
-    "stall": Limit("stall", UPDATE_LOST.name, ABOVE, 0.5, 1, ""),
+    "outside": Limit("outside", "gap over the reference's loss", ABOVE, bound=0.10, patience=1),
+    "behind": Limit("behind", "gap in nats", ABOVE, bound=0.05, patience=1),
+    "cosine": Limit("doubtful", COSINE.name, BELOW, bound=0.90, patience=1),
+    "stall": Limit("stall", UPDATE_LOST.name, ABOVE, bound=0.5, patience=1),
 }
