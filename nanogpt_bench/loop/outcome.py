@@ -108,7 +108,8 @@ class Outcome:
         Such an end came from outside, or is a plateau that `stop_on` does not name.
         """
         if self.stop is not None and self.stop["kind"] not in stop_on:
-            self.status, self.stop = "finished", None
+            self.status = "finished"
+            self.stop = None
 
 
 def summarize(

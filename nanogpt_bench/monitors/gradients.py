@@ -47,8 +47,10 @@ UPDATE_TO_NOISE = _gradients(
     bad=BELOW,
     chart=LOG,
 )
-#: a gradient is dead after so many steps in a row with a magnitude below this
-DEAD_STEPS, DEAD_BELOW = 100, 1e-8
+#: a gradient is dead after so many steps in a row ...
+DEAD_STEPS = 100
+#: ... with a magnitude below this
+DEAD_BELOW = 1e-8
 #: the longest run that an int16 counts
 _LONGEST = 32767
 #: the variance, relative to the mean square, that rounding in float32 can give a
@@ -177,7 +179,8 @@ class DeadRuns:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a state."""
-        self.runs, self._bound = state["runs"], int(state["bound"])
+        self.runs = state["runs"]
+        self._bound = int(state["bound"])
 
 
 class Gradients(UpdateMonitor):

@@ -153,7 +153,8 @@ def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
     n, first, second, third = torch.stack(sums).sum(0).tolist()
     if not n:
         return None, None
-    mean, square = first / n, second / n
+    mean = first / n
+    square = second / n
     variance = square - mean**2
     if variance <= _ROUNDING * square:
         return 0.0, None
