@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import binade, check_holds, working_dtype
-from fp8manifold._base.reading import is_read_at_once, refuse_on_card
+from fp8manifold._base.reading import is_read_at_once, refuse_on_gpu
 from fp8manifold._native._arrays import decoded, encoded, rounded
 from fp8manifold._numerics.charts import UlpChart, clamp_to_ends
 from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
@@ -261,7 +261,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     if fmt.bits < 8 and codes.numel():
         largest, allowed = codes.max(), f"out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}"
         if not is_read_at_once(codes):
-            refuse_on_card(largest < 2 * fmt.sign_bit, f"a code is {allowed}")
+            refuse_on_gpu(largest < 2 * fmt.sign_bit, f"a code is {allowed}")
         elif int(largest) >= 2 * fmt.sign_bit:
             raise ValueError(f"code {int(largest)} is {allowed}")
     return decode_known(codes, fmt, dtype)
@@ -405,7 +405,7 @@ def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
             raise ValueError(f"x holds {count} {rest}")
     elif y.numel():
         largest = y.amax()  # NaN, if there is one
-        refuse_on_card(largest == largest, f"x holds {rest}")
+        refuse_on_gpu(largest == largest, f"x holds {rest}")
 
 
 def _codes_of(y: Tensor, fmt: FloatFormat) -> Tensor:

@@ -1,3 +1,1 @@
-"""The base of arithmetic on tensors: sizes of blocks, checks of arguments, fields of
-floats, reading of values.
-"""
+"""What everything builds on: checks of arguments, fields of floats, sizes of blocks."""

@@ -1,4 +1,4 @@
-"""What autocast asks of a product, and products that it leaves alone."""
+"""The dtype that autocast asks of a product, and products out of its reach."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,9 +19,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which products on the device of ``x`` are in their own dtype.
+    """Return a context in which autocast leaves products on the device of ``x`` alone.
 
-    A product of codes sums numbers without their scales: a half could not hold them.
+    A product of codes sums numbers without their scales, which float16 could not hold.
     """
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):

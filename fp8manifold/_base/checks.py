@@ -1,6 +1,4 @@
-"""Checks of arguments, with messages that name the argument, its value and what is
-allowed.
-"""
+"""Check arguments, with messages that name the argument, its value and what is allowed."""
 
 import difflib
 import importlib
@@ -11,15 +9,13 @@ from typing import Any
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Raise ValueError, naming the nearest spelling, unless ``value`` is one of
-    ``allowed``.
-    """
+    """Raise ValueError, naming the nearest spelling, for a value that is not allowed."""
     if isinstance(value, str) and value in allowed:
         return
-    raise ValueError(f"{name}={value!r} is unknown: {_one_of(allowed, value)}")
+    raise ValueError(f"{name}={value!r} is unknown: {_allowed_and_nearest(allowed, value)}")
 
 
-def _one_of(allowed: Collection[str], value: object) -> str:
+def _allowed_and_nearest(allowed: Collection[str], value: object) -> str:
     nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
     return f"one of {', '.join(allowed)}; did you mean {nearest!r}?"
 
@@ -33,17 +29,23 @@ def check_number(
     open_low: bool = False,
     open_high: bool = False,
 ) -> None:
+    """Raise TypeError for what is no real number, ValueError for one out of range.
+
+    The ends are allowed unless they are open. NaN is out of every range.
+    """
     if type(value) is bool or not issubclass(type(value), Real):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-    inside = (low < value if open_low else low <= value) and (
-        value < high if open_high else value <= high
-    )
-    if not inside:
-        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    above_low = low < value if open_low else low <= value
+    below_high = value < high if open_high else value <= high
+    if not (above_low and below_high):
+        left_bracket = "(" if open_low else "["
+        right_bracket = ")" if open_high else "]"
+        interval = f"{left_bracket}{low:g}, {high:g}{right_bracket}"
         raise ValueError(f"{name}={value!r} is out of range: {interval}")
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> None:
+    """Raise TypeError for what is no int, ValueError for an int out of range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an int, not {type(value).__name__}")
     if not low <= value <= high:
@@ -51,16 +53,25 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> None:
-    """Raise ValueError, naming the nearest spelling, unless every key is one of
-    ``allowed``.
-    """
+    """Raise ValueError, naming the nearest spelling, for a key that is not allowed."""
     for key in keys:
         if key not in allowed:
-            raise ValueError(f"{name} has an unknown key {key!r}: {_one_of(allowed, key)}")
+            raise ValueError(
+                f"{name} has an unknown key {key!r}: {_allowed_and_nearest(allowed, key)}"
+            )
 
 
 def import_optional(module: str, extra: str, user: str) -> Any:
-    """A module of an optional package, or ImportError with the extra that installs it."""
+    """Return a module of an optional package.
+
+    Args:
+        module: the module's full name.
+        extra: the extra of this package that installs it.
+        user: the function or option that needs it, for the message.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,5 +1,14 @@
-"""The bit fields of the floats we compute in: with them powers of two are exact,
-without a logarithm.
+"""The bit fields of the floats that the library computes in.
+
+Their exponent field gives the power of two below a number exactly, without a logarithm::
+
+    6.5 = 1.625 * 2^2      0 10000001 10100000000000000000000
+    & exponent mask        0 10000001 00000000000000000000000   = 4.0
+
+    2^n                    (n + bias) << mantissa bits
+
+Fields of positive numbers are ordered like the numbers, so that an integer maximum with
+the field of ``2^emin`` is the lower end of the exponent.
 """
 
 from dataclasses import dataclass
@@ -15,7 +24,7 @@ Exponent = TypeVar("Exponent", int, Tensor)
 
 @dataclass(frozen=True)
 class FloatBits:
-    """Field widths of an IEEE float and the integer dtype of the same width."""
+    """The fields of an IEEE float, and the integer dtype of its width."""
 
     integer: torch.dtype
     mantissa_bits: int
@@ -24,6 +33,7 @@ class FloatBits:
     sign_mask: int
 
     def power_of_two(self, exponent: Exponent) -> Exponent:
+        """Return the bits of ``2^exponent``."""
         return (exponent + self.bias) << self.mantissa_bits
 
 
@@ -39,8 +49,10 @@ def float_bits(dtype: torch.dtype) -> FloatBits:
 
 
 def working_dtype(x: Tensor, name: str = "x") -> torch.dtype:
-    """The dtype ``x`` is computed in: float64 for float64, float32 for every other
-    float.
+    """Return the dtype ``x`` is computed in: float64 for float64, else float32.
+
+    Raises:
+        TypeError: ``x`` is no tensor, or of another dtype than the four common floats.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
@@ -58,17 +70,18 @@ def check_holds(dtype: torch.dtype, fmt: FloatFormat) -> None:
     if dtype is torch.float16 and (fmt.max > 65504 or fmt.ulp_min < 2.0**-24):
         raise TypeError(
             f"float16 can't hold {fmt.name}, whose values reach from {fmt.ulp_min:g} to "
-            f"{fmt.max:g}: "
-            "use bfloat16, float32 or float64"
+            f"{fmt.max:g}: use bfloat16, float32 or float64"
         )
 
 
 def binade(x: Tensor, lowest: int | Tensor) -> Tensor:
-    """``2^max(floor(log2|x|), lowest)`` of a float32 or float64 tensor, exactly; Inf
-    for Inf and NaN.
+    """Return ``2^max(floor(log2|x|), lowest)`` of a float32 or float64 tensor, exactly.
+
+    Inf and NaN give Inf.
     """
     fields = _FIELDS[x.dtype]
     bits = x.view(fields.integer) & fields.exponent_mask
     if isinstance(lowest, Tensor):
-        return torch.maximum(bits, fields.power_of_two(lowest.to(fields.integer))).view(x.dtype)
+        lowest_bits = fields.power_of_two(lowest.to(fields.integer))
+        return torch.maximum(bits, lowest_bits).view(x.dtype)
     return bits.clamp_min_(fields.power_of_two(lowest)).view(x.dtype)

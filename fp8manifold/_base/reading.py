@@ -1,8 +1,14 @@
-"""Reading a tensor's values: only if it has any, only outside of compiled graphs, and
-from a GPU only once.
+"""Read a tensor's values: only if it has any, only outside of compiled graphs.
+
+Reading a number from a GPU waits for all the work before it. So a number is read once and
+remembered with the tensor's version, which autograd raises at every write
+(:func:`read_cached`); a number that the host can predict is noted without being read
+(:func:`remember_value`, :func:`advance`); and a verdict that can wait is copied to the host
+in the background (:class:`PendingValues`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -12,10 +18,21 @@ from torch._compile import _disable_dynamo
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# torch.compiler.disable does the same and imports the whole compiler at once: more than
-# half of this library's import.
+# torch.compiler.disable does the same, but imports the whole compiler at once. That would
+# take longer than the rest of this library's import.
 eager_only = _disable_dynamo
-_READ: Final = WeakIdKeyDictionary()  #: By tensor: its version when it was read, and what was read.
+
+
+@dataclass(frozen=True)
+class _CachedRead:
+    #: the tensor's version when it was read
+    version: int
+    #: the value, or a function that returns it
+    value: Any
+
+
+_CACHE: Final = WeakIdKeyDictionary()
+"""The :class:`_CachedRead` of each tensor on a GPU that was read."""
 
 
 def has_values(x: Tensor) -> bool:
@@ -43,34 +60,42 @@ def is_read_at_once(x: Tensor) -> bool:
     return not x.is_cuda
 
 
-def read_cached(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """``read(x)``, with one ``read`` for each tensor; from a GPU read again only once
-    autograd counts a write to it.
+def read_cached(x: Tensor, reader: Callable[[Tensor], Any]) -> Any:
+    """Return ``reader(x)``; from a GPU, read again only after a write to ``x``.
+
+    A tensor is remembered with one value: it must always be read by the same function.
+
+    Raises:
+        RuntimeError: a CUDA graph is being recorded, in which nothing can be read.
     """
-    if (
-        is_read_at_once(x)
-        or torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.is_inference()
-    ):
-        return read(x)
+    if not _is_cacheable(x):
+        return reader(x)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph can't record a layer that draws random bits or freezes its first scale: "
             "every replay would repeat the bits and the scale of the recording; run the layer "
             "outside of the graph"
         )
-    kept = _READ.get(x)
-    if kept is None or kept[0] != x._version:
-        kept = _READ[x] = (x._version, read(x))
-    return kept[1]() if callable(kept[1]) else kept[1]
+    cached: _CachedRead | None = _CACHE.get(x)
+    if cached is None or cached.version != x._version:
+        cached = _CachedRead(x._version, reader(x))
+        _CACHE[x] = cached
+    return cached.value() if callable(cached.value) else cached.value
 
 
-def refuse_on_card(right: Tensor, message: str) -> None:
-    """Assert on the GPU that ``right`` is true; if not, the host raises an error where
-    it waits next.
+def _is_cacheable(x: Tensor) -> bool:
+    """True for a plain tensor on a GPU that counts the writes to it."""
+    if is_read_at_once(x) or torch.compiler.is_compiling():
+        return False
+    return type(x) is Tensor and not x.is_inference()
+
+
+def refuse_on_gpu(condition: Tensor, message: str) -> None:
+    """Assert on the GPU that a condition is true.
+
+    If it is not, the host raises an error where it waits next.
     """
-    torch._assert_async(right, message)
+    torch._assert_async(condition, message)
 
 
 def advance(x: Tensor, number: int) -> None:
@@ -79,61 +104,60 @@ def advance(x: Tensor, number: int) -> None:
     remember_value(x, number + 1)
 
 
-def remember_value(x: Tensor, number: Any) -> None:
-    """Spare :func:`read_cached` the wait for a number just written on a GPU: it is given, or
-    a function that returns it.
+def remember_value(x: Tensor, value: Any) -> None:
+    """Spare :func:`read_cached` the wait for what was just written to ``x`` on a GPU.
+
+    The value is given, or a function that returns it.
     """
-    if not (
-        is_read_at_once(x)
-        or torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.is_inference()
-    ):
-        _READ[x] = (x._version, number)
+    if _is_cacheable(x):
+        _CACHE[x] = _CachedRead(x._version, value)
 
 
 class PendingValues:
-    """A tensor's values, copied to the host once the work before is done: only reading
-    them waits.
+    """A tensor's values, copied to the host once the GPU has done the work before.
+
+    Only reading them waits.
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.x = self._values = x
-        self._there: torch.cuda.Event | None = None
+        self.x = x
+        self._values = x
+        self._arrival: torch.cuda.Event | None = None
         if x.is_cuda:
             host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self._values, self._there = host.copy_(x, non_blocking=True), torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(x.device))
+            self._values = host.copy_(x, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record(torch.cuda.current_stream(x.device))
 
     @property
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         """True if the values can be read without a wait."""
-        return self._there is None or self._there.query()
+        return self._arrival is None or self._arrival.query()
 
     @cached_property
     def values(self) -> Any:
         """The values as numbers, in lists."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
         return self._values.tolist()
 
 
 class PendingMaximum:
-    """The largest of numbers that a GPU computes, read without a wait once it has
-    reached the host.
-    """
+    """A running maximum of numbers on a GPU, which the host looks at without a wait."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
-        self._later: PendingValues | None = None
+        self._pending: PendingValues | None = None
 
     def add(self, number: Tensor) -> float | None:
-        """Add a number; the largest of those before it if it has reached the host,
-        which then drops them.
+        """Add a number; return the maximum of those before it if it has arrived.
+
+        The maximum then starts anew. None means that it is still on its way.
         """
-        found = None
-        if self._later is not None and self._later.is_there:
-            found, self._largest = float(self._later.values), None
+        arrived = None
+        if self._pending is not None and self._pending.has_arrived:
+            arrived = float(self._pending.values)
+            self._largest = None
         self._largest = number if self._largest is None else torch.maximum(self._largest, number)
-        self._later = PendingValues(self._largest)
-        return found
+        self._pending = PendingValues(self._largest)
+        return arrived

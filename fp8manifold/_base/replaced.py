@@ -1,5 +1,9 @@
-"""Parameters whose place in a model another one has taken: an optimizer that was made
-before and still has them is refused.
+"""Refuse optimizers whose parameters are no longer in the model.
+
+Surgery on a model (``quantize_model``, ``dequantize_model``, a loader) puts new parameters
+in the places of old ones. An optimizer made before it would go on stepping the old ones,
+and train nothing. So a replaced parameter carries a mark with its successor, and a hook of
+every optimizer's step looks for parameters that have the mark.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,80 +14,87 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_NAMED: Final = 3
+_NAMES_IN_MESSAGE: Final = 3
 MARK: Final = "replaced_in_model"
 """The attribute of a replaced parameter, which is not carried to another one."""
 
 
 @dataclass(frozen=True)
 class _Replacement:
-    """What has taken a parameter's place."""
+    """The parameter that has taken another one's place."""
 
-    name: str  #: In the model.
+    #: its name in the model
+    name: str
     parameter: Tensor
-    stays: bool  #: True if the model has the replaced one elsewhere: a copy took one place of it.
+    #: True if the model has the replaced one elsewhere: a copy took one place of it
+    stays: bool
 
 
-class _Watch:
+class _StepHook:
     """The hook of every optimizer's step, registered once a parameter was replaced."""
 
     is_registered = False
 
 
-def note_replaced(before: Tensor, after: Tensor, name: str, *, stays: bool = False) -> None:
-    """Note on a parameter that another one has taken its place ``name`` in a model.
+def note_replaced(old: Tensor, new: Tensor, name: str, *, stays: bool = False) -> None:
+    """Note on a parameter that a new one has taken its place ``name`` in a model.
 
-    Its gradient, which the other one has now, is dropped unless it ``stays`` elsewhere
-    in the model.
+    The gradient of the old one, which the new one has now, is dropped unless the old
+    one ``stays`` elsewhere in the model.
     """
-    if before is after:
+    if old is new:
         return
-    vars(before)[MARK] = _Replacement(name, after, stays)
+    vars(old)[MARK] = _Replacement(name, new, stays)
     if not stays:
-        before.grad = None  # or it would look as if it were trained elsewhere
-    if not _Watch.is_registered:
-        register_optimizer_step_pre_hook(_refuse)
-        _Watch.is_registered = True
+        # A gradient would look as if the parameter were trained in another model.
+        old.grad = None
+    if not _StepHook.is_registered:
+        register_optimizer_step_pre_hook(_refuse_before_step)
+        _StepHook.is_registered = True
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if an optimizer has parameters that its model has no more, and
-    not those in their places.
+    """Raise RuntimeError for an optimizer of replaced parameters without their successors.
 
-    One that has a gradient is trained in another model.
+    A replaced parameter that has a gradient is trained in another model, and passes.
     """
-    members = [p for group in optimizer.param_groups for p in group["params"]]
-    replaced = [p for p in members if MARK in vars(p) and p.requires_grad]
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    replaced = [p for p in parameters if MARK in vars(p) and p.requires_grad]
     if not replaced:
         return
-    known = set(map(id, members))
-    names = [vars(p)[MARK].name for p in replaced if _is_lost(p, known)]
+    parameter_ids = {id(p) for p in parameters}
+    names = [vars(p)[MARK].name for p in replaced if _is_lost(p, parameter_ids)]
     if not names:
         return
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    listed = ", ".join(repr(name) for name in names[:_NAMES_IN_MESSAGE])
+    if len(names) > _NAMES_IN_MESSAGE:
+        listed += f" and {len(names) - _NAMES_IN_MESSAGE} more"
     raise RuntimeError(
         f"this {type(optimizer).__name__} was made before quantize_model, dequantize_model or a "
-        f"loader replaced {', '.join(map(repr, names[:_NAMED]))}{more} in the model, and would "
+        f"loader replaced {listed} in the model, and would "
         "train nothing there: make the optimizer afterwards, of the model's parameters"
     )
 
 
-def _is_lost(parameter: Tensor, known: set[int]) -> bool:
-    """True if the parameter is in no model that trains, or a part of the model that
-    shared it is not in the optimizer.
+def _is_lost(parameter: Tensor, parameter_ids: set[int]) -> bool:
+    """True if stepping a replaced parameter leaves a part of the model untrained.
+
+    ``parameter_ids`` are those of the optimizer's parameters.
     """
     successors = list(_successors(parameter))
-    if any(id(each.parameter) in known for each in successors):
+    if any(id(successor.parameter) in parameter_ids for successor in successors):
         return False
     return successors[0].stays or parameter.grad is None
 
 
 def _successors(parameter: Tensor) -> Iterator[_Replacement]:
-    found: _Replacement | None = vars(parameter).get(MARK)
-    while found is not None:
-        yield found
-        found = vars(found.parameter).get(MARK)
+    successor: _Replacement | None = vars(parameter).get(MARK)
+    while successor is not None:
+        yield successor
+        successor = vars(successor.parameter).get(MARK)
 
 
-def _refuse(optimizer: Optimizer, args: Iterable[Any], kwargs: Any) -> None:
+def _refuse_before_step(optimizer: Optimizer, args: Iterable[Any], kwargs: Any) -> None:
     refuse_replaced(optimizer)

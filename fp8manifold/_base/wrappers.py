@@ -1,13 +1,14 @@
-"""Names and modules without the wrappers that torch puts around them: of compilation,
-checkpointed activations and parallel training.
+"""Names and modules without the wrappers that torch puts around them.
+
+There are wrappers of compilation, of checkpointed activations and of parallel training.
 """
 
 from typing import Final
 
 from torch import nn
 
-#: names under which torch's wrappers have the module that they wrap
-_WRAPPED: Final = (
+#: names that torch's wrappers give the module inside
+_INNER_NAMES: Final = (
     "_orig_mod",
     "_checkpoint_wrapped_module",
     "_fsdp_wrapped_module",
@@ -21,20 +22,24 @@ def plain_name(name: str) -> str:
     >>> plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    return ".".join(part for part in name.split(".") if part not in _INNER_NAMES)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that wrappers of torch are around, or the module itself."""
-    inner = _wrapped_by(model)
+    """Return the module inside all wrappers of torch, or the module itself."""
+    inner = _inner_module(model)
     while inner is not None:
-        model, inner = inner, _wrapped_by(inner)
+        model = inner
+        inner = _inner_module(model)
     return model
 
 
-def _wrapped_by(model: nn.Module) -> nn.Module | None:
+def _inner_module(model: nn.Module) -> nn.Module | None:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
     children = vars(model)["_modules"]
-    return next((children[name] for name in _WRAPPED if name in children), None)
+    for name in _INNER_NAMES:
+        if name in children:
+            return children[name]
+    return None

@@ -1,5 +1,8 @@
-"""The records that C reads: the same fields in the same order as in ``format.h``,
-``step.h`` and ``grid.c``.
+"""Records that the C code reads.
+
+They have the fields of its structs, in the same order: ``Format`` in ``format.h``, ``Spec``
+and ``Job`` in ``step.h``, ``Array`` in ``grid.c``. ``align=True`` pads them as a C compiler
+does.
 """
 
 from functools import lru_cache
@@ -14,25 +17,35 @@ from fp8manifold.formats import FloatFormat
 
 FORMAT: Final = np.dtype(
     [
-        *[
-            (name, np.int32)
-            for name in ("mantissa_bits", "bias", "emin", "emax", "bits", "sign_bit", "max_code")
-        ],
-        *[
-            (name, np.int32)
-            for name in ("top", "signed_zero", "coarse", "one_nan", "many_nans", "inf_code")
-        ],
+        ("mantissa_bits", np.int32),
+        ("bias", np.int32),
+        ("emin", np.int32),
+        ("emax", np.int32),
+        ("bits", np.int32),
+        ("sign_bit", np.int32),
+        ("max_code", np.int32),
+        ("top", np.int32),
+        ("signed_zero", np.int32),
+        ("coarse", np.int32),
+        ("one_nan", np.int32),
+        ("many_nans", np.int32),
+        ("inf_code", np.int32),
         ("largest", np.float32),
     ],
     align=True,
 )
 SPEC: Final = np.dtype(
     [
-        *[
-            (name, np.int32)
-            for name in ("direction", "storage", "writeback", "moments", "geometry", "stiffness")
-        ],
-        *[(name, np.int32) for name in ("metric", "decays", "nesterov", "maximize")],
+        ("direction", np.int32),
+        ("storage", np.int32),
+        ("writeback", np.int32),
+        ("moments", np.int32),
+        ("geometry", np.int32),
+        ("stiffness", np.int32),
+        ("metric", np.int32),
+        ("decays", np.int32),
+        ("nesterov", np.int32),
+        ("maximize", np.int32),
         ("format", FORMAT),
     ],
     align=True,
@@ -44,31 +57,53 @@ JOB: Final = np.dtype(
         ("pointers", np.uint64, 11),
         ("rows", np.int64),
         ("length", np.int64),
-        ("facts", np.int32, 4),  # scales, repeats, low_exponent, high_exponent
+        # scales, repeats, low_exponent, high_exponent
+        ("facts", np.int32, 4),
+        # weight_keys, average_keys
         ("keys", np.int32, 8),
+        # the floats of Hyper
         ("hyper", np.float32, 19),
     ],
     align=True,
 )
 
-
-#: format, from, to, scale, rows, length, then shared, stochastic, rescale, bfloat16,
-#: nan_code, spacing, keys, position
-ARRAY: Final = Struct(f"{FORMAT.itemsize}s3Q2q6i4ii0q")
+ARRAY: Final = Struct(
+    f"{FORMAT.itemsize}s"
+    # from, to, scale
+    "3Q"
+    # rows, length
+    "2q"
+    # shared, stochastic, rescale, bfloat16, nan_code, spacing
+    "6i"
+    # keys
+    "4i"
+    # position
+    "i"
+    # padding to a multiple of eight bytes
+    "0q"
+)
 
 
 @lru_cache(maxsize=256)
 def format_record(fmt: FloatFormat) -> NDArray[np.void]:
-    """A format as a record of C, which lives as long as the cache."""
+    """Return a format as a record of C, whose memory lives as long as the cache."""
     record = np.zeros(1, dtype=FORMAT)
-    record[0] = (
-        *(fmt.mantissa_bits, fmt.bias, fmt.emin, fmt.emax, fmt.bits, fmt.sign_bit, fmt.max_code),
-        largest_bits(fmt),
-        fmt.has_negative_zero,
-        fmt.ulp_min > 1,
-        fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else -1,
-        len(fmt.nan_codes) > 1,
-        -1 if fmt.inf_code is None else fmt.inf_code,
-        fmt.max,
-    )
+    fields = {
+        "mantissa_bits": fmt.mantissa_bits,
+        "bias": fmt.bias,
+        "emin": fmt.emin,
+        "emax": fmt.emax,
+        "bits": fmt.bits,
+        "sign_bit": fmt.sign_bit,
+        "max_code": fmt.max_code,
+        "top": largest_bits(fmt),
+        "signed_zero": fmt.has_negative_zero,
+        "coarse": fmt.ulp_min > 1,
+        "one_nan": fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else -1,
+        "many_nans": len(fmt.nan_codes) > 1,
+        "inf_code": -1 if fmt.inf_code is None else fmt.inf_code,
+        "largest": fmt.max,
+    }
+    for name, value in fields.items():
+        record[name] = value
     return record

@@ -1,5 +1,22 @@
-"""Stiffness fields: their mean, bounds of their ratios to the mean, and powers of these
-ratios.
+"""Powers of a stiffness field's ratios to its mean, the same bits on every backend.
+
+A stiffness optimizer scales each weight's step by
+
+    ratio^k,   ratio = clamp(S / S_ref, damping, clip),   S_ref = mean of S
+
+**Mean.** A sum of floats depends on its order, and so on how a field is cut up among
+threads, blocks and processes. Integers can be added in any order::
+
+    value    1.mantissa * 2^(field - bias)
+    sums     number of values and sum of mantissas, for each of the 256 exponent fields
+    mean     (sum over fields of (count + mantissas 2^-23) 2^(field - bias)) / count
+
+**Power.** ``pow``, ``exp2`` and ``log2`` differ in their last bits from one library to the
+next. Exponents 1/2, 1 and 2 need a root or a product. Any other one goes over
+
+    log2 x = exponent field + log2 of the mantissa,    2^y = 2^whole * 2^fraction
+
+with polynomials in ``+`` and ``*`` for the logarithm of a mantissa and for ``2^fraction``.
 """
 
 import math
@@ -13,30 +30,44 @@ from fp8manifold._base.float_bits import float_bits
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
 
-_COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
-_LOGARITHM = tuple(2 / math.log(2) / (2 * i + 1) for i in range(18))
-_PART = 26  # bits of a mantissa that are summed at once
+# The series of 2^x around 0, and that of log2((1 + t) / (1 - t)) / t in t^2.
+_EXP2_SERIES = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
+_LOG2_SERIES = tuple(2 / math.log(2) / (2 * i + 1) for i in range(18))
+_FLOAT32_TERMS = 8
+# Sums of so many bits of mantissas stay exact in float64.
+_PART_BITS = 26
 
 
 def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
-    """The mean of a field over all processes, float64, from integer sums: the same bits
-    however it is cut up.
+    """Return the mean of a field over all processes, in float64.
+
+    It is computed from integer sums: the same bits however the field is cut up.
     """
     fields = float_bits(stiffness.dtype)
-    counts, *parts = ranks.total(_summed(stiffness)).tolist()
-    terms = [math.ldexp(n, e - fields.bias) for e, n in enumerate(counts) if n and e]
-    for i, part in enumerate(parts):
-        unit = _PART * i - fields.bias - fields.mantissa_bits
-        terms += [math.ldexp(n, max(e, 1) + unit) for e, n in enumerate(part) if n]
-    return math.fsum(terms) / sum(counts) or 2.0**-fields.bias  # if all of it has underflowed
+    counts, *mantissa_sums = ranks.total(_sums_by_exponent(stiffness)).tolist()
+    terms = []
+    for exponent_field, count in enumerate(counts):
+        # A subnormal number, of exponent field 0, has no leading 1.
+        if count and exponent_field:
+            terms.append(math.ldexp(count, exponent_field - fields.bias))
+    for part, sums in enumerate(mantissa_sums):
+        unit = _PART_BITS * part - fields.bias - fields.mantissa_bits
+        for exponent_field, mantissa_sum in enumerate(sums):
+            if mantissa_sum:
+                terms.append(math.ldexp(mantissa_sum, max(exponent_field, 1) + unit))
+    mean = math.fsum(terms) / sum(counts)
+    # If all of the field has underflowed, the smallest number that can be divided by.
+    return mean or 2.0**-fields.bias
 
 
-def _summed(stiffness: Tensor) -> Tensor:
-    """The number of values of each exponent, and the sums of their mantissas in parts
-    of 26 bits.
+def _sums_by_exponent(stiffness: Tensor) -> Tensor:
+    """Return sums (int64) over the values of each exponent field, one field a column.
+
+    Row 0 has the number of values. The rows below have the sums of their mantissas, in
+    parts of 26 bits from the lowest up.
     """
     fields = float_bits(stiffness.dtype)
-    shifts = range(0, fields.mantissa_bits, _PART)
+    shifts = range(0, fields.mantissa_bits, _PART_BITS)
     sums = torch.zeros(
         1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device
     )
@@ -47,7 +78,7 @@ def _summed(stiffness: Tensor) -> Tensor:
         sums[0] += torch.bincount(exponents, minlength=sums.shape[1])
         if bool(mantissas.any()):
             for row, shift in zip(sums[1:], shifts, strict=True):
-                part = ((mantissas >> shift) & ((1 << _PART) - 1)).double()  # whose sums are exact
+                part = ((mantissas >> shift) & ((1 << _PART_BITS) - 1)).double()
                 row += torch.bincount(exponents, part, sums.shape[1]).long()
     return sums
 
@@ -55,36 +86,43 @@ def _summed(stiffness: Tensor) -> Tensor:
 def bounded_share(
     stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE
 ) -> float:
-    """Share of elements, over all processes, whose ratio to the reference is outside
-    ``[damping, clip]``.
+    """Return the share of elements whose ratio is outside ``[damping, clip]``.
+
+    They are counted over all processes.
     """
     outside = torch.zeros((), dtype=torch.int64, device=stiffness.device)
-    for part in stiffness.flatten().split(block_on(stiffness.device)):
-        ratio = part / reference
+    for piece in stiffness.flatten().split(block_on(stiffness.device)):
+        ratio = piece / reference
         outside += ((ratio < damping) | (ratio > clip)).sum()
-    beyond, total = ranks.total(
-        torch.stack([outside, outside.new_tensor(stiffness.numel())])
-    ).tolist()
-    share: float = beyond / max(total, 1)
+    counts = torch.stack([outside, outside.new_tensor(stiffness.numel())])
+    outside_count, total_count = ranks.total(counts).tolist()
+    share: float = outside_count / max(total_count, 1)
     return share
 
 
 def bounded_ratio_power(
     stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Tensor]
 ) -> Tensor:
-    """``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere; ``scale`` has
-    the mantissas of ``stiffness``.
+    """Return ``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere.
+
+    Args:
+        stiffness: the field ``S``, positive.
+        scale: a tensor whose entries have the mantissas of ``stiffness``: its logarithms
+            are taken in place of those of the larger field.
+        mode: ``linear``, ``sqrt``, ``square``, or ``power`` for any other ``k``.
+        numbers: scalar tensors: ``inverse_reference``, ``low`` and ``high``; or, for
+            ``power``, ``log_reference``, ``log_low``, ``log_high`` and ``power``.
     """
     if mode == "power":
         logarithm = _exponent(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
-        return exp2_exact(
-            logarithm.clamp(numbers["log_low"], numbers["log_high"]) * numbers["power"]
-        )
-    # positive floats order like their bits, and integer bounds cost a third of float
-    # ones, which check for NaN
+        bounded = logarithm.clamp(numbers["log_low"], numbers["log_high"])
+        return exp2_exact(bounded * numbers["power"])
+    # Positive floats are ordered like their bits. Clamping integers costs a third of
+    # clamping floats, which checks for NaN.
     fields = float_bits(stiffness.dtype)
     bits = (stiffness * numbers["inverse_reference"]).view(fields.integer)
-    low, high = numbers["low"].view(fields.integer), numbers["high"].view(fields.integer)
+    low = numbers["low"].view(fields.integer)
+    high = numbers["high"].view(fields.integer)
     ratio = bits.clamp(low, high).view(stiffness.dtype)
     if mode == "sqrt":
         return sqrt_exact(ratio)
@@ -92,69 +130,79 @@ def bounded_ratio_power(
 
 
 def log2_of_mantissa(x: Tensor) -> Tensor:
-    """``log2 f`` of a positive ``x = 2^e f`` with ``f`` in [1, 2): 0 for a power of
-    two, elsewhere within ``2^-22``.
+    r"""Return ``log2 f`` of a positive ``x = 2^e f`` with ``f`` in [1, 2).
 
-    .. math:: \\log_2 f = \\frac{2}{\\ln 2} \\left( t + \\frac{t^3}{3} + \\frac{t^5}{5} + \\dots \\right),
-              \\qquad t = \\frac{f - 1}{f + 1}
+    .. math:: \log_2 f = \frac{2}{\ln 2}
+              \left( t + \frac{t^3}{3} + \frac{t^5}{5} + \dots \right),
+              \qquad t = \frac{f - 1}{f + 1}
 
-    A sum in ``+``, ``*`` and one division: the same bits everywhere.
+    It is 0 for a power of two, elsewhere within ``2^-22``. A sum in ``+``, ``*`` and
+    one division has the same bits everywhere.
     """
     fields = float_bits(x.dtype)
-    mask, one = (1 << fields.mantissa_bits) - 1, fields.power_of_two(0)
-    f = ((x.view(fields.integer) & mask) | one).view(x.dtype)
+    mantissa_mask = (1 << fields.mantissa_bits) - 1
+    one = fields.power_of_two(0)
+    f = ((x.view(fields.integer) & mantissa_mask) | one).view(x.dtype)
     t = (f - 1) / (f + 1)
-    return _polynomial(t * t, _LOGARITHM) * t
+    return _polynomial(t * t, _LOG2_SERIES) * t
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """Horner's scheme, of eight coefficients in float32."""
-    used = coefficients if x.dtype == torch.float64 else coefficients[:8]
-    value = torch.full_like(x, used[-1])
-    for coefficient in reversed(used[:-1]):
+    """Return a polynomial by Horner's scheme, of its first eight terms in float32."""
+    if x.dtype != torch.float64:
+        coefficients = coefficients[:_FLOAT32_TERMS]
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
     return value
 
 
 def exp2_exact(x: Tensor) -> Tensor:
-    """``2^x`` by a polynomial in ``+`` and ``*``: within 4 ULP, and the same bits
-    everywhere.
-    """
+    """Return ``2^x``, within 4 ULP and the same bits everywhere."""
     fields = float_bits(x.dtype)
     whole = torch.round(x)
-    value = _polynomial(x - whole, _COEFFICIENTS)
+    power_of_fraction = _polynomial(x - whole, _EXP2_SERIES)
     exponent = whole.to(fields.integer).clamp(1 - fields.bias, fields.bias)
-    return value * ((exponent + fields.bias) << fields.mantissa_bits).view(x.dtype)
+    return power_of_fraction * fields.power_of_two(exponent).view(x.dtype)
 
 
 def power_of_ratio(
     stiffness: Tensor, reference: float, exponent: float, damping: float, clip: float
 ) -> Tensor | float:
-    """``clamp(S / S_ref, damping, clip)^k`` of a whole field, for optimizers that only
-    scale.
+    """Return ``clamp(S / S_ref, damping, clip)^k`` of a whole field.
+
+    It serves optimizers that scale gradients and leave the step to others.
     """
     if exponent == 0:
         return 1.0
     if exponent in (0.5, 1, 2):
         ratio = (stiffness * (1 / reference)).clamp_(damping, clip)
-        return ratio if exponent == 1 else ratio.square_() if exponent == 2 else sqrt_exact(ratio)
+        if exponent == 1:
+            return ratio
+        return ratio.square_() if exponent == 2 else sqrt_exact(ratio)
     logarithm = _exponent(stiffness) - (math.log2(reference) - log2_of_mantissa(stiffness))
-    return exp2_exact(logarithm.clamp_(log2_bounded(damping), log2_bounded(clip)) * exponent)
+    bounded = logarithm.clamp_(log2_bounded(damping), log2_bounded(clip))
+    return exp2_exact(bounded * exponent)
 
 
 def log2_bounded(x: float) -> float:
-    """``log2(x)``, with finite stand-ins for those of 0 and infinity."""
-    return -1e4 if x == 0 else 1e4 if math.isinf(x) else math.log2(x)
+    """Return ``log2(x)``, with finite stand-ins for those of 0 and infinity."""
+    if x == 0:
+        return -1e4
+    return 1e4 if math.isinf(x) else math.log2(x)
 
 
 def _exponent(x: Tensor) -> Tensor:
+    """Return ``floor(log2(x))`` of positive normal numbers."""
     fields = float_bits(x.dtype)
-    return ((x.view(fields.integer) >> fields.mantissa_bits) - fields.bias).to(x.dtype)
+    exponent_field = x.view(fields.integer) >> fields.mantissa_bits
+    return (exponent_field - fields.bias).to(x.dtype)
 
 
 def sqrt_exact(x: Tensor) -> Tensor:
-    """The correctly rounded square root: eager float32 ``torch.sqrt`` on the CPU is off
-    by one ULP now and then.
+    """Return the correctly rounded square root.
+
+    Eager float32 ``torch.sqrt`` on the CPU is off by one ULP now and then.
     """
     if x.dtype == torch.float64 or torch.compiler.is_compiling():
         return x.sqrt()
@@ -162,9 +210,7 @@ def sqrt_exact(x: Tensor) -> Tensor:
 
 
 def stiffness_bounds(reference: float, damping: float, clip: float) -> tuple[float, float]:
-    """The powers of two between which the stiffness is held: the bounds rounded
-    outwards.
-    """
+    """Return the powers of two that bound the stiffness: its bounds rounded outwards."""
     low = 2.0 ** math.floor(math.log2(damping * reference)) if damping else 0.0
     high = 2.0 ** math.ceil(math.log2(clip * reference)) if math.isfinite(clip) else math.inf
     return low, high
@@ -173,16 +219,17 @@ def stiffness_bounds(reference: float, damping: float, clip: float) -> tuple[flo
 def end_exponents(
     reference: float, damping: float, clip: float, mantissa_bits: int
 ) -> tuple[int, int]:
-    """The exponents of values between which the chart's stiffness follows the format."""
-    low, high = map(log2_bounded, stiffness_bounds(reference, damping, clip))
-    return int(low) + mantissa_bits, int(high) + mantissa_bits
+    """Return the exponents of values between which the stiffness follows the format."""
+    low, high = stiffness_bounds(reference, damping, clip)
+    return int(log2_bounded(low)) + mantissa_bits, int(log2_bounded(high)) + mantissa_bits
 
 
 def bounded_ends(fmt: FloatFormat, scale: Tensor, low: int, high: int) -> dict[str, Tensor]:
-    """Exponents of :func:`end_exponents` in units of the scale, held within the
-    format's own.
+    """Return exponents of :func:`end_exponents` in units of the scale.
+
+    They are clamped to the exponents of the format.
     """
-    exponent = torch.frexp(scale).exponent - 1
-    lowest = (low - exponent).clamp(min=fmt.emin)
-    highest = (high - exponent).clamp(max=fmt.emax)
+    scale_exponent = torch.frexp(scale).exponent - 1
+    lowest = (low - scale_exponent).clamp(min=fmt.emin)
+    highest = (high - scale_exponent).clamp(max=fmt.emax)
     return {"lowest": lowest, "highest": torch.maximum(highest, lowest)}
