@@ -16,7 +16,7 @@ from nanogpt_bench.report.results_file import (
     read_studies,
     with_given_up,
 )
-from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
+from nanogpt_bench.report.rows import Row, counted_once, find_reference, shortfall, uncounted_lines
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.environment import at
@@ -57,7 +57,7 @@ def report(
     )
     if say is not None:
         for row in rows:
-            for line in left_aside(row):
+            for line in uncounted_lines(row):
                 say(line)
     loaded = [run for row in rows for run in row.runs]
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.report.comparable import differing_facts
 from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.rows import (
     REFERENCE_RULE,
     Row,
-    differences,
     references_of,
     row_label,
     seed_of,
@@ -162,7 +162,7 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
     is_reference = row is reference
     unlike: tuple[str, ...] = ()
     if reference is not None and not is_reference:
-        unlike = differences(row.runs, reference.runs)
+        unlike = differing_facts(row.runs, reference.runs)
     comparable = None if unlike else reference
     figures = {name: figure(map(measured, row.runs)) for name, measured in FIGURES.items()}
     gap = _Gap() if comparable is None else _measure_gap(row, comparable)

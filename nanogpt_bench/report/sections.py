@@ -29,7 +29,7 @@ from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT
 from nanogpt_bench.report.page import Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.results_file import Studies
-from nanogpt_bench.report.rows import Row, left_aside, loss_unit, reference_beside, row_runs
+from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, row_runs, uncounted_lines
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, shown_columns, tuning_cells
 from nanogpt_bench.report.verdicts import class_name, describe_ending
 from nanogpt_bench.runs.environment import history_comment
@@ -188,7 +188,7 @@ def _endings(page: Page) -> Section | None:
     runs = [run for row in page.rows for run in row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]
-    items += [line for row in page.rows for line in left_aside(row)]
+    items += [line for row in page.rows for line in uncounted_lines(row)]
     items += [f"{row.label}: {row.reason or 'not run'}" for row in page.rows if not row.runs]
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return (

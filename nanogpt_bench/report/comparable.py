@@ -1,0 +1,137 @@
+"""Which runs may be compared: facts of their records in which they have to agree.
+
+A gap between the losses of two runs means something only if both were trained on one
+corpus, as long, with models of one size. What differs between rows on purpose (format,
+rule, learning rate) and what differs within a row (the seed) is no such fact.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nanogpt_bench.data.batches import digests_of
+from nanogpt_bench.runs.environment import at
+from nanogpt_bench.runs.load import Run
+
+#: a function from a run to a comparable value in its records; None where they lack it
+Fact = Callable[[Run], Any]
+
+
+def corpus_digests(run: Run) -> dict[str, Any] | None:
+    """Return the digests of the corpus' tokens by split; None where one is unknown."""
+    splits = at(run.environment, "corpus.splits")
+    if not isinstance(splits, Mapping):
+        return None
+    digests = {}
+    for name, split in splits.items():
+        if isinstance(split, Mapping):
+            digests[name] = split.get("sha256")
+    if not digests or not all(digests.values()):
+        return None
+    return digests | digests_of(splits)
+
+
+def _settings(run: Run, *keys: str) -> list[Any] | None:
+    """Return the values of settings; None where the config lacks one."""
+    values = [at(run.config, key) for key in keys]
+    return None if None in values else values
+
+
+def _nullable_setting(run: Run, key: str) -> list[Any] | None:
+    """Return the value of a setting, which may be null, in a list.
+
+    It is None where the config lacks the setting.
+    """
+    absent = object()
+    value = at(run.config, key, absent)
+    return None if value is absent else [value]
+
+
+def _task(run: Run) -> Any:
+    return run.config.get("task")
+
+
+def _train_tokens(run: Run) -> list[Any] | None:
+    return _nullable_setting(run, "data.train_tokens")
+
+
+def _tokenizer(run: Run) -> Any:
+    return run.environment.get("tokenizer")
+
+
+def _model_size(run: Run) -> list[Any] | None:
+    return _settings(run, "model.n_layer", "model.n_head", "model.n_embd", "model.block_size")
+
+
+def _first_weights(run: Run) -> list[Any] | None:
+    """Return where the first weights are from; random ones of all seeds count as equal."""
+    return _nullable_setting(run, "model.init_from")
+
+
+def _steps(run: Run) -> Any:
+    planned = at(run.config, "train.max_steps")
+    return run.number("steps_planned") if planned is None else planned
+
+
+def _batch_size(run: Run) -> Any:
+    """Return the sequences per step."""
+    values = _settings(run, "train.batch_size", "train.accumulation")
+    if values is None or not all(isinstance(value, int) for value in values):
+        return None
+    batch_size, accumulation = values
+    return batch_size * accumulation
+
+
+def _validation(run: Run) -> list[Any] | None:
+    """Return what the draw of the validation's batches depends on."""
+    return _settings(run, "eval.batches", "train.batch_size", "eval.seed")
+
+
+#: the facts by name; settings among them are marked `of_task`
+FACTS: Mapping[str, Fact] = {
+    "task": _task,
+    "corpus": corpus_digests,
+    "training tokens": _train_tokens,
+    "tokenizer": _tokenizer,
+    "size": _model_size,
+    "first weights": _first_weights,
+    "steps": _steps,
+    "batch size": _batch_size,
+    "validation": _validation,
+}
+
+
+def differing_facts(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
+    """Return the names of facts in which runs differ from others.
+
+    A gap of their losses means nothing then. A fact that either run's records lack is
+    skipped.
+
+    >>> differing_facts([], [])
+    ()
+    """
+    pairs = list(itertools.product(runs, others))
+    return tuple(name for name in FACTS if any(_differ(name, *pair) for pair in pairs))
+
+
+def _differ(name: str, run: Run, other: Run) -> bool:
+    fact = FACTS[name]
+    if name == "corpus" and _differ("tokenizer", run, other):
+        # Two tokenizers make different tokens of one text, so the sources of the text
+        # are compared instead.
+        fact = _corpus_source
+    value = fact(run)
+    other_value = fact(other)
+    return value is not None and other_value is not None and value != other_value
+
+
+def _corpus_source(run: Run) -> Any:
+    return at(run.environment, "corpus.source")
+
+
+def loss_conditions(runs: Sequence[Run]) -> frozenset[str]:
+    """Return as one value everything that runs' losses depend on.
+
+    Format, rule, learning rate and seed are left out.
+    """
+    return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
