@@ -6,6 +6,7 @@ and train nothing. So a replaced parameter carries a mark with its successor, an
 every optimizer's step looks for parameters that have the mark.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,9 +32,30 @@ class _Replacement:
 
 
 class _StepHook:
-    """The hook of every optimizer's step, registered once a parameter was replaced."""
+    """The replaced parameters that are alive, and the hook of every optimizer's step.
 
-    is_registered = False
+    Replaced parameters are freed unless an optimizer or another model holds them, so a
+    step usually has nothing to look for. The hook then returns at once. It is not
+    removed, since torch may be going through its hooks when the last one is freed.
+    """
+
+    def __init__(self) -> None:
+        self.parameters_alive = 0
+        self._is_registered = False
+
+    def watch_for(self, replaced: Tensor) -> None:
+        """Count a parameter until it is freed."""
+        self.parameters_alive += 1
+        weakref.finalize(replaced, self._note_freed).atexit = False
+        if not self._is_registered:
+            register_optimizer_step_pre_hook(_refuse_before_step)
+            self._is_registered = True
+
+    def _note_freed(self) -> None:
+        self.parameters_alive -= 1
+
+
+_STEP_HOOK: Final = _StepHook()
 
 
 def note_replaced(old: Tensor, new: Tensor, name: str, *, stays: bool = False) -> None:
@@ -48,9 +70,7 @@ def note_replaced(old: Tensor, new: Tensor, name: str, *, stays: bool = False) -
     if not stays:
         # A gradient would look as if the parameter were trained in another model.
         old.grad = None
-    if not _StepHook.is_registered:
-        register_optimizer_step_pre_hook(_refuse_before_step)
-        _StepHook.is_registered = True
+    _STEP_HOOK.watch_for(old)
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
@@ -97,4 +117,5 @@ def _successors(parameter: Tensor) -> Iterator[_Replacement]:
 
 
 def _refuse_before_step(optimizer: Optimizer, args: Iterable[Any], kwargs: Any) -> None:
-    refuse_replaced(optimizer)
+    if _STEP_HOOK.parameters_alive:
+        refuse_replaced(optimizer)

@@ -5,6 +5,7 @@ a step walks through as many functions. The budgets are the figures of the commi
 them. Whoever lowers a figure lowers its budget; whoever raises one says why in the commit.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,11 +42,11 @@ class Budget:
 
 
 BUDGETS = {
-    "StiffnessAdamW": Budget(first=860, second=457, steady=102, files=10),
-    "StiffnessSGD": Budget(first=820, second=424, steady=109, files=10),
-    "StiffnessLion": Budget(first=800, second=408, steady=93, files=10),
-    "StiffnessMuon": Budget(first=1060, second=687, steady=687, files=20),
-    "RiemannianAdam": Budget(first=700, second=387, steady=387, files=21),
+    "StiffnessAdamW": Budget(first=860, second=456, steady=101, files=11),
+    "StiffnessSGD": Budget(first=820, second=423, steady=108, files=11),
+    "StiffnessLion": Budget(first=800, second=407, steady=92, files=11),
+    "StiffnessMuon": Budget(first=1060, second=687, steady=687, files=21),
+    "RiemannianAdam": Budget(first=700, second=386, steady=386, files=22),
 }
 
 
@@ -84,6 +85,9 @@ def test_a_step_makes_no_more_calls_than_its_budget(name):
     layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = fm.quantize_model(layers, "E4M3", storage="fp8")
     optimizer = optimizer_over(name, model)
+    # Frees what earlier tests had replaced in models: a step looks for such parameters
+    # while one is alive.
+    gc.collect()
     walks = []
     for _ in range(4):
         for parameter in model.parameters():
