@@ -1,12 +1,12 @@
-"""The weights of a run, from one of its checkpoints: choosing it, the settings of the
-training, the model.
+"""The weights of a run, from one of its checkpoints.
 
-Only plain tensors and JSON are read, and every byte is checked against the digest
-beside the checkpoint.
+`choose` picks the checkpoint, `load` reads it, `trained_shape` says which model its
+weights fit, and `fill_floats` fills a float model with them. Only plain tensors and
+JSON are read, and every byte is checked against the digest beside the checkpoint.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,11 @@ from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import BenchError, refusals
 
-EMBEDDING = "token_embedding.weight"
-#: names of the embedding and of an untied lm_head, as floats and as codes
-EMBEDDINGS, HEADS = ((name, f"{name}.codes") for name in (EMBEDDING, "lm_head.weight"))
+EMBEDDING, HEAD = "token_embedding.weight", "lm_head.weight"
 #: sections of a run's settings that its loss depends on
 _SECTIONS = ("rule", "seed", "task", "data", "model", "optimizer", "train", "eval", "runtime")
 #: files that show, beside config.yaml, that a folder is a run's
-_WRITTEN = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
+_RECORDS = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
 
 
 @dataclass(frozen=True)
@@ -69,66 +67,72 @@ class Trained:
 
 
 def run_folder(name: str) -> Path | None:
-    """Return the run folder of this name, or that of this config.yaml; None for
-    anything else.
+    """Return the run folder of this name, or that of this config.yaml.
+
+    None for anything else.
     """
     path = Path(name)
-    path = path.parent if path.name == "config.yaml" and path.is_file() else path
+    if path.name == "config.yaml" and path.is_file():
+        path = path.parent
     return path if is_run(path) else None
 
 
 def is_run(path: Path) -> bool:
     """Return whether a folder has the files of a run, and not only its settings."""
-    return (path / "config.yaml").is_file() and any((path / name).exists() for name in _WRITTEN)
+    return (path / "config.yaml").is_file() and any((path / name).exists() for name in _RECORDS)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a file with the name and in the folder of a run's
-    checkpoint.
-    """
+    """Return whether a path is a run's checkpoint, by its name and its folder."""
     return step_of(path.name) is not None and path.parent.name == CHECKPOINTS and path.is_file()
 
 
-def choose(run_dir: Path, which: str = "last") -> Path:
-    """Return a run's checkpoint: `last` (the newest), `best` (with the lowest
-    validation loss) or `step-N`.
+def choose(run_dir: Path, checkpoint: str = "last") -> Path:
+    """Return a run's checkpoint: `last`, `best` or `step-N`.
+
+    `last` is the newest, and `best` has the lowest validation loss.
     """
-    known = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
-    if not known:
+    paths = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
+    if not paths:
         check_layout(run_dir)
         raise BenchError(
-            f"{str(run_dir)!r} has no checkpoint; {_again(run_dir, '--checkpoint.last true')}"
+            f"{str(run_dir)!r} has no checkpoint; "
+            f"{_trained_again(run_dir, '--checkpoint.last true')}"
         )
-    if which == "best":
-        lowest = summary_of(run_dir).get("best_val_loss")
-        if not isinstance(lowest, int | float):
-            lowest = load([*known.values()][-1], weights=False).best_val_loss
-        for path in filter(says_best, reversed(known.values())):
-            loss = load(path, weights=False).val_loss
-            if lowest is None or (loss is not None and loss <= lowest):
-                return path
+    if checkpoint == "best":
+        return _best(run_dir, list(paths.values()))
+    if checkpoint == "last":
+        return list(paths.values())[-1]
+    if checkpoint not in paths:
         raise BenchError(
-            f"{str(run_dir)!r} has no checkpoint of its lowest validation loss; give --checkpoint "
-            f"last, or step-N; {_again(run_dir, '--checkpoint.best true')}"
+            f"--checkpoint: {checkpoint!r} does not exist; allowed: best, last, {', '.join(paths)}"
         )
-    if which == "last":
-        return list(known.values())[-1]
-    if which not in known:
-        raise BenchError(
-            f"--checkpoint: {which!r} does not exist; allowed: best, last, {', '.join(known)}"
-        )
-    return known[which]
+    return paths[checkpoint]
 
 
-def _again(run_dir: Path, option: str) -> str:
+def _best(run_dir: Path, paths: list[Path]) -> Path:
+    lowest = summary_of(run_dir).get("best_val_loss")
+    if not isinstance(lowest, int | float):
+        lowest = load(paths[-1], weights=False).best_val_loss
+    for path in reversed(paths):
+        if not says_best(path):
+            continue
+        loss = load(path, weights=False).val_loss
+        if lowest is None or (loss is not None and loss <= lowest):
+            return path
+    raise BenchError(
+        f"{str(run_dir)!r} has no checkpoint of its lowest validation loss; give --checkpoint "
+        f"last, or step-N; {_trained_again(run_dir, '--checkpoint.best true')}"
+    )
+
+
+def _trained_again(run_dir: Path, option: str) -> str:
     command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
     return f"{command} {option} trains it once more and saves one"
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
-    """Return a checkpoint's settings and other facts, and its weights unless `weights`
-    is False.
-    """
+    """Return a checkpoint's settings and facts, and its weights if `weights` is True."""
     contents = read(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
@@ -147,30 +151,33 @@ def load(path: Path, *, weights: bool = True) -> Trained:
 
 
 def trained_shape(path: Path) -> GPTShape:
-    """Return the shape of a checkpoint's model; `tie_weights` is False where its
-    lm_head was untied.
+    """Return the shape of a checkpoint's model.
+
+    `tie_weights` is False where its lm_head was untied.
     """
     config = load(path, weights=False).config
     settings = config.model
     if settings.pretrained:
-        how = f"with --resume --name {shlex.quote(path.resolve().parent.parent.name)} --save DIR"
+        name = shlex.quote(path.resolve().parent.parent.name)
         raise BenchError(
             f"checkpoint {str(path)!r} is of the pretrained model {settings.pretrained!r}; its "
-            f"finetune command {how} "
-            "writes it as a model, which evaluate --model DIR and finetune --model DIR take"
+            f"finetune command with --resume --name {name} --save DIR writes it as a model, which "
+            f"evaluate --model DIR and finetune --model DIR take"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
-    unread = f"checkpoint {str(path)!r}: its weights can't be read"
+    unreadable = f"checkpoint {str(path)!r}: its weights can't be read"
     with (
-        refusals(unread, SafetensorError, OSError, ValueError),
+        refusals(unreadable, SafetensorError, OSError, ValueError),
         safe_open(path, framework="pt") as file,
     ):
-        names = {name.removeprefix("model/") for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-        embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
-    if len(embedding) != 2 or None in sizes.values():
+        embedding = _shape_in(file, EMBEDDING)
+        head = _shape_in(file, HEAD)
+    if embedding is None or len(embedding) != 2 or None in sizes.values():
         raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
-    claimed, size = sizes["n_embd"] * (12 * sizes["n_layer"] * sizes["n_embd"]), path.stat().st_size
-    if claimed > size:  # checked before so much memory is allocated
+    # checked before so much memory is allocated
+    claimed = 12 * sizes["n_layer"] * sizes["n_embd"] ** 2
+    size = path.stat().st_size
+    if claimed > size:
         raise BenchError(
             f"checkpoint {str(path)!r}: settings for {claimed:,} weights, a file of {size:,} bytes"
         )
@@ -178,65 +185,73 @@ def trained_shape(path: Path) -> GPTShape:
         **sizes,
         vocab_size=embedding[0],
         bias=bool(settings.bias),
-        tie_weights=names.isdisjoint(HEADS),
+        tie_weights=head is None,
         gelu=settings.gelu or "exact",
         labels=head[0] if head and config.task == "classify" else 0,
     )
 
 
-def _shape_in(file: Any, spelt: Sequence[str]) -> list[int]:
-    found = next((name for spelling in spelt if (name := f"model/{spelling}") in file.keys()), None)  # noqa: SIM118
-    return list(file.get_slice(found).get_shape()) if found else []
+def _shape_in(file: Any, weight: str) -> list[int] | None:
+    """Return the shape of a matrix in a checkpoint, stored as floats or as codes.
+
+    None where the checkpoint does not have it. Codes have a last dimension of size 1
+    that the matrix has not. Earlier versions left it out, and had another name for
+    codes.
+    """
+    names = file.keys()
+    for name in (f"model/{weight}", f"model/{weight}.codes"):
+        if name in names:
+            shape = list(file.get_slice(name).get_shape())
+            is_stored_as_codes = len(shape) == 3 and shape[2] == 1
+            return shape[:2] if is_stored_as_codes else shape
+    return None
 
 
 def float_weights(trained: Trained) -> dict[str, Tensor]:
-    """Return the weights as float32: one-byte weights decoded, exactly; master copies
-    where the run had them.
+    """Return the weights as float32.
+
+    One-byte weights are decoded, exactly. Where the run had master copies, these are
+    returned.
     """
     if any(PART in name for name in trained.tensors):
         raise BenchError(
             f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), "
-            f"which only its own "
-            "run can use"
+            f"which only its own run can use"
         )
     with refusals(f"checkpoint {str(trained.path)!r}", ValueError):
         state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
-    named = {
-        name: value
-        for name, value in state.items()
-        if name.rpartition(".")[2] in ("weight", "bias")
-    }
-    return {
-        name: value.dequantize() if isinstance(value, fm.FP8Tensor) else value.float()
-        for name, value in named.items()
-    }
+    weights: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name.rpartition(".")[2] in ("weight", "bias"):
+            is_codes = isinstance(value, fm.FP8Tensor)
+            weights[name] = value.dequantize() if is_codes else value.float()
+    return weights
 
 
 @torch.no_grad()
-def fill_floats(model: GPT, trained: Trained, called: str) -> None:
-    """Fill a float model with the weights of a checkpoint, which errors call `called`.
+def fill_floats(model: GPT, trained: Trained, source: str) -> None:
+    """Fill a float model with the weights of a checkpoint, called `source` in errors.
 
-    A model with fewer positions takes the first ones; an untied lm_head gets a copy of
+    A model with fewer positions takes the first ones. An untied lm_head gets a copy of
     the embedding if need be.
     """
     state = float_weights(trained)
-    state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))
-    own = dict(model.named_parameters(remove_duplicate=False))
-    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
-    if missing or unknown:
-        what = (
-            f"lacks the tensor {min(missing)!r}"
-            if missing
-            else f"has a tensor too many, {min(unknown)!r}"
+    state.setdefault(HEAD, state.get(EMBEDDING, torch.empty(0)))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing, unknown = parameters.keys() - state.keys(), state.keys() - parameters.keys()
+    if missing:
+        raise BenchError(f"{source} lacks the tensor {min(missing)!r}: it is of another model")
+    if unknown:
+        raise BenchError(
+            f"{source} has a tensor too many, {min(unknown)!r}: it is of another model"
         )
-        raise BenchError(f"{called} {what}: it is of another model")
     for name, parameter in model.named_parameters():
         value = state[name]
         if name == "position_embedding.weight":
             value = value[: len(parameter)]
         if value.shape != parameter.shape:
             raise BenchError(
-                f"{called} has {name} of shape {tuple(value.shape)}, the model needs "
+                f"{source} has {name} of shape {tuple(value.shape)}, the model needs "
                 f"{tuple(parameter.shape)}"
             )
         parameter.copy_(value)
