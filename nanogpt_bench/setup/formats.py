@@ -1,5 +1,7 @@
-"""Formats of a configuration: names read once, and turned into what is quantised in
-which layers.
+"""Formats of a configuration: what is quantised in which layers.
+
+`fill_formats` reads the names in `model.formats` once. `read_layers` turns them into a
+`LayerSpec` for each linear layer, without making the model.
 """
 
 import functools
@@ -17,49 +19,54 @@ from nanogpt_bench.system.errors import BenchError, one_line, refusals
 _FORMAT_KEYS = ("weight", "activation", "gradient", "format")
 #: both names of the weight of a tied lm_head
 _TIED = {"lm_head": ("token_embedding.weight", "lm_head.weight")}
-#: a format, "none", or a layer specification that contains formats
-Read = fm.FloatFormat | str | dict[str, Any]
+#: a value of `model.formats` once it is read: a format, "none", or a layer's
+#: specification that contains formats
+ParsedFormat = fm.FloatFormat | str | dict[str, Any]
 
 
-def fill_formats(model: ModelConfig) -> dict[str, Read]:
-    """Put `model.format` into `model.formats`, all in canonical names, and return the
-    formats that were read.
-    """
+def fill_formats(model: ModelConfig) -> dict[str, ParsedFormat]:
+    """Put `model.format` into `model.formats`, in canonical names; return these."""
     if model.format is not None:
-        model.formats, model.format = {**model.formats, "*": model.format}, None
+        model.formats = {**model.formats, "*": model.format}
+        model.format = None
     formats = {
-        pattern: _read(value, f"model.formats.{pattern}")
+        pattern: _parse_formats(value, f"model.formats.{pattern}")
         for pattern, value in model.formats.items()
     }
     if all(value == "none" for value in formats.values()):
         formats = {}
-    model.formats = {pattern: _written(value) for pattern, value in formats.items()}
+    model.formats = {pattern: _with_names(value) for pattern, value in formats.items()}
     return formats
 
 
-def _read(value: Any, key: str) -> Read:
+def _parse_formats(value: Any, key: str) -> ParsedFormat:
     if not isinstance(value, dict):
-        return _format(value, key)
-    return {**value, **{name: _read(value[name], key) for name in _FORMAT_KEYS if value.get(name)}}
+        return _parse_format(value, key)
+    parsed = dict(value)
+    for name in _FORMAT_KEYS:
+        if value.get(name):
+            parsed[name] = _parse_formats(value[name], key)
+    return parsed
 
 
-def _written(value: Any) -> Any:
+def _with_names(value: Any) -> Any:
+    """Return a value of `model.formats` with the canonical names of its formats."""
     if isinstance(value, fm.FloatFormat):
         return value.name
-    return (
-        {name: _written(item) for name, item in value.items()} if isinstance(value, dict) else value
-    )
+    if isinstance(value, dict):
+        return {name: _with_names(item) for name, item in value.items()}
+    return value
 
 
-def _format(name: Any, key: str) -> fm.FloatFormat | str:
+def _parse_format(name: Any, key: str) -> fm.FloatFormat | str:
     if name is None or str(name).lower() == "none":
         return "none"
     with refusals(key, ValueError, TypeError):
-        return _named(name) if isinstance(name, str) else fm.FloatFormat.from_string(name)
+        return _named_format(name) if isinstance(name, str) else fm.FloatFormat.from_string(name)
 
 
 @functools.lru_cache(maxsize=1000)
-def _named(name: str) -> fm.FloatFormat:
+def _named_format(name: str) -> fm.FloatFormat:
     return fm.FloatFormat.from_string(name)
 
 
@@ -69,117 +76,131 @@ def format_name(name: Any, key: str = "model.format") -> str:
     >>> format_name("e4m3")
     'E4M3'
     """
-    return str(_written(_format(name, key)))
+    return str(_with_names(_parse_format(name, key)))
 
 
-def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str, fm.LayerSpec]:
-    """Return what is quantised in each linear layer; the rest of the model's
-    configuration has to be filled in.
+def read_layers(
+    model: ModelConfig, formats: Mapping[str, ParsedFormat]
+) -> Mapping[str, fm.LayerSpec]:
+    """Return what is quantised in each linear layer.
+
+    The rest of the model's configuration has to be filled in.
     """
-    return _layers(
-        _Asked(
-            repr(model.formats),
-            "grid" if model.storage == "continuous" else str(model.storage),
-            model.granularity or "channel",
-            (model.n_layer or 0, model.n_embd or 0),
-            bool(model.tie_weights),
-            model.tied or "refuse",
-            model.pretrained,
-            model.products or "decoded",
-            formats,
+    return _layer_specs(
+        _LayerSettings(
+            formats_text=repr(model.formats),
+            storage="grid" if model.storage == "continuous" else str(model.storage),
+            granularity=model.granularity or "channel",
+            n_layer=model.n_layer or 0,
+            n_embd=model.n_embd or 0,
+            tie_weights=bool(model.tie_weights),
+            tied=model.tied or "refuse",
+            pretrained=model.pretrained,
+            products=model.products or "decoded",
+            formats=formats,
         )
     )
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """All settings that the layers depend on: a key of the cache, since runs of a sweep
-    have the same.
+class _LayerSettings:
+    """All settings that the layers depend on.
+
+    It is a key of the cache, since many runs of a sweep have equal ones.
     """
 
-    written: str
+    #: `model.formats` as text, which stands for `formats` in comparisons
+    formats_text: str
     storage: str
     granularity: str
-    size: tuple[int, int]
-    tie: bool
+    n_layer: int
+    n_embd: int
+    tie_weights: bool
     tied: str
     pretrained: str | None
     products: str
-    formats: Mapping[str, Read] = field(compare=False)
+    formats: Mapping[str, ParsedFormat] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=1000)
-def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
-    own = None
-    if asked.pretrained:
+def _layer_specs(settings: _LayerSettings) -> dict[str, fm.LayerSpec]:
+    layers: Any
+    shared: Any = {}
+    if settings.pretrained:
         from nanogpt_bench.model.causal import outline
 
-        own = outline(asked.pretrained)
-    layers: Any = (
-        own.layers if own else linear_sizes(*asked.size, vocab_size=16)
-    )  # any size: the corpus is not known
-    shared = own.shared if own else _TIED if asked.tie else {}
-    options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}
-    formats = dict(asked.formats)
+        pretrained = outline(settings.pretrained)
+        layers, shared = pretrained.layers, pretrained.shared
+    else:
+        # any size of vocabulary: the corpus is not known
+        layers = linear_sizes(settings.n_layer, settings.n_embd, vocab_size=16)
+        if settings.tie_weights:
+            shared = _TIED
+    options: Any = {
+        "storage": settings.storage,
+        "granularity": settings.granularity,
+        "tied": settings.tied,
+    }
+    formats: dict[str, Any] = dict(settings.formats)
     try:
         specs = fm.check_formats(formats, layers, shared=shared, **options)
-        if (
-            asked.products != "decoded" and specs
-        ):  # products need sizes that fit: heads, of any vocabulary, are decoded
-            options["products"] = asked.products
-            specs = fm.check_formats(
-                {**formats, **_heads(specs, formats)}, layers, shared=shared, **options
-            )
+        if settings.products != "decoded" and specs:
+            # Products need sizes that fit. Heads, of any vocabulary, are decoded.
+            options["products"] = settings.products
+            formats |= _decoded_heads(specs, formats)
+            specs = fm.check_formats(formats, layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
-        if asked.products != "decoded" and str(error).startswith("products="):
-            raise BenchError(
-                f"model.products: {one_line(error).removeprefix('products=')}"
-            ) from None
-        hint = (
-            "; add --model.tied leave, or --model.tied untie"
-            if "tied='untie'" in str(error)
-            else ""
-        )
-        always = None if own else _always_float(layers, asked.formats)
-        raise BenchError(always or f"model.formats: {one_line(error)}{hint}") from None
+        if settings.products != "decoded" and str(error).startswith("products="):
+            reason = one_line(error).removeprefix("products=")
+            raise BenchError(f"model.products: {reason}") from None
+        message = f"model.formats: {one_line(error)}"
+        if "tied='untie'" in str(error):
+            message += "; add --model.tied leave, or --model.tied untie"
+        if not settings.pretrained:
+            message = _float_module_error(layers, settings.formats) or message
+        raise BenchError(message) from None
     return specs
 
 
-def _heads(
-    specs: Mapping[str, fm.LayerSpec], formats: Mapping[str, Read]
+def _decoded_heads(
+    specs: Mapping[str, fm.LayerSpec], formats: Mapping[str, ParsedFormat]
 ) -> dict[str, fm.LayerSpec]:
-    """Return the specifications of heads whose format does not name products: their
-    codes are decoded.
-    """
-    said = [
-        name for name, value in formats.items() if isinstance(value, dict) and "products" in value
-    ]
-    return {
-        name: spec for name, spec in specs.items() if name.endswith("lm_head") and name not in said
-    }
+    """Return the specifications of heads whose format does not name products."""
+    heads: dict[str, fm.LayerSpec] = {}
+    for name, spec in specs.items():
+        value = formats.get(name)
+        names_products = isinstance(value, dict) and "products" in value
+        if name.endswith("lm_head") and not names_products:
+            heads[name] = spec
+    return heads
 
 
-def _always_float(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str | None:
-    """Return the error of a pattern that names a module without linear layers, such as
-    an embedding.
+def _float_module_error(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str | None:
+    """Return the error of a pattern that names a module without linear layers.
+
+    An embedding is one. None where no pattern does.
     """
-    reached = {part for name in linear for part in name.split(".")}
-    layers = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
+    parts_of_names: set[str] = set()
+    for name in linear:
+        parts_of_names.update(name.split("."))
+    kinds = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
     for pattern in patterns:
+        if any(fnmatch(part, pattern) for part in parts_of_names):
+            continue
         for name, kind in FLOATS.items():
-            last = name.rpartition(".")[2]
-            if fnmatch(last, pattern) and not any(fnmatch(part, pattern) for part in reached):
+            if fnmatch(name.rpartition(".")[2], pattern):
                 return (
                     f"model.formats.{pattern}: {kind} {name!r} stays float, as all embeddings and "
-                    f"norms do; formats are for linear layers: {', '.join(layers)}, attn, mlp, "
+                    f"norms do; formats are for linear layers: {', '.join(kinds)}, attn, mlp, "
                     f"blocks.N"
                 )
     return None
 
 
 def weight_format(value: Any) -> str:
-    """Return the weight's format in a value of `model.formats`: a format, or a layer's
-    or an operand's specification.
+    """Return the weight's format in a value of `model.formats`.
+
+    The value is a format, or a layer's or an operand's specification.
 
     >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
     ('E4M3', 'none')
@@ -190,8 +211,7 @@ def weight_format(value: Any) -> str:
 
 
 def format_summary(config: Config) -> str:
-    """Return the one weight format all patterns share, "mixed" when they differ, "none"
-    without any.
+    """Return the weight format that all patterns share, "mixed", or "none".
 
     >>> format_summary(Config())
     'none'

@@ -1,5 +1,14 @@
-"""From the `optimizer` section to an optimizer, the library's or another package's, its
-groups and its schedules.
+"""From the `optimizer` section to an optimizer, its groups and its schedules.
+
+`build_optimizer` makes torch's, another package's, or the library's, by name:
+
+    float storage: torch.optim.AdamW and SGD, torchao, optimi, SDNQ,
+                   StiffnessAdamW and StiffnessMuon
+    manifolds:     a class of fp8manifold.optim. There adamw and sgd are StiffnessAdamW
+                   and StiffnessSGD with k = 0, which round once in a step
+
+The other packages' weights (`model.peer`) and layers (`model.torchao_float8`) are made
+here, too.
 """
 
 import math
@@ -12,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, PEERS, Config, OptimizerConfig
 from nanogpt_bench.model.weights import constrained_weights, is_packaged, parts_of, quantized_layers
 from nanogpt_bench.setup.surgery import rate_of
 from nanogpt_bench.system.errors import BenchError, refusals
@@ -20,8 +29,6 @@ from nanogpt_bench.system.errors import BenchError, refusals
 #: a function from the number of steps taken to batches (tokens, targets) on which a
 #: Fisher matrix is measured
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
-
-
 #: added to the root of the second moment
 EPS = 1e-8
 #: added to the eigenvalues of a Fisher matrix, in units of their mean
@@ -33,11 +40,13 @@ DECAY_SHARE = 0.2
 def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of `step` (counted from 0) over the peak.
 
-    The warm-up rises linearly over `warmup_steps` to 1. Then `cosine` falls along half
-    a cosine, and `linear` along a line, to `min_lr_ratio` at `max_steps`; `trapezoid`
-    stays at 1 and falls linearly over the last fifth of the steps; `step` stays at 1
-    and is `min_lr_ratio` once the share `step_at` of the steps is over; `constant`
-    stays.
+    The warm-up rises linearly over `warmup_steps` to 1. Then it depends on `schedule`:
+
+    * `cosine` falls along half a cosine to `min_lr_ratio` at `max_steps`.
+    * `linear` falls along a line to `min_lr_ratio` at `max_steps`.
+    * `trapezoid` stays at 1 and falls linearly over the last fifth of the steps.
+    * `step` stays at 1, and is `min_lr_ratio` after the share `step_at` of the steps.
+    * `constant` stays at 1.
 
     >>> settings = OptimizerConfig(warmup_steps=1, min_lr_ratio=0.0)
     >>> [round(lr_factor(settings, step, 5), 3) for step in range(6)]
@@ -48,36 +57,40 @@ def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "step":
-        return _fallen("step", step / max_steps, config)
-    start = (
-        round(max_steps * (1 - DECAY_SHARE))
-        if config.schedule == "trapezoid"
-        else config.warmup_steps
-    )
+        return _descended("step", step / max_steps, config)
+    if config.schedule == "trapezoid":
+        start = round(max_steps * (1 - DECAY_SHARE))
+    else:
+        start = config.warmup_steps
     progress = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
-    return _fallen("cosine" if config.schedule == "cosine" else "linear", progress, config)
+    return _descended("cosine" if config.schedule == "cosine" else "linear", progress, config)
 
 
-def _fallen(course: str, progress: float, config: OptimizerConfig) -> float:
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left(course, progress, config.step_at)
+def _descended(course: str, progress: float, config: OptimizerConfig) -> float:
+    share = remaining_share(course, progress, config.step_at)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
 
 
-def left(course: str, progress: float, step_at: float) -> float:
-    """Return what is left of the way from the first value to the last, 1 to 0, at a
-    progress of 0 to 1.
+def remaining_share(course: str, progress: float, step_at: float) -> float:
+    """Return the share of the way from the first value to the last that remains.
 
-    >>> [left(course, 0.25, step_at=0.25) for course in ("linear", "step")], round(left("cosine", 0.25, 0.5), 3)
-    ([0.75, 0.0], 0.854)
+    It falls from 1 to 0 while `progress` goes from 0 to 1.
+
+    >>> [remaining_share(course, 0.25, step_at=0.25) for course in ("linear", "step")]
+    [0.75, 0.0]
+    >>> round(remaining_share("cosine", 0.25, step_at=0.5), 3)
+    0.854
     """
     if course == "step":
         return float(progress < step_at)
-    return 0.5 * (1 + math.cos(math.pi * progress)) if course == "cosine" else 1 - progress
+    if course == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress
 
 
 @dataclass(frozen=True)
 class Course:
-    """A value by the number of steps taken: from `start` at none to `end` at `steps`
-    and after.
+    """A value by the number of steps: `start` at none, `end` at `steps` and after.
 
     >>> [Course("step", 1.0, 0.0, steps=4, step_at=0.5)(step) for step in range(5)]
     [1.0, 1.0, 0.0, 0.0, 0.0]
@@ -90,38 +103,45 @@ class Course:
     step_at: float
 
     def __call__(self, step: int) -> float:
-        return self.end + (self.start - self.end) * left(
-            self.name, min(step / self.steps, 1.0), self.step_at
-        )
+        progress = min(step / self.steps, 1.0)
+        share = remaining_share(self.name, progress, self.step_at)
+        return self.end + (self.start - self.end) * share
 
 
 def build_optimizer(
     model: nn.Module, config: Config, batches: Batches | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a resolved configuration; `batches` is for `fisher`,
-    which measures a Fisher matrix.
+    """Return the optimizer of a resolved configuration.
+
+    `batches` is for `fisher`, which measures a Fisher matrix on them.
     """
+    name = _stepping_name(config)
+    optimizer: torch.optim.Optimizer
     with refusals("optimizer", ValueError, TypeError, ImportError):
-        built: torch.optim.Optimizer = _built(model, config, batches)
-    return built
+        if name in PEERS:
+            optimizer = _peer_optimizer(name, model, config.optimizer)
+        elif name in ("adamw", "sgd"):
+            optimizer = _torch_optimizer(name, model, config.optimizer)
+        else:
+            optimizer = _library_optimizer(name, model, config, batches)
+    return optimizer
 
 
-#: on the library's manifolds torch's would round at every operation; ours with k = 0
-#: take the same step and round once
+#: optimizers of the library that take torch's step with k = 0: on the library's
+#: manifolds torch's would round at every operation, these round once
 _ROUNDING_ONCE = {"adamw": "stiffness_adamw", "sgd": "stiffness_sgd"}
 
 
-def _kind(config: Config) -> str:
-    """Return the name of the optimizer that steps: on the library's manifolds one of
-    the library's.
-    """
+def _stepping_name(config: Config) -> str:
+    """Return the optimizer that steps: on manifolds one of the library's."""
     name = config.optimizer.name or ""
     return _ROUNDING_ONCE.get(name, name) if config.model.storage in MANIFOLDS else name
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: matrices and embeddings decay, biases and norms don't; shared
-    parameters appear once.
+    """Return two groups: matrices and embeddings decay, biases and norms don't.
+
+    Shared parameters appear once.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return _groups(
@@ -136,104 +156,108 @@ def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
     ]
 
 
-def _built(model: nn.Module, config: Config, batches: Any) -> Any:
-    """The optimizer by its name: torch's, another package's, or the library's, with the
-    options that it takes.
-    """
-    settings, name = config.optimizer, _kind(config)
+def _adam_options(settings: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": EPS}
+
+
+def _torch_optimizer(name: str, model: nn.Module, settings: OptimizerConfig) -> Any:
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    betas, momentum = (settings.beta1, settings.beta2), settings.momentum
-    adam: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": EPS}
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr or 0.0, momentum=settings.momentum or 0.0)
+    return torch.optim.AdamW(groups, fused=True, **_adam_options(settings))
+
+
+def _peer_optimizer(name: str, model: nn.Module, settings: OptimizerConfig) -> Any:
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    adam = _adam_options(settings)
     match name:
-        case "sgd":
-            return torch.optim.SGD(groups, lr=settings.lr or 0.0, momentum=momentum or 0.0)
-        case "adamw":
-            return torch.optim.AdamW(groups, fused=True, **adam)
-        case "torchao_adamw8bit" | "torchao_adamwfp8":  # their steps need torch.compile
-            torchao: Any = import_module("torchao.optim")
-            return (torchao.AdamW8bit if name == "torchao_adamw8bit" else torchao.AdamWFp8)(
-                groups, **adam
-            )
+        # The steps of torchao's need torch.compile.
+        case "torchao_adamw8bit":
+            return import_module("torchao.optim").AdamW8bit(groups, **adam)
+        case "torchao_adamwfp8":
+            return import_module("torchao.optim").AdamWFp8(groups, **adam)
         case "optimi_adamw":
             return import_module("optimi").AdamW(groups, **adam, kahan_sum=True)
-        case "sdnq_adamw":  # it has no eps, and bounds an update by 1
-            options = {"lr": settings.lr, "betas": betas}
-            return import_module("sdnq.optim").AdamW(
-                [group | options for group in groups], use_quantized_buffers=True
-            )
-        case "sdnq_muon":
-            muon = fm.optim.StiffnessMuon.for_model(
-                model, weight_decay=settings.weight_decay or 0.0
-            ).param_groups
-            made = [_sdnq_group(group, settings) for group in muon]
-            return import_module("sdnq.optim").Muon(made, use_quantized_buffers=True)
-    own: dict[str, Any] = {"moments": settings.moments or "float32", "seed": config.seed}
-    own |= {
-        key: value
-        for key in ("writeback", "draws", "retraction")
-        if (value := getattr(settings, key)) is not None
-    }
+        case "sdnq_adamw":
+            # It has no eps, and bounds an update by 1.
+            options = {"lr": settings.lr, "betas": adam["betas"]}
+            groups = [group | options for group in groups]
+            return import_module("sdnq.optim").AdamW(groups, use_quantized_buffers=True)
+    # The library's Muon chooses the hidden matrices.
+    muon = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0)
+    groups = [_sdnq_group(group, settings) for group in muon.param_groups]
+    return import_module("sdnq.optim").Muon(groups, use_quantized_buffers=True)
+
+
+def _library_optimizer(name: str, model: nn.Module, config: Config, batches: Batches | None) -> Any:
+    settings = config.optimizer
+    betas = (settings.beta1, settings.beta2)
+    options: dict[str, Any] = {"moments": settings.moments or "float32", "seed": config.seed}
+    for option in ("writeback", "draws", "retraction"):
+        if getattr(settings, option) is not None:
+            options[option] = getattr(settings, option)
     if "stiffness" in OPTIONS[name]:
-        own["stiffness"] = _stiffness(config)
+        options["stiffness"] = _stiffness(config)
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
     if name == "fisher":
-        own |= {**adam, "momentum": momentum, "damping": _FISHER_DAMPING}
-        return fm.optim.FisherNaturalGradient(groups, model, batches, **own)
-    if name == "stiffness_muon":  # hidden matrices at lr, all others by Adam at float_lr
-        own |= {
+        options |= _adam_options(settings)
+        options |= {"momentum": settings.momentum, "damping": _FISHER_DAMPING}
+        return fm.optim.FisherNaturalGradient(groups, model, batches, **options)  # type: ignore[arg-type]
+    if name == "stiffness_muon":
+        # Hidden matrices step at lr, all other parameters by Adam at float_lr.
+        options |= {
             "betas": betas,
             "adam_eps": EPS,
-            "momentum": momentum,
+            "momentum": settings.momentum,
             "weight_decay": settings.weight_decay,
         }
         return fm.optim.StiffnessMuon.for_model(
-            model, settings.lr or 0.0, other_lr=settings.float_lr, **own
+            model, settings.lr or 0.0, other_lr=settings.float_lr, **options
         )
-    own |= {
-        option: getattr(settings, option)
-        for option in ("lr", "momentum", "float_lr")
-        if option in OPTIONS[name]
-    }
+    for option in ("lr", "momentum", "float_lr"):
+        if option in OPTIONS[name]:
+            options[option] = getattr(settings, option)
     if "beta1" in OPTIONS[name]:
-        own["betas"] = betas
+        options["betas"] = betas
     if name.startswith("riemannian"):
         groups = _riemannian_groups(model, config)
-    kinds = {public.lower(): kind for public, kind in vars(fm.optim).items()}
-    return kinds[name.replace("_", "")](groups, **own)
+    classes = {public.lower(): member for public, member in vars(fm.optim).items()}
+    return classes[name.replace("_", "")](groups, **options)
 
 
 def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
-    """Return a group's highest learning rate: under Muon parameters that are no hidden
-    matrices have their own.
+    """Return a group's highest learning rate.
 
-    >>> peak_lr({"direction": "adam"}, OptimizerConfig(lr=2e-3, float_lr=4e-3)), peak_lr({}, OptimizerConfig(lr=2e-3))
+    Under Muon parameters that are no hidden matrices have a rate of their own.
+
+    >>> settings = OptimizerConfig(lr=2e-3, float_lr=4e-3)
+    >>> peak_lr({"direction": "adam"}, settings), peak_lr({}, settings)
     (0.004, 0.002)
     """
-    others = group.get("direction") == "adam" or group.get("use_muon") is False
-    lr = settings.float_lr if others else settings.lr
+    is_adam_in_muon = group.get("direction") == "adam" or group.get("use_muon") is False
+    lr = settings.float_lr if is_adam_in_muon else settings.lr
     return lr or 0.0
 
 
 def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return a group of weights stepped by ULPs, with decay, one of all others, and one
-    per rate of constraints.
+    """Return groups of the weights stepped by ULPs, of the others, and of constraints.
 
-    The Riemannian optimizers take decay of quantised weights as a share per step, not
-    times lr, and add that of floats to the gradient. So quantised weights get the decay
-    that AdamW has at float_lr, and the others get none.
+    Constrained weights have one group for each rate. The Riemannian optimizers take
+    decay of quantised weights as a share per step, not times lr, and add that of floats
+    to the gradient. So quantised weights get the decay that AdamW has at float_lr, and
+    the others get none.
     """
     settings = config.optimizer
-    on_manifolds = config.model.storage in MANIFOLDS
-    weights: list[Any] = (
-        [layer.weight for layer in quantized_layers(model).values()] if on_manifolds else []
-    )
-    rates = {
-        id(weight): rate_of(weight, settings) for weight in constrained_weights(model).values()
-    }
-    apart = {id(weight) for weight in weights} | rates.keys()
-    others = [parameter for parameter in model.parameters() if id(parameter) not in apart]
-    groups = _groups(
-        ((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others)
-    )
+    weights: list[Any] = []
+    if config.model.storage in MANIFOLDS:
+        weights = [layer.weight for layer in quantized_layers(model).values()]
+    rates: dict[int, float] = {}
+    for weight in constrained_weights(model).values():
+        rates[id(weight)] = rate_of(weight, settings)
+    special = {id(weight) for weight in weights} | rates.keys()
+    plain = [parameter for parameter in model.parameters() if id(parameter) not in special]
+    decay = (settings.weight_decay or 0.0) * (settings.float_lr or 0.0)
+    groups = _groups((decay, weights), (0.0, plain))
     for rate in dict.fromkeys(rates.values()):
         members = [
             parameter for parameter in model.parameters() if rates.get(id(parameter)) == rate
@@ -242,26 +266,33 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return groups
 
 
-#: SDNQ's Muon needs so many times the rate of ours for the same step: its update, a
-#: matrix (m, n) of orthogonal rows or columns, has an RMS of 1 / sqrt(max(m, n)), ours
-#: one of 0.2; the factor is the mean over the 0.8M model's matrices
+#: the rate of SDNQ's Muon over the library's for equal steps. SDNQ's update, a matrix
+#: (m, n) of orthogonal rows or columns, has an RMS of 1 / sqrt(max(m, n)), the
+#: library's one of 0.2. The factor is the mean over the 0.8M model's matrices
 _SDNQ_RATE = 4.0
 
 
 def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, Any]:
-    hidden = group["direction"] == "muon"
+    """Return SDNQ's group of parameters for one of the library's Muon."""
+    if group["direction"] == "muon":
+        lr, beta1 = settings.lr, settings.momentum
+        weight_decay = group["weight_decay"] / _SDNQ_RATE
+    else:
+        lr, beta1 = settings.float_lr, settings.beta1
+        weight_decay = group["weight_decay"]
     return {
         "params": group["params"],
-        "use_muon": hidden,
-        "lr": settings.lr if hidden else settings.float_lr,
-        "betas": (settings.momentum if hidden else settings.beta1, settings.beta2),
-        "weight_decay": group["weight_decay"] / (_SDNQ_RATE if hidden else 1.0),
+        "use_muon": group["direction"] == "muon",
+        "lr": lr,
+        "betas": (beta1, settings.beta2),
+        "weight_decay": weight_decay,
     }
 
 
 def _stiffness(config: Config) -> float | Callable[[int], float]:
-    """Return the exponent k, or its schedule; AdamW and SGD on the library's manifolds
-    have k = 0.
+    """Return the exponent k, or its schedule.
+
+    AdamW and SGD on the library's manifolds have k = 0.
     """
     settings = config.optimizer
     if settings.stiffness is None:
@@ -275,8 +306,9 @@ def _stiffness(config: Config) -> float | Callable[[int], float]:
 
 
 def stiffness_at(config: Config, step: int) -> float | None:
-    """Return the stiffness exponent of `step` (counted from 0), None when the optimizer
-    has none.
+    """Return the stiffness exponent of `step` (counted from 0).
+
+    None when the optimizer has none.
     """
     if config.optimizer.stiffness is None:
         return None
@@ -295,29 +327,27 @@ FP8_CAPABILITY = (8, 9)
 
 
 def keep_peer_weights(model: Model, config: Config) -> Model:
-    """Give every linear layer, the head too, the weights that `model.peer` names;
-    embeddings stay float32.
+    """Give every linear layer, the head too, the weights that `model.peer` names.
+
+    Embeddings stay float32.
     """
     peer = config.model.peer
     if peer is None:
         return model
     package, _, fmt = peer.partition("-")
-    with refusals(
-        f"model.peer: {peer!r}",
-        ImportError,
-        ValueError,
-        TypeError,
-        AssertionError,
-        NotImplementedError,
-    ):
-        if (
-            package == "sdnq"
-        ):  # SDNQ's defaults (a scale per 32 weights, products of floats), in small layers, too
+    kinds = (ImportError, ValueError, TypeError, AssertionError, NotImplementedError)
+    with refusals(f"model.peer: {peer!r}", *kinds):
+        if package == "sdnq":
             from sdnq.training import sdnq_training_post_load_quant
 
-            least = {"minimum_allowed_numel": 0, "minimum_allowed_channel_size": 0}
+            # SDNQ's defaults (a scale per 32 weights, products of floats), in small
+            # layers, too.
             model = sdnq_training_post_load_quant(
-                model, weights_dtype=SDNQ_FORMATS[fmt], add_skip_keys=False, **least
+                model,
+                weights_dtype=SDNQ_FORMATS[fmt],
+                add_skip_keys=False,
+                minimum_allowed_numel=0,
+                minimum_allowed_channel_size=0,
             )
         else:
             from torchao.prototype.quantized_training import int8_weight_only_quantized_training
@@ -328,37 +358,41 @@ def keep_peer_weights(model: Model, config: Config) -> Model:
 
 
 def sdnq_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of an SDNQ optimizer for a checkpoint: SDNQ's tensors become
-    mappings of their parts.
+    """Return the state of an SDNQ optimizer for a checkpoint.
+
+    SDNQ's tensors become mappings of their parts.
     """
-    apart = {
-        index: {
-            name: parts_of(value) if is_packaged(value) else value
-            for name, value in entries.items()
-        }
-        for index, entries in state["state"].items()
-    }
-    return {**state, "state": apart}
+    plain: dict[int, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        plain[index] = {}
+        for name, value in entries.items():
+            plain[index][name] = parts_of(value) if is_packaged(value) else value
+    return {**state, "state": plain}
 
 
 def sdnq_state_back(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return the state that `sdnq_state` took apart, its parts in new tensors that the
-    optimizer makes.
+    """Return the state that `sdnq_state` took apart.
+
+    Its parts are in new tensors that the optimizer makes.
     """
-    places = [
-        (group, parameter) for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    made = {
-        index: _filled(optimizer, places[index], entries)
-        for index, entries in state["state"].items()
-    }
-    return {**state, "state": made}
+    places: list[tuple[dict[str, Any], nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            places.append((group, parameter))
+    entries_by_index: dict[int, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        group, parameter = places[index]
+        entries_by_index[index] = _filled_state(optimizer, group, parameter, entries)
+    return {**state, "state": entries_by_index}
 
 
 @torch.no_grad()
-def _filled(optimizer: Any, place: tuple[Any, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    group, parameter = place
-    gradient, parameter.grad = parameter.grad, torch.zeros(parameter.shape, device=parameter.device)
+def _filled_state(
+    optimizer: Any, group: dict[str, Any], parameter: nn.Parameter, entries: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a parameter's new state with the values of saved entries."""
+    gradient = parameter.grad
+    parameter.grad = torch.zeros(parameter.shape, device=parameter.device)
     try:
         fresh = optimizer.init_state(parameter, group, {})
     finally:
@@ -373,8 +407,7 @@ def _filled(optimizer: Any, place: tuple[Any, Any], entries: Mapping[str, Any]) 
 
 
 def train_in_float8(model: Model, config: Config, device: torch.device) -> Model:
-    """Replace the linear layers of the blocks by torchao's, where
-    `model.torchao_float8` names a recipe of scales.
+    """Replace the blocks' linear layers by torchao's, as `model.torchao_float8` says.
 
     lm_head stays as it is, and so do layers whose sizes are no multiples of 16, which
     FP8 hardware can't multiply. The weights stay float32. Without FP8 hardware the same
@@ -383,32 +416,30 @@ def train_in_float8(model: Model, config: Config, device: torch.device) -> Model
     recipe = config.model.torchao_float8
     if recipe is None:
         return model
-    linear = (
-        (name, x)
-        for name, x in model.named_modules()
-        if isinstance(x, nn.Linear) and name.startswith("blocks.")
-    )
-    wanted = {
-        name
-        for name, x in linear
-        if x.in_features % MULTIPLE == 0 and x.out_features % MULTIPLE == 0
-    }
-    if not wanted:
+    replaced = {name for name, module in model.named_modules() if _fits_float8(name, module)}
+    if not replaced:
         raise BenchError(
             f"model.torchao_float8: {recipe!r} needs a layer whose sizes are multiples of "
-            f"{MULTIPLE}; "
-            "give another model.n_embd"
+            f"{MULTIPLE}; give another model.n_embd"
         )
-    multiplies = (
-        device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-    )
+    on_gpu = device.type == "cuda"
+    has_units = on_gpu and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     with refusals("model.torchao_float8", ImportError, ValueError, AssertionError):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         settings = Float8LinearConfig.from_recipe_name(recipe)
         # The class is frozen, and from_recipe_name takes no other argument.
-        object.__setattr__(settings, "emulate", not multiplies)
+        object.__setattr__(settings, "emulate", not has_units)
         convert_to_float8_training(
-            model, module_filter_fn=lambda _, name: name in wanted, config=settings
+            model, module_filter_fn=lambda _, name: name in replaced, config=settings
         )
     return model
+
+
+def _fits_float8(name: str, module: nn.Module) -> bool:
+    return (
+        name.startswith("blocks.")
+        and isinstance(module, nn.Linear)
+        and module.in_features % MULTIPLE == 0
+        and module.out_features % MULTIPLE == 0
+    )

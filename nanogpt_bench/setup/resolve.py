@@ -1,7 +1,11 @@
-"""Filling in what a configuration leaves null, and refusing combinations that make no
-sense.
+"""Filling in what a configuration leaves null, and refusing what makes no sense.
+
+`resolve` fills in, in this order: sizes of the model, formats, constraint, what the
+rule means, the codes of a published model. Then the conflicts are refused, and the
+layers get their specifications.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +31,10 @@ _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
 def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
-    """Return the configuration with its null keys filled in: from the rule, the model's
-    size, formats and defaults.
+    """Return the configuration with its null keys filled in.
 
-    `start` is the shape of the model of `model.init_from`, given where that checkpoint
-    is gone.
+    Values come from the rule, the model's size, formats and defaults. `start` is the
+    shape of the model of `model.init_from`, where that checkpoint is gone.
 
     Raises:
         TypeError: `config` is resolved already.
@@ -49,20 +52,20 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         config.model.tie_weights = False
     _fill_sizes(config.model, start)
     formats = fill_formats(config.model)
-    _read_format(config.model, "embeddings", "model.embeddings")
+    _canonical_format(config.model, "embeddings", "model.embeddings")
     if config.model.pretrained and config.model.tie_weights and formats:
         _fill(config.model, tied="leave")
     fill_constraint(config)
     _fill_rule(config, preset)
-    stored = False
+    is_stored = False
     if config.model.pretrained:
         from nanogpt_bench.setup.pretrained import fill_stored, stored_layers
 
-        stored = fill_stored(config.model)
+        is_stored = fill_stored(config.model)
     refuse_conflicts(config)
-    for key in ("activation_format", "gradient_format"):  # formats of monitors
-        _read_format(config.monitor, key, f"monitor.{key}")
-    if stored:
+    _canonical_format(config.monitor, "activation_format", "monitor.activation_format")
+    _canonical_format(config.monitor, "gradient_format", "monitor.gradient_format")
+    if is_stored:
         config.layers = stored_layers(config.model)
     elif formats:
         config.layers = dict(read_layers(config.model, formats))
@@ -71,8 +74,9 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
 
 
 def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
-    """Return a configuration resolved for the run in `run_dir`; a resumed one starts
-    from the weights it began with.
+    """Return a configuration resolved for the run in `run_dir`.
+
+    A resumed run starts from the weights it began with.
     """
     if isinstance(config, Resolved):
         return config
@@ -92,20 +96,21 @@ def _fill(section: Any, **values: Any) -> None:
 
 def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
     if model.pretrained:
-        shape = _own_shape(model)
+        shape = _pretrained_shape(model)
     elif model.init_from:
         shape = _checkpoint_shape(model, start)
     else:
         _fill(model, size="0.8M")
         shape = SIZES[model.size or ""]
     _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
-    assert model.n_embd is not None
-    assert model.n_head is not None
-    if model.n_embd % model.n_head:
+    width, heads = model.n_embd, model.n_head
+    assert width is not None
+    assert heads is not None
+    if width % heads:
+        next_multiple = math.ceil(width / heads) * heads
         raise BenchError(
-            f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; give "
-            f"a multiple of {model.n_head}, such as "
-            f"{-(-model.n_embd // model.n_head) * model.n_head}"
+            f"model.n_embd: {width} is not a multiple of model.n_head {heads}; give a multiple of "
+            f"{heads}, such as {next_multiple}"
         )
 
 
@@ -114,9 +119,7 @@ _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "
 
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
-    """Return the shape of the checkpoint to start from; refuse settings of another
-    shape.
-    """
+    """Return the shape of the checkpoint to start from; refuse settings of another."""
     from nanogpt_bench.setup.start import pinned, start_shape
 
     assert model.init_from is not None
@@ -132,12 +135,13 @@ def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     return shape
 
 
-def _own_shape(model: ModelConfig) -> GPTShape:
+def _pretrained_shape(model: ModelConfig) -> GPTShape:
     """Return the shape of a pretrained model; refuse settings of another shape."""
     for name in ("init_from", "size"):
-        if getattr(model, name) is not None:
+        value = getattr(model, name)
+        if value is not None:
             raise BenchError(
-                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; add "
+                f"model.{name}: {value!r} can't be used with model.pretrained; add "
                 f"--model.{name} null"
             )
     from nanogpt_bench.setup.pretrained import outlined_shape
@@ -153,15 +157,15 @@ def _own_shape(model: ModelConfig) -> GPTShape:
     return shape
 
 
-def _check_shape(model: ModelConfig, shape: GPTShape, called: str) -> None:
+def _check_shape(model: ModelConfig, shape: GPTShape, source: str) -> None:
     for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
-        given, own = getattr(model, name), getattr(shape, name)
-        if given not in (None, own):
-            raise BenchError(f"model.{name}: {given!r} is not that of {called}: {own!r}")
+        value, expected = getattr(model, name), getattr(shape, name)
+        if value not in (None, expected):
+            raise BenchError(f"model.{name}: {value!r} is not that of {source}: {expected!r}")
     if model.block_size is not None and model.block_size > shape.block_size:
         raise BenchError(
             f"model.block_size: {model.block_size} exceeds the {shape.block_size} positions of "
-            f"{called}"
+            f"{source}"
         )
 
 
@@ -172,54 +176,58 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
             raise BenchError(
                 f"model.size: {model.size!r} can't be used with model.init_from "
-                f"{model.init_from!r}, "
-                "whose checkpoint has a size of its own; add --model.size null"
+                f"{model.init_from!r}, whose checkpoint has a size of its own; add "
+                f"--model.size null"
             )
     model.size = None
 
 
 def _fill_rule(config: Config, preset: Rule) -> None:
-    optimizer = config.optimizer
+    """Fill in what a rule, or the optimizer, says about weights and steps."""
+    model, optimizer = config.model, config.optimizer
     if config.rule:
         refuse_disagreement(config, preset)
-    _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
-    if config.model.products == "decoded":
-        config.model.products = None
-    _fill(config.model, torchao_float8=preset.torchao_float8, products=preset.products)
-    if config.model.storage == "peer":
-        _fill(config.model, peer=preset.peer)
-    one_dtype = config.model.peer == "torchao-int8"  # its products take operands of one dtype
-    _fill(config.train, precision="float32" if one_dtype else preset.precision)
+    _fill(model, storage=preset.storage if config.rule else _default_storage(config))
+    if model.products == "decoded":
+        model.products = None
+    _fill(model, torchao_float8=preset.torchao_float8, products=preset.products)
+    if model.storage == "peer":
+        _fill(model, peer=preset.peer)
+    # products of torchao's int8 weights take operands of one dtype
+    takes_one_dtype = model.peer == "torchao-int8"
+    _fill(config.train, precision="float32" if takes_one_dtype else preset.precision)
     _fill(optimizer, name=preset.optimizer)
-    if config.model.storage in ROUNDED:
+    if model.storage in ROUNDED:
         _fill(optimizer, writeback=preset.writeback or "stochastic")
-    if config.model.storage in MANIFOLDS or preset.moments:
+    if model.storage in MANIFOLDS or preset.moments:
         _fill(optimizer, moments=preset.moments or "float32")
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
-    options = OPTIONS[optimizer.name or ""]
-    rates = keys_where("is_rate")
+    _fill_options(config)
+
+
+def _fill_options(config: Config) -> None:
+    """Fill in the optimizer's options.
+
+    Learning rates come last: they depend on the rule that the others amount to.
+    """
+    optimizer, name = config.optimizer, config.optimizer.name or ""
+    options, rates = OPTIONS[name], keys_where("is_rate")
     fill_rates(config)
-    _fill(
-        optimizer,
-        **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates},
-    )
-    if (
-        config.model.pretrained
-        and "float_lr" in options
-        and unit(optimizer.name or "") == unit("adamw")
-    ):
-        _fill(
-            optimizer, float_lr=optimizer.lr
-        )  # one rate for all, not that of embeddings which are learnt from nothing
-    if (
-        name := rule_name(config)
-    ) in RULES:  # also where the settings of a rule were given one by one
-        _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
+    for option, value in options.items():
+        if f"optimizer.{option}" not in rates:
+            _fill(optimizer, **{option: value})
+    if config.model.pretrained and "float_lr" in options and unit(name) == unit("adamw"):
+        # One rate for all: embeddings are not learnt from nothing.
+        _fill(optimizer, float_lr=optimizer.lr)
+    rule = RULES.get(rule_name(config))
+    if rule is not None:
+        # also where the settings of a rule were given one by one
+        _fill(optimizer, lr=rule.lr, float_lr=rule.float_lr)
     _fill(optimizer, **options)
 
 
 def _default_storage(config: Config) -> str:
-    """Return the storage of a run without a rule, from its formats and its optimizer."""
+    """Return the storage of a run without a rule, by formats and optimizer."""
     if config.model.peer:
         return "peer"
     if not config.model.formats:
@@ -227,37 +235,41 @@ def _default_storage(config: Config) -> str:
     return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
 
 
-def _read_format(section: Any, name: str, key: str) -> None:
-    """Give a format that is not of linear layers its canonical name; "none" becomes
-    None.
-    """
-    if getattr(section, name) is not None:
-        read = format_name(getattr(section, name), key)
-        setattr(section, name, None if read == "none" else read)
+def _canonical_format(section: Any, name: str, key: str) -> None:
+    """Give a format its canonical name; "none" becomes None."""
+    value = getattr(section, name)
+    if value is not None:
+        canonical = format_name(value, key)
+        setattr(section, name, None if canonical == "none" else canonical)
 
 
 def rule_name(config: Config) -> str:
-    """Return the rule of a resolved configuration: the one it names, one with the same
-    settings, or "custom".
+    """Return the rule of a resolved configuration.
+
+    It is the one that the configuration names, one with the same settings, or "custom".
     """
-    return config.rule or next(
-        (name for name, entry in RULES.items() if _follows(config, entry)), "custom"
-    )
+    if config.rule:
+        return config.rule
+    matches = (name for name, rule in RULES.items() if _follows(config, rule))
+    return next(matches, "custom")
 
 
-def _follows(config: Config, entry: Rule) -> bool:
+def _follows(config: Config, rule: Rule) -> bool:
     optimizer, storage = config.optimizer, config.model.storage
+    # fp8 and grid hold the same values
+    same_storage = storage == rule.storage or (storage in ROUNDED and rule.storage in ROUNDED)
+    # rules that don't store float32 allow any precision
+    same_precision = rule.storage != "float32" or config.train.precision == rule.precision
     return (
-        (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
-        and optimizer.name == entry.optimizer
-        and (
-            entry.storage != "float32" or config.train.precision == entry.precision
-        )  # other rules allow any precision
-        and config.model.torchao_float8 == entry.torchao_float8
-        and config.model.products == entry.products
-        and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)
-        and (optimizer.moments or "float32") == (entry.moments or "float32")
-        and optimizer.stiffness == entry.stiffness
-        and optimizer.stiffness_end == entry.stiffness_end
+        same_storage
+        and same_precision
+        and optimizer.name == rule.optimizer
+        and config.model.torchao_float8 == rule.torchao_float8
+        and config.model.products == rule.products
+        and optimizer.writeback == rule.writeback
+        and optimizer.writeback_end is None
+        and (optimizer.moments or "float32") == (rule.moments or "float32")
+        and optimizer.stiffness == rule.stiffness
+        and optimizer.stiffness_end == rule.stiffness_end
         and (optimizer.stiffness_schedule or "linear") == "linear"
     )

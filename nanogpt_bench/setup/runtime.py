@@ -1,5 +1,7 @@
-"""The runtime of a run: threads, seed, device, one process or several, compilation,
-bfloat16 products on old CPUs.
+"""The runtime of a run: threads, seed, device, processes, compilation.
+
+Old CPUs have no instructions for bfloat16 products: `bfloat16_products` takes them by
+float32.
 """
 
 import os
@@ -24,14 +26,14 @@ def check_device(wanted: str) -> None:
         raise no_device("this machine")
 
 
-def no_device(where: str) -> BenchError:
+def no_device(place: str) -> BenchError:
     """Return the error of `cuda` where there is no GPU."""
-    return BenchError(f"runtime.device: {CUDA!r} is not available on {where}; allowed: auto, cpu")
+    return BenchError(f"runtime.device: {CUDA!r} is not available on {place}; allowed: auto, cpu")
 
 
 @contextmanager
 def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seed for the run, and afterwards restore them; yield the device."""
+    """Set threads and seed for the run; yield the device. Both are restored."""
     wanted = config.runtime.device
     check_device(wanted)
     device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
@@ -39,7 +41,8 @@ def runtime(config: Config) -> Iterator[torch.device]:
     torch.set_num_threads(config.runtime.threads or threads)
     try:
         with torch.random.fork_rng():
-            torch.manual_seed(config.seed)  # dropout
+            # dropout draws from torch's generator
+            torch.manual_seed(config.seed)
             yield device
     finally:
         torch.set_num_threads(threads)
@@ -47,14 +50,17 @@ def runtime(config: Config) -> Iterator[torch.device]:
 
 #: torch's names of CPU capabilities with which its bfloat16 product takes ten times as
 #: long as float32's
-WITHOUT = ("NO AVX", "AVX2")
+WITHOUT_BFLOAT16 = ("NO AVX", "AVX2")
 _ATEN = torch.ops.aten
 PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
 
 
+def _is_bfloat16(operand: Any) -> bool:
+    return type(operand) is torch.Tensor and operand.dtype is torch.bfloat16
+
+
 class ProductsByFloat32(TorchDispatchMode):
-    """Take products of bfloat16 matrices as products of float32 ones, rounded once at
-    the end.
+    """Take products of bfloat16 matrices as float32 ones, rounded once at the end.
 
     A product of two bfloat16 numbers is exact in float32, and bfloat16 hardware sums in
     float32, too: only the order of summation differs. Other operations are left alone.
@@ -68,31 +74,35 @@ class ProductsByFloat32(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call one operation of torch."""
-        plain: Callable[..., Any] = func
-        if func in PRODUCTS and all(
-            type(x) is torch.Tensor and x.dtype is torch.bfloat16 for x in args
-        ):
-            return plain(*(x.float() for x in args), **(kwargs or {})).bfloat16()
-        return plain(*args, **(kwargs or {}))
+        operation: Callable[..., Any] = func
+        options = kwargs or {}
+        if func in PRODUCTS and all(_is_bfloat16(operand) for operand in args):
+            return operation(*(operand.float() for operand in args), **options).bfloat16()
+        return operation(*args, **options)
 
 
 def bfloat16_products(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a run's products of bfloat16 matrices are taken,
-    forward and backward.
+    """Return the context in which a run's products of bfloat16 matrices are taken.
 
-    It is a `ProductsByFloat32` where the run has such products and the processor no
-    instructions for them, and otherwise does nothing. In compiled models it would be
-    without effect.
+    It holds for the forward and the backward pass. It is a `ProductsByFloat32` where
+    the run has such products and the processor no instructions for them, and otherwise
+    does nothing. In compiled models it would be without effect.
     """
     wanted = config.train.precision in ("bf16-mixed", "bf16-pure") and not config.runtime.compile
-    if wanted and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in WITHOUT:
+    if (
+        wanted
+        and device.type == "cpu"
+        and torch.backends.cpu.get_cpu_capability() in WITHOUT_BFLOAT16
+    ):
         return ProductsByFloat32()
     return nullcontext()
 
 
 class CompiledLoss:
-    """`model.loss`, compiled; uncompiled while monitors have hooks in layers, which
-    would force a new compilation.
+    """`model.loss`, compiled.
+
+    It runs uncompiled while monitors have hooks in layers, which would force a new
+    compilation.
     """
 
     def __init__(self, model: Any) -> None:
@@ -121,8 +131,10 @@ def _hooks(model: nn.Module) -> int:
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse `train.parallel` in one process, a batch that processes can't share
-    evenly, and too few GPUs.
+    """Refuse what the processes of a run can't do together.
+
+    That is `train.parallel` in one process, a batch that processes can't share evenly,
+    and too few GPUs.
     """
     size = ranks.size
     if ranks is ALONE:
@@ -132,12 +144,12 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
             f"train.batch_size: {counted(config.train.batch_size, 'sequence')} can't be divided "
             f"among {size} processes; give a multiple of {size}"
         )
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
-    if size > 1 and config.runtime.device != "cpu" and 0 < gpus < here:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    gpus = torch.cuda.device_count()
+    if size > 1 and config.runtime.device != "cpu" and 0 < gpus < local_size:
         raise BenchError(
-            f"runtime.device: {here} processes need a GPU each, and {gpus} are here; start fewer, "
-            f"or give "
-            "--runtime.device cpu"
+            f"runtime.device: {local_size} processes need a GPU each, and {gpus} are here; start "
+            f"fewer, or give --runtime.device cpu"
         )
 
 
@@ -155,9 +167,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def replicated(model: nn.Module, loss: Loss) -> Loss:
-    """Return a loss whose backward pass leaves the mean of all processes' gradients in
-    each of them.
-    """
+    """Return a loss whose backward pass leaves the processes' mean gradient in each."""
     wrapped: Loss = nn.parallel.DistributedDataParallel(_Loss(model, loss), init_sync=False)
     return wrapped
 

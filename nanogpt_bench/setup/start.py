@@ -1,6 +1,4 @@
-"""`model.init_from`: training that starts from the weights of a GPT-2 checkpoint or of
-a run.
-"""
+"""`model.init_from`: training that starts from a GPT-2 checkpoint or from a run."""
 
 import copy
 from dataclasses import replace
@@ -30,9 +28,7 @@ KEY = "model.init_from"
 
 
 def pinned(name: str) -> str:
-    """Return the newest checkpoint in place of a run's folder, and any other name as it
-    is.
-    """
+    """Return the newest checkpoint of a run's folder, and any other name as it is."""
     path = Path(name)
     if is_checkpoint(path) or not is_run(path):
         return name
@@ -52,11 +48,13 @@ def start_shape(name: str) -> GPTShape:
             )
         return shape
     if _names_a_checkpoint(path):
-        check_layout(path.parent.parent)
-        found = [str(step_file(path.parent.parent, step)) for step in steps(path.parent.parent)]
-        others = "checkpoints" + (f": {', '.join(found)}" if found else "")
+        run_dir = path.parent.parent
+        check_layout(run_dir)
+        checkpoints = [str(step_file(run_dir, step)) for step in steps(run_dir)]
+        listed = f": {', '.join(checkpoints)}" if checkpoints else ""
         raise BenchError(
-            f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {others}"
+            f"{KEY}: {name!r} does not exist; give a run's folder, or one of its "
+            f"checkpoints{listed}"
         )
     with refusals(KEY):
         return checkpoint_shape(name)
@@ -67,8 +65,9 @@ def _names_a_checkpoint(path: Path) -> bool:
 
 
 def start_facts(config: Config) -> dict[str, Any]:
-    """Return what environment.json records of the checkpoint that training starts from;
-    empty where it is no run's.
+    """Return what environment.json records of the checkpoint that training starts from.
+
+    Empty where it is no run's.
     """
     path = Path(config.model.init_from or "")
     if not config.model.init_from or not is_checkpoint(path):
@@ -78,8 +77,10 @@ def start_facts(config: Config) -> dict[str, Any]:
 
 
 def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
-    """Return the float model of a shape with the weights that a resolved configuration
-    starts from.
+    """Return the float model of a shape with the weights that a run starts from.
+
+    The configuration is resolved. A classifier gets the language model's body, and a
+    head with random weights.
     """
     name, seed = config.model.init_from or "", config.seed
     trained = None
@@ -95,63 +96,58 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
             load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
     if not shape.labels:
         return language
-    model = build_model(
-        shape, seed
-    )  # a classifier: the language model's body, and a head with random weights
-    body = {
-        name: value
-        for name, value in language.state_dict().items()
-        if not name.startswith("lm_head.")
-    }
-    model.load_state_dict({**model.state_dict(), **body})
-    return model
+    classifier = build_model(shape, seed)
+    state = dict(classifier.state_dict())
+    for weight, value in language.state_dict().items():
+        if not weight.startswith("lm_head."):
+            state[weight] = value
+    classifier.load_state_dict(state)
+    return classifier
 
 
-def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
+def check_text(trained: Trained, corpus: Corpus, source: str) -> None:
     """Refuse a text whose tokens are not those that the weights were trained on."""
-    theirs, ours = trained.environment.get("tokenizer"), corpus.meta["tokenizer"]
-    if theirs is not None and theirs != ours:
+    folder = str(corpus.folder)
+    trained_tokenizer = trained.environment.get("tokenizer")
+    tokenizer = corpus.meta["tokenizer"]
+    if trained_tokenizer is not None and trained_tokenizer != tokenizer:
         raise BenchError(
-            f"{called} was trained on text of tokenizer {theirs!r}, {str(corpus.folder)!r} is of "
-            f"{ours!r}"
+            f"{source} was trained on text of tokenizer {trained_tokenizer!r}, {folder!r} is of "
+            f"{tokenizer!r}"
         )
     facts: Any = trained.environment.get("corpus")
-    names = facts.get("labels") if isinstance(facts, dict) else None
-    if trained.config.task == "classify" and names not in (None, label_names(corpus)):
+    labels = facts.get("labels") if isinstance(facts, dict) else None
+    if trained.config.task == "classify" and labels not in (None, label_names(corpus)):
+        raise BenchError(f"{source} was trained on other labels than those of {folder!r}")
+    if tokenizer.startswith(("char", "bpe-")) and not same_text(trained, corpus):
         raise BenchError(
-            f"{called} was trained on other labels than those of {str(corpus.folder)!r}"
+            f"{source} was trained on another text than {folder!r}, and tokenizer {tokenizer!r} "
+            f"numbers the tokens of each text on its own; give the run's own with --data.dir"
         )
-    if ours.startswith(("char", "bpe-")) and not same_text(trained, corpus):
-        raise BenchError(
-            f"{called} was trained on another text than {str(corpus.folder)!r}, and tokenizer "
-            f"{ours!r} numbers the "
-            "tokens of each text on its own; give the run's own with --data.dir"
-        )
-    rows = (
-        trained.tensors["token_embedding.weight"].shape[0] if trained.tensors else corpus.vocab_size
-    )
+    rows = corpus.vocab_size
+    if trained.tensors:
+        rows = trained.tensors["token_embedding.weight"].shape[0]
     if rows != corpus.vocab_size:
         raise BenchError(
-            f"{called} has a vocabulary of {rows}, {str(corpus.folder)!r} one of "
-            f"{corpus.vocab_size}"
+            f"{source} has a vocabulary of {rows}, {folder!r} one of {corpus.vocab_size}"
         )
 
 
 def same_text(trained: Trained, corpus: Corpus) -> bool:
-    """Return whether a corpus is the one that a run was trained on, by the SHA-256 of
-    its splits and labels.
+    """Return whether a corpus is the one that a run was trained on.
+
+    It is judged by the SHA-256 of splits and labels.
     """
     facts: Any = trained.environment.get("corpus")
-    return digests_of(facts.get("splits") if isinstance(facts, dict) else None) == digests_of(
-        corpus.meta["splits"]
-    )
+    splits = facts.get("splits") if isinstance(facts, dict) else None
+    return digests_of(splits) == digests_of(corpus.meta["splits"])
 
 
 def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
-    """Return the settings to resume a run that started from another one, and the
-    model's shape where needed.
+    """Return the settings to resume a run that started from another one.
 
-    `saved` are the settings in the run's config.yaml.
+    With them the model's shape, where it is needed. `saved` are the settings in the
+    run's config.yaml.
 
     A run's folder in `model.init_from` means the checkpoint that was its newest when
     this run began. Where that checkpoint is gone, this run's own checkpoints have the
@@ -160,19 +156,20 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
     name = config.model.init_from
     if not name:
         return config, None
-    begun = Path(saved.model.init_from or "")
-    if not _names_a_checkpoint(begun) or Path(name) not in (begun, begun.parent.parent):
+    checkpoint = Path(saved.model.init_from or "")
+    same_source = Path(name) in (checkpoint, checkpoint.parent.parent)
+    if not _names_a_checkpoint(checkpoint) or not same_source:
         return config, None
     config = copy.deepcopy(config)
     config.model.init_from = saved.model.init_from
-    if is_checkpoint(begun) or not steps(run_dir):
+    if is_checkpoint(checkpoint) or not steps(run_dir):
         return config, None
     return config, model_shape(saved, open_corpus(saved))
 
 
-def check_start(config: Resolved, found: object) -> None:
+def check_start(config: Resolved, checkpoint: object) -> None:
     """Refuse a run without a checkpoint whose starting weights are gone."""
-    if found is None and config.initial_shape is not None:
+    if checkpoint is None and config.initial_shape is not None:
         raise BenchError(
             f"{KEY}: {config.model.init_from!r} does not exist any more, and there is no whole "
             f"checkpoint"

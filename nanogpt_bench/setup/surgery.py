@@ -1,5 +1,6 @@
-"""From `model.formats` to quantised layers, and from `model.constraint` to constrained
-weights, in a finished model.
+"""From `model.formats` to quantised layers, and from `model.constraint` to manifolds.
+
+Both change a finished model.
 """
 
 from collections.abc import Iterable
@@ -23,34 +24,34 @@ from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers, rows_of_outputs
 from nanogpt_bench.system.errors import BenchError, counted, refusals
 
-#: how many of the layers left in float are named
-_NAMED = 4
+#: number of layers left in float that a line names
+_NAMED_LAYERS = 4
 
 
 def quantize(model: nn.Module, config: Resolved) -> nn.Module:
-    """Replace the linear layers that `model.formats` names, and constrain the weights
-    of `model.constraint`.
-    """
-    settings = config.model
-    if config.layers and not quantized_layers(
-        model
-    ):  # a pretrained model may have been read into codes
+    """Replace the layers that `model.formats` names, and constrain weights."""
+    # A pretrained model may have been read into codes.
+    if config.layers and not quantized_layers(model):
         model = _in_formats(model, config)
-    constrain(model, settings)
+    constrain(model, config.model)
     return model
 
 
 def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
-    continuous = config.model.storage == "continuous"
-    named = {name: model.get_submodule(name) for name in config.layers} if continuous else {}
-    weights = {name: rows_of_outputs(layer).detach().clone() for name, layer in named.items()}
+    is_continuous = config.model.storage == "continuous"
+    weights: dict[str, torch.Tensor] = {}
+    if is_continuous:
+        for name in config.layers:
+            layer = model.get_submodule(name)
+            weights[name] = rows_of_outputs(layer).detach().clone()
     with refusals("model.formats", ValueError, TypeError):
         model = fm.quantize_model(model, **quantization(config))
-    # The float weights come back, on the continuous manifold of their format and scale.
-    for name, layer in quantized_layers(model).items() if continuous else ():
-        assert layer.weight_format is not None, "a layer whose weights are quantised"
-        layer.manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
-        layer.weight = geoopt.ManifoldParameter(weights[name], manifold=layer.manifold)
+    if is_continuous:
+        # The float weights come back, on the continuous manifold of format and scale.
+        for name, layer in quantized_layers(model).items():
+            assert layer.weight_format is not None, "a layer whose weights are quantised"
+            layer.manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
+            layer.weight = geoopt.ManifoldParameter(weights[name], manifold=layer.manifold)
     return model
 
 
@@ -62,69 +63,79 @@ def quantization(config: Resolved) -> dict[str, Any]:
         "storage": "grid" if settings.storage == "continuous" else settings.storage,
         "seed": config.seed,
         "tied": settings.tied or "refuse",
-        "defer_weight_gradients": True,  # see nanogpt_bench.loop.clipping
+        # see nanogpt_bench.loop.clipping
+        "defer_weight_gradients": True,
         **_grid_options(config),
     }
 
 
 def _grid_options(config: Config) -> dict[str, Any]:
     """Return the further arguments where there is no master copy."""
-    settings, writeback = config.model, config.optimizer.writeback
+    settings = config.model
     if settings.storage not in MANIFOLDS:
         return {}
-    rule = fm.optim.WRITEBACKS[writeback or "stochastic"]
+    rule = fm.optim.WRITEBACKS[config.optimizer.writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
     if config.optimizer.draws is not None:
-        options["draws"] = config.optimizer.draws  # for optimizers without an option draws
+        # for optimizers without an option draws
+        options["draws"] = config.optimizer.draws
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)
     if settings.storage == "fp8" and rule.residual_bits:
-        options["keep_remainder"] = (
-            True  # the residual starts from the remainder of rounding the initial weights
-        )
+        # The residual starts from the remainder of rounding the initial weights.
+        options["keep_remainder"] = True
     return options
 
 
-def _with_own_weights(
+def _without_shared_weights(
     model: nn.Module, layers: Iterable[fm.ReportedLayer]
 ) -> list[fm.ReportedLayer]:
-    """Return the layers without those whose parameters an earlier one has too, such as a tied
-    head.
+    """Return the layers without those whose parameters an earlier one has, too.
+
+    A tied head is one.
     """
-    seen: set[int] = set()
-    kept = []
+    counted_weights: set[int] = set()
+    distinct_layers = []
     for layer in layers:
         parameters = model.get_submodule(layer.name).parameters(recurse=False)
-        own = {id(parameter) for parameter in parameters if parameter.dim() > 1}
-        if own and own <= seen:
+        weights = {id(parameter) for parameter in parameters if parameter.dim() > 1}
+        if weights and weights <= counted_weights:
             continue
-        seen |= own
-        kept.append(layer)
-    return kept
+        counted_weights |= weights
+        distinct_layers.append(layer)
+    return distinct_layers
 
 
 def left_in_float(model: nn.Module) -> str:
-    """Say what share of a model's weights is not quantised, and in which layers most of
-    it is.
+    """Say what share of a model's weights is not quantised, and where most of it is.
 
-    >>> left_in_float(fm.quantize_model(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), "E4M3"))
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    >>> left_in_float(fm.quantize_model(model, "E4M3"))
     'left in float: 69% of the weights, 36 of 52; most in 0 (32)'
 
     A weight that two layers share is named once.
 
-    >>> model = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
-    >>> model["head"].weight = model["table"].weight
-    >>> left_in_float(model)
+    >>> head = nn.Linear(4, 8, bias=False)
+    >>> tied = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": head})
+    >>> tied["head"].weight = tied["table"].weight
+    >>> left_in_float(tied)
     'left in float: 100% of the weights, 32 of 32; most in table (32)'
     """
     report = fm.quantization_report(model)
-    left = report.parameters - report.quantized_parameters
-    largest = sorted(_with_own_weights(model, report.left), key=lambda layer: -layer.parameters)
-    names = [f"{layer.name} ({layer.parameters:,})" for layer in largest[:_NAMED]]
-    more = f" and {counted(len(largest) - _NAMED, 'layer')} more" if len(largest) > _NAMED else ""
-    where = f"; most in {', '.join(names)}{more}" if names else ""
-    return f"left in float: {left / report.parameters:.0%} of the weights, {left:,} of {report.parameters:,}{where}"
+    in_float = report.parameters - report.quantized_parameters
+    line = (
+        f"left in float: {in_float / report.parameters:.0%} of the weights, {in_float:,} of "
+        f"{report.parameters:,}"
+    )
+    layers = _without_shared_weights(model, report.left)
+    layers.sort(key=lambda layer: -layer.parameters)
+    if layers:
+        names = [f"{layer.name} ({layer.parameters:,})" for layer in layers[:_NAMED_LAYERS]]
+        line += f"; most in {', '.join(names)}"
+    if len(layers) > _NAMED_LAYERS:
+        line += f" and {counted(len(layers) - _NAMED_LAYERS, 'layer')} more"
+    return line
 
 
 #: the layers that `model.constraint` constrains
@@ -135,7 +146,7 @@ _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
 
 
 def fill_constraint(config: Config) -> None:
-    """Fill in optimizer and storage under `model.constraint`, where no rule names them."""
+    """Fill in optimizer and storage under `model.constraint`, without a rule."""
     model, optimizer = config.model, config.optimizer
     if model.constraint is None:
         return
@@ -145,8 +156,9 @@ def fill_constraint(config: Config) -> None:
 
 
 def fill_rates(config: Config) -> None:
-    """Fill in the rate of constrained weights; where no weight is stepped by ULPs, also
-    one rate and no decay.
+    """Fill in the rate of constrained weights.
+
+    Where no weight is stepped by ULPs, also one rate for all and no decay.
     """
     model, optimizer = config.model, config.optimizer
     if model.constraint is None or optimizer.name not in RIEMANNIAN:
@@ -154,23 +166,23 @@ def fill_rates(config: Config) -> None:
     optimizer.constrained_lr = optimizer.constrained_lr or _RATES[optimizer.name]
     if model.storage not in MANIFOLDS:
         rate = optimizer.lr or optimizer.float_lr or OPTIONS[optimizer.name]["float_lr"]
-        optimizer.lr, optimizer.float_lr = optimizer.lr or rate, optimizer.float_lr or rate
+        optimizer.lr = optimizer.lr or rate
+        optimizer.float_lr = optimizer.float_lr or rate
         optimizer.weight_decay = optimizer.weight_decay or 0.0
 
 
 def check_constrained_layers(config: Resolved) -> None:
     """Refuse constrained weights that would also have to lie on a grid."""
     model = config.model
-    for name in (
-        constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ()
-    ):
+    if not model.constraint or model.storage not in MANIFOLDS:
+        return
+    for name in constrained_layers(model):
         spec = config.layers.get(name)
         if spec is not None and spec.weight is not None:
             raise BenchError(
                 f"model.constraint: the weight of {name!r} has format {spec.weight.format.name} "
                 f"under model.storage {model.storage!r}, whose values are not on the manifold; add "
-                f"--model.formats.attn none, or give "
-                "--model.storage master, whose copy is on it"
+                f"--model.formats.attn none, or give --model.storage master, whose copy is on it"
             )
 
 
@@ -185,8 +197,9 @@ def constrained_layers(model: ModelConfig) -> list[str]:
 
 @torch.no_grad()
 def constrain(model: nn.Module, settings: ModelConfig) -> None:
-    """Move the weights that a resolved configuration constrains to the nearest point of
-    their manifold.
+    """Move the weights of `model.constraint` to the nearest point of their manifold.
+
+    `settings` are of a resolved configuration.
     """
     if settings.constraint is None:
         return
@@ -202,12 +215,13 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
 
 
 def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:
-    """Return the rate with which geoopt's step turns each row or column of a weight by
-    `optimizer.constrained_lr`.
+    """Return the rate with which geoopt turns vectors by `optimizer.constrained_lr`.
 
-    Under Adam a step is as long as its rate: per row on the sphere, and for the whole
-    matrix on the Stiefel manifold, where it is divided among orthonormal vectors.
+    A vector is a row or column of the weight. Under Adam a step is as long as its rate:
+    per row on the sphere, and for the whole matrix on the Stiefel manifold, where it is
+    divided among orthonormal vectors.
     """
     rate = settings.constrained_lr or 0.0
-    one = settings.name != "riemannian_adam" or isinstance(weight.manifold, geoopt.Sphere)
-    return rate if one else rate * min(weight.shape) ** 0.5
+    if settings.name == "riemannian_adam" and not isinstance(weight.manifold, geoopt.Sphere):
+        return rate * min(weight.shape) ** 0.5
+    return rate

@@ -1,5 +1,7 @@
-"""The task of a run, a text or documents with labels: the shape of its model, batches,
-losses and other measures.
+"""The task of a run: a text, or documents with labels.
+
+`Language` and `Classify` have the same methods: batches, losses and other measures.
+`model_shape` is the shape of the task's model.
 """
 
 import math
@@ -34,38 +36,38 @@ Figures = dict[str, float | None]
 
 
 def document_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross-entropy of every document (N,), the mean over its labels,
-    in nats per label.
+    """Return the binary cross-entropy of every document (N,), in nats per label.
+
+    It is the mean over a document's labels.
     """
-    return functional.binary_cross_entropy_with_logits(
-        logits.float(), labels, reduction="none"
-    ).mean(1)
+    losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+    return losses.mean(1)
 
 
 def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of logits (N, L), which predict a label above 0,
-    against labels (N, L) of 0 and 1.
+    """Return micro and macro F1 of logits (N, L) against labels (N, L) of 0 and 1.
 
-    F1 = 2 TP / (2 TP + FP + FN): micro over all labels together, macro the mean over
-    the labels. A label that no document has and that is never predicted, so that the
-    denominator is 0, counts 0, as in scikit-learn.
+    A logit above 0 predicts its label. F1 = 2 TP / (2 TP + FP + FN): micro over all
+    labels together, macro the mean over the labels. A label that no document has and
+    that is never predicted, so that the denominator is 0, counts 0, as in scikit-learn.
 
-    >>> f1_scores(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    >>> labels = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    >>> f1_scores(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), labels)
     (0.6666666666666666, 0.3333333333333333)
     """
-    given, held = logits > 0, labels > 0
-    hits = (given & held).sum(0).double()
-    total = (given.sum(0) + held.sum(0)).double()
+    predicted, actual = logits > 0, labels > 0
+    hits = (predicted & actual).sum(0).double()
+    total = (predicted.sum(0) + actual.sum(0)).double()
     micro = 2 * hits.sum() / total.sum().clamp(min=1)
-    return float(micro), float((2 * hits / total.clamp(min=1)).mean())
+    macro = (2 * hits / total.clamp(min=1)).mean()
+    return float(micro), float(macro)
 
 
 def r_precision(logits: Tensor, labels: Tensor) -> float | None:
-    """Return the mean over documents of the share of a document's R labels that is
-    among its R highest logits.
+    """Return the share of a document's R labels that is among its R highest logits.
 
-    Of equal logits the first counts as higher. Documents without labels are left out;
-    None if there are no others.
+    It is the mean over documents. Of equal logits the first counts as higher. Documents
+    without labels are left out; None if there are no others.
 
     >>> r_precision(torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
     0.5
@@ -74,19 +76,18 @@ def r_precision(logits: Tensor, labels: Tensor) -> float | None:
     Legislation.
     """
     counts = labels.sum(1)
-    known = counts > 0
-    if not bool(known.any()):
+    has_labels = counts > 0
+    if not bool(has_labels.any()):
         return None
     ranked = labels.gather(1, logits.argsort(dim=1, descending=True, stable=True))
     top = torch.arange(labels.shape[1], device=labels.device) < counts.unsqueeze(1)
-    return float(((ranked * top).sum(1)[known].double() / counts[known]).mean())
+    hits = (ranked * top).sum(1)[has_labels]
+    return float((hits.double() / counts[has_labels]).mean())
 
 
 @dataclass(frozen=True)
 class Passes:
-    """A model's forward passes, in evaluation mode and in the precision of the
-    training.
-    """
+    """A model's forward passes, in evaluation mode and in the training's precision."""
 
     #: mean loss of a batch, from its inputs and targets
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -99,8 +100,9 @@ EVAL_SEED = 1337
 
 
 class Language:
-    """The task of predicting the next token in blocks of a text; losses are in nats per
-    token.
+    """The task of predicting the next token in blocks of a text.
+
+    Losses are in nats per token.
     """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
@@ -108,8 +110,9 @@ class Language:
         self._block = config.model.block_size or 0
 
     def batch(self, step: int, micro_step: int) -> Pair:
-        """Return a micro-batch of a step (from 0): a pure function of the seed, the
-        step and the micro-step.
+        """Return a micro-batch of a step (from 0).
+
+        It is a pure function of the seed, the step and the micro-step.
         """
         size, seed = self._config.train.batch_size, self._config.seed
         return batch(
@@ -123,10 +126,13 @@ class Language:
 
     def held_out(self) -> list[Pair]:
         """Return the fixed validation batches."""
-        evaluation, size = self._config.eval, self._config.train.batch_size
-        what = f"eval.batches {evaluation.batches} with train.batch_size {size} and model.block_size {self._block}"
-        check_memory(BYTES_HELD * evaluation.batches * size * self._block, what)
-        return eval_batches(self._corpus.val, evaluation.batches, size, self._block, seed=EVAL_SEED)
+        batches, size = self._config.eval.batches, self._config.train.batch_size
+        request = (
+            f"eval.batches {batches} with train.batch_size {size} and model.block_size "
+            f"{self._block}"
+        )
+        check_memory(BYTES_HELD * batches * size * self._block, request)
+        return eval_batches(self._corpus.val, batches, size, self._block, seed=EVAL_SEED)
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
         """Return the loss of each batch."""
@@ -145,41 +151,49 @@ class Language:
 
 
 class Classify:
-    """The task of predicting a document's labels from its first tokens; losses in nats
-    per label. As `Language`.
+    """The task of predicting a document's labels from its first tokens.
+
+    Losses are in nats per label. The methods are those of `Language`.
     """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self._config, self._block = config, config.model.block_size or 0
-        self._train, self._val = (documents_of(corpus, split) for split in ("train", "val"))
+        self._train = documents_of(corpus, "train")
+        self._val = documents_of(corpus, "val")
 
     def batch(self, step: int, micro_step: int) -> Pair:
         return self._train.rows(self._drawn(step, micro_step), self._block)
 
     def tokens(self, step: int) -> int:
         """Return how many tokens a step trains on, padding left out."""
-        drawn = (
-            self._drawn(step, micro_step) for micro_step in range(self._config.train.accumulation)
-        )
-        return sum(int(self._train.lengths(which, self._block).sum()) for which in drawn)
+        tokens = 0
+        for micro_step in range(self._config.train.accumulation):
+            documents = self._drawn(step, micro_step)
+            tokens += int(self._train.lengths(documents, self._block).sum())
+        return tokens
 
     def held_out(self) -> list[Pair]:
-        """Return the fixed validation batches: no document is in two of them, and the
-        last may be smaller.
+        """Return the fixed validation batches.
+
+        No document is in two of them, and the last may be smaller.
         """
-        evaluation, size = self._config.eval, self._config.train.batch_size
-        drawn = held_out(self._val, evaluation.batches, size, seed=EVAL_SEED)
-        return [self._val.rows(which, self._block) for which in drawn]
+        batches, size = self._config.eval.batches, self._config.train.batch_size
+        drawn = held_out(self._val, batches, size, seed=EVAL_SEED)
+        return [self._val.rows(documents, self._block) for documents in drawn]
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
         """Return the loss of every document."""
-        found: list[float] = document_losses(*_answers(passes, batches)).tolist()
-        return found
+        losses: list[float] = document_losses(*_answers(passes, batches)).tolist()
+        return losses
 
     def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> Figures:
-        answers = _answers(passes, batches)
-        found = (*f1_scores(*answers), r_precision(*answers))
-        return {metric.name: value for metric, value in zip(metrics.OF_LABELS, found, strict=True)}
+        logits, labels = _answers(passes, batches)
+        micro_f1, macro_f1 = f1_scores(logits, labels)
+        return {
+            metrics.MICRO_F1.name: micro_f1,
+            metrics.MACRO_F1.name: macro_f1,
+            metrics.R_PRECISION.name: r_precision(logits, labels),
+        }
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Return None: a loss per label has no bits per byte."""
@@ -197,8 +211,9 @@ def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:
 
 
 def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
-    """Return the shape of a resolved configuration's model, with vocabulary and labels
-    of a corpus, if given.
+    """Return the shape of a resolved configuration's model.
+
+    Vocabulary and labels are those of a corpus, or 0 without one.
     """
     settings = config.model
     return GPTShape(
