@@ -12,7 +12,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics.codec import ROUNDINGS, Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.random_bits import Stream, check_words
+from fp8manifold.random_bits import DrawKey, check_words
 
 __all__ = ["STE", "STES", "as_scale", "fake_quantize", "quantize_at"]
 
@@ -84,7 +84,7 @@ def fake_quantize(
         if seed is None:
             raise ValueError("rounding='stochastic' needs seed=...")
         check_words(seed=seed, step=step, stream=stream)
-        key = Stream((seed, step, stream))
+        key = DrawKey((seed, step, stream))
     return quantize_at(x, given, fmt, ste, rounding, key, blocks=blocks)
 
 
@@ -94,7 +94,7 @@ def quantize_at(
     fmt: FloatFormat,
     ste: str = "identity",
     rounding: str = "nearest",
-    key: Stream | None = None,
+    key: DrawKey | None = None,
     *,
     blocks: bool = False,
 ) -> Tensor:
@@ -112,7 +112,7 @@ class _FakeQuantize(torch.autograd.Function):
         fmt: FloatFormat,
         ste: str,
         rounding: str,
-        key: Stream | None,
+        key: DrawKey | None,
         blocks: bool,
     ) -> Tensor:
         ctx.ste = ste

@@ -17,7 +17,7 @@ from fp8manifold._native._arrays import decoded, encoded, rounded
 from fp8manifold._numerics.charts import UlpChart, clamp_to_ends
 from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of
+from fp8manifold.random_bits import DrawKey, Draws, check_words, draw_key, draw_range
 
 __all__ = [
     "Overflow",
@@ -342,14 +342,14 @@ def _chart(fmt: FloatFormat) -> UlpChart:
     return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
 
 
-def _key(draws: str, seed: int, step: int, stream: int, offset: int) -> Stream:
+def _key(draws: str, seed: int, step: int, stream: int, offset: int) -> DrawKey:
     check_words(seed=seed, step=step, stream=stream, offset=offset)
     check_choice("draws", draws, get_args(Draws))
-    return stream_of(draws, seed, step, stream)
+    return draw_key(draws, seed, step, stream)
 
 
 def _draws(
-    x: Tensor, key: Stream | None, offset: int, bits: Tensor | None
+    x: Tensor, key: DrawKey | None, offset: int, bits: Tensor | None
 ) -> Callable[[int, int], Tensor]:
     """The draws of any run of positions (start, size), given or generated."""
     if bits is not None:
@@ -374,7 +374,7 @@ def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
     )
 
 
-def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) -> Tensor | None:
+def _native_codes(x: Tensor, fmt: FloatFormat, key: DrawKey | None, offset: int) -> Tensor | None:
     """Codes by native code; None where it can't make them, or ``x`` may hold a NaN that
     has no code.
     """

@@ -1,5 +1,21 @@
-"""Counter-based random bits: a pure function of (seed, step, stream, element index),
-with no state anywhere.
+"""Counter-based random bits: a pure function of (seed, step, stream, element index).
+
+There is no state anywhere. The bits of an element are a hash of its position under a key,
+so they are the same in any order, on any device and however a tensor is cut up::
+
+    key words     seed, step, stream, high half of the position
+                      | SplitMix64, once for a whole tensor
+    round keys    k1, k2, k3                                        32 bits each
+
+    position      low half of it + k1                               32 bits
+                      | x ^= x >> 17,  x *= ED5AD4BB,  x += k2
+                      | x ^= x >> 11,  x *= AC4C1B51,  x += k3
+                      | x ^= x >> 15,  x *= 31848BAB
+    word          32 bits, all arithmetic modulo 2^32
+    draw          its top 24 bits: as many as a float32 holds exactly
+
+torch has no unsigned shifts, so words are int32 tensors: a right shift copies the sign, and
+a mask clears the copies.
 """
 
 import hashlib
@@ -20,42 +36,44 @@ from fp8manifold._base.reading import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 
-RANDOM_BITS: Final = 24  #: Number of random bits in a draw: as many as a float32 holds exactly.
-_LOW = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (
-    0xED5AD4BB,
-    0xAC4C1B51,
-    0x31848BAB,
-)  # triple32, https://github.com/skeeto/hash-prospector
-_SHIFTS = (17, 11, 15)
+#: Number of random bits in a draw: as many as a float32 holds exactly.
+RANDOM_BITS: Final = 24
+_MASK_64: Final = 2**64 - 1
+# 2^64 over the golden ratio, the increment of SplitMix64
+_GOLDEN_64: Final = 0x9E3779B97F4A7C15
+# of triple32, https://github.com/skeeto/hash-prospector
+_MULTIPLIERS: Final = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
+_SHIFTS: Final = (17, 11, 15)
 Words = tuple[int, ...]
-Draws = Literal[
-    "independent", "dither"
-]  #: The relation of one element's draws in successive steps.
-EPOCH: Final = 256  #: Steps after which dithered draws take new phases.
+#: The relation of one element's draws in successive steps.
+Draws = Literal["independent", "dither"]
+#: Steps after which dithered draws take new phases.
+EPOCH: Final = 256
 # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
-_ADVANCE = 0x9E3779B9
-_DITHERED = 3  # a key word, so that the phases of dithered draws differ from independent draws
+_PHASE_STEP: Final = 0x9E3779B9
+# a fourth key word, so that dithered draws have other phases than independent draws
+_DITHER_WORD: Final = 3
 
 
-class Stream(NamedTuple):
-    """The key words of random words, and what is added to each word: a phase that moves
-    with time.
-    """
+class DrawKey(NamedTuple):
+    """The key of an array of random words."""
 
     words: Words
+    #: added to each random word; it moves with time
     phase: int = 0
 
 
-def stream_of(draws: str, seed: int, step: int, stream: int) -> Stream:
-    """The key of one step's draws: its words, or with ``dither`` those of its epoch and
-    a phase.
+def draw_key(draws: str, seed: int, step: int, stream: int) -> DrawKey:
+    """Return the key of one step's draws.
+
+    With ``dither`` the key words are those of an epoch of 256 steps, within which the
+    phase advances.
     """
     if draws == "independent":
-        return Stream((seed, step, stream))
-    epoch, since = divmod(step, EPOCH)
-    return Stream((seed, epoch, stream, _DITHERED), signed_word(_ADVANCE * since))
+        return DrawKey((seed, step, stream))
+    epoch, step_in_epoch = divmod(step, EPOCH)
+    phase = signed_word(_PHASE_STEP * step_in_epoch)
+    return DrawKey((seed, epoch, stream, _DITHER_WORD), phase)
 
 
 def random_bits(
@@ -68,27 +86,30 @@ def random_bits(
     device: torch.device | str | None = None,
     draws: Draws = "independent",
 ) -> Tensor:
-    """Uniform 24-bit integers that depend only on their key and their position.
+    r"""Return uniform 24-bit integers that depend only on their key and their position.
 
-    .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
+    .. math:: r_i = f(\text{seed}, \text{step}, \text{stream}, \text{offset} + i)
+              \in \{0, \dots, 2^{24} - 1\}
 
     The bits are the same eager and compiled, on CPU and GPU, and however a tensor is
-    cut into parts; streams are not shifted copies of one another.
+    cut into parts. Streams are not shifted copies of one another.
 
-    With ``draws="dither"`` an element's draws begin at a random phase, which the golden
-    ratio advances in each step and a new phase replaces after 256 steps,
+    With ``draws="dither"`` an element's draws begin at a random phase. The golden ratio
+    advances the phase in each step, and a new one replaces it after 256 steps:
 
-    .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
-              + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
+    .. math:: r_i = \lfloor 2^{-8} (
+              f_{32}(\text{seed}, \lfloor \text{step} / 256 \rfloor, \text{stream}, i)
+              + \mathtt{9E3779B9}_{16} (\text{step} \bmod 256) \bmod 2^{32}) \rfloor
 
     Each draw is uniform and independent of other elements and streams, but not of the
-    element's earlier draws: where the rounded value depends on these (the spacing
+    element's earlier draws. Where the rounded value depends on these (the spacing
     changes, or weights decay), weights are pulled towards 0.
 
     Args:
-        shape: shape of the result; positions count in row-major order.
-        seed, step, stream: key words of a run, an optimizer's step and a parameter,
-            ``0 <= word < 2**64``.
+        shape: shape of the result. Positions count in row-major order.
+        seed: key word of a run, ``0 <= seed < 2**64``.
+        step: key word of an optimizer's step, in the same range.
+        stream: key word of a parameter, in the same range.
         offset: global position of the first element, for a part of a larger tensor.
         device: where the result lives.
         draws: ``independent`` or ``dither``.
@@ -114,29 +135,31 @@ def random_bits(
         raise ValueError(f"shape={shape} has a negative size")
     check_words(seed=seed, step=step, stream=stream, offset=offset)
     check_choice("draws", draws, get_args(Draws))
-    numel, key = math.prod(shape), stream_of(draws, seed, step, stream)
+    numel = math.prod(shape)
+    key = draw_key(draws, seed, step, stream)
     if not runs_in_blocks(device, numel):
         return draw_range(offset, numel, key, device).view(shape)
-    starts = range(0, numel, BLOCK)
-    parts = [draw_range(offset + start, min(BLOCK, numel - start), key, device) for start in starts]
+    parts = []
+    for start in range(0, numel, BLOCK):
+        length = min(BLOCK, numel - start)
+        parts.append(draw_range(offset + start, length, key, device))
     return torch.cat(parts).view(shape)
 
 
 def check_words(**words: int) -> None:
+    """Raise TypeError or ValueError for a key word that is no int of 64 bits."""
     for name, word in words.items():
-        check_int(name, word, 0, _LOW)
+        check_int(name, word, 0, _MASK_64)
 
 
-def draw_range(offset: int, numel: int, key: Stream, device: torch.device | str | None) -> Tensor:
-    """The draws at positions ``offset .. offset + numel``, flat."""
+def draw_range(offset: int, numel: int, key: DrawKey, device: torch.device | str | None) -> Tensor:
+    """Return the draws at positions ``offset .. offset + numel``, flat."""
     return word_range(offset, numel, key.words, device, RANDOM_BITS, phase=key.phase)
 
 
 def draw_of(word: Tensor) -> Tensor:
-    """The 24-bit draw in a 32-bit random word: its top bits."""
-    return (word >> (32 - RANDOM_BITS)) & (
-        (1 << RANDOM_BITS) - 1
-    )  # int32 shifts copy the sign: clear it
+    """Return the 24-bit draw in a 32-bit random word: its top bits."""
+    return (word >> (32 - RANDOM_BITS)) & ((1 << RANDOM_BITS) - 1)
 
 
 def word_range(
@@ -148,19 +171,23 @@ def word_range(
     *,
     phase: int = 0,
 ) -> Tensor:
-    """The upper ``bits`` (24 or 32) of random words plus ``phase`` at positions
-    ``offset .. offset + numel``, flat.
+    """Return random words at positions ``offset .. offset + numel``, flat.
+
+    Each is the upper ``bits`` (24 or 32) of a word plus ``phase``.
     """
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:
-        below, above = 2**32 - low, low + numel - 2**32
-        parts = ((offset, below), (offset + below, above))
-        return torch.cat([word_range(*part, words, device, bits, phase=phase) for part in parts])
+        # The high half of the position changes on the way, and the round keys with it.
+        rest = 2**32 - low
+        lower = word_range(offset, rest, words, device, bits, phase=phase)
+        upper = word_range(offset + rest, numel - rest, words, device, bits, phase=phase)
+        return torch.cat([lower, upper])
     first, second, third = round_keys(words, high)
     x = _positions(numel, device) + signed_word(first + low)
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
         word = mix(x, second, third) + phase
         return word if bits == 32 else draw_of(word)
+    # NumPy has the unsigned shifts that torch lacks, and works on the same memory.
     unsigned = x.numpy().view(np.uint32)
     _mix_unsigned(unsigned, np.uint32(second % 2**32), np.uint32(third % 2**32))
     if phase:
@@ -171,34 +198,36 @@ def word_range(
 
 
 def words_at(positions: Tensor, words: Words) -> Tensor:
-    """The random words at any positions, int64, of one tensor; int32, of the same
-    shape.
-    """
-    x = torch.empty_like(positions, dtype=torch.int32)
-    if not x.numel():
-        return x
-    high = positions >> 32
-    for each in range(
-        int(high.min()), int(high.max()) + 1
-    ):  # one value, except in tensors of over 2^32 elements
-        first, second, third = round_keys(words, each)
+    """Return the random words (int32) at any positions (int64), in their shape."""
+    random_words = torch.empty_like(positions, dtype=torch.int32)
+    if not random_words.numel():
+        return random_words
+    high_halves = positions >> 32
+    # One value, except in tensors of over 2^32 elements.
+    for high in range(int(high_halves.min()), int(high_halves.max()) + 1):
+        first, second, third = round_keys(words, high)
         low = (positions + first % 2**32) & (2**32 - 1)
         signed = torch.where(low < 2**31, low, low - 2**32).to(torch.int32)
-        x = torch.where(high == each, mix(signed, second, third), x)
-    return x
+        random_words = torch.where(high_halves == high, mix(signed, second, third), random_words)
+    return random_words
 
 
 def mix(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
-    """Three keyed multiply-xorshift rounds; the first key is in ``x`` already."""
+    """Return ``x`` after three keyed rounds of xorshift and multiplication.
+
+    The first round key has been added to ``x`` already.
+    """
     for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
         if key is not None:
             x = x + key
-        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * signed_word(multiplier)
+        # An unsigned shift: the mask clears the copies of the sign.
+        folded = (x >> shift) & ((1 << (32 - shift)) - 1)
+        x = (x ^ folded) * signed_word(multiplier)
     return x
 
 
 def _mix_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) -> None:
-    """:func:`mix` in place on the CPU, where NumPy has the unsigned shifts that torch lacks: half the time."""
+    """Apply :func:`mix` in place on the CPU, in half the time."""
     folded = np.empty_like(x)
     for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
         if key is not None:
@@ -208,31 +237,40 @@ def _mix_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) ->
         np.multiply(x, np.uint32(multiplier), out=x)
 
 
-@eager_only  # traced big integers would overflow
-def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
-    """Three signed 32-bit round keys from the key words and the high half of a 64-bit
-    position.
+# Traced big integers would overflow.
+@eager_only
+def round_keys(words: Words, high: int) -> tuple[int, int, int]:
+    """Return three signed 32-bit round keys.
+
+    They depend on the key words and on the high half of a 64-bit position.
     """
-    mixed = _prefix(words[:2])  # a step's parameters share seed and step
+    # The parameters of a step share seed and step, whose hash is cached.
+    mixed = _hash_of_words(words[:2])
     for word in (*words[2:], high):
         mixed = _mix64(mixed ^ word)
     return signed_word(mixed), signed_word(mixed >> 32), signed_word(_mix64(mixed))
 
 
 def round_key_rows(
-    prefixes: Sequence[Words], streams: NDArray[np.uint64], *more: int
+    prefixes: Sequence[Words], streams: NDArray[np.uint64], *further_words: int
 ) -> NDArray[np.int32]:
-    """:func:`round_keys` of many words (seed, step, stream, ``*more``) at position 0: one row of three keys each."""
-    known = {words: _prefix(words) for words in set(prefixes)}
-    mixed = np.array([known[words] for words in prefixes], dtype=np.uint64)
-    for word in (streams, *more, 0):
+    """Return the round keys of many parameters at position 0, one row for each.
+
+    A parameter's key words are its prefix (seed, step), its stream and the further
+    words.
+    """
+    hashes = {words: _hash_of_words(words) for words in set(prefixes)}
+    mixed = np.array([hashes[words] for words in prefixes], dtype=np.uint64)
+    for word in (streams, *further_words, 0):
         mixed = _mix64(np.bitwise_xor(mixed, np.asarray(word, dtype=np.uint64)))
-    low, high = _mix64(mixed).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
-    return np.stack([mixed.astype(np.uint32), high, low], axis=1).view(np.int32)
+    first = mixed.astype(np.uint32)
+    second = (mixed >> np.uint64(32)).astype(np.uint32)
+    third = _mix64(mixed).astype(np.uint32)
+    return np.stack([first, second, third], axis=1).view(np.int32)
 
 
 @lru_cache(maxsize=64)
-def _prefix(words: tuple[int, ...]) -> int:
+def _hash_of_words(words: Words) -> int:
     mixed = 0
     for word in words:
         mixed = _mix64(mixed ^ word)
@@ -240,6 +278,7 @@ def _prefix(words: tuple[int, ...]) -> int:
 
 
 def _positions(numel: int, device: torch.device | str | None) -> Tensor:
+    """Return ``0 .. numel`` as int32, which must not be written to."""
     if numel <= BLOCK and not torch.compiler.is_compiling():
         return _block_positions(torch.device(device if device is not None else "cpu"))[:numel]
     return torch.arange(numel, dtype=torch.int32, device=device)
@@ -251,34 +290,34 @@ def _block_positions(device: torch.device) -> Tensor:
 
 
 def _mix64(word: Any) -> Any:
-    """SplitMix64's mixing of a number, or of an array of uint64."""
-    word = (word + _GOLDEN) & _LOW
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _LOW
+    """Return SplitMix64's hash of a number, or of an array of uint64."""
+    word = (word + _GOLDEN_64) & _MASK_64
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return word ^ (word >> 31)
 
 
 def mixed_word(*words: int) -> int:
-    """One word of 63 bits from several: each is mixed by itself, as in the key
-    schedule.
-    """
-    return _prefix(tuple(word & _LOW for word in words)) >> 1
+    """Return the hash of several words in 63 bits, by the hash of key words."""
+    return _hash_of_words(tuple(word & _MASK_64 for word in words)) >> 1
 
 
 @lru_cache(maxsize=256)
 def named_word(name: str) -> int:
-    """The word that a name stands for, 63 bits."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    """Return the hash of a name, a word of 63 bits."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def fresh_seed() -> int:
-    """A seed from torch's default generator: another one at every call, the same again
-    after ``manual_seed``.
+    """Return a seed from torch's default generator.
+
+    It is another one at every call, and the same ones again after ``manual_seed``.
     """
     with _disable_current_modes():
         return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
 def signed_word(word: int) -> int:
-    """The low 32 bits as a signed integer, the only kind int32 tensors take."""
+    """Return the low 32 bits as a signed integer, the only kind int32 tensors take."""
     return ((word + 2**31) % 2**32) - 2**31

@@ -40,6 +40,7 @@ def _inner_module(model: nn.Module) -> nn.Module | None:
         return inner
     children = vars(model)["_modules"]
     for name in _INNER_NAMES:
-        if name in children:
-            return children[name]
+        child: nn.Module | None = children.get(name)
+        if child is not None:
+            return child
     return None

@@ -22,7 +22,7 @@ from fp8manifold._numerics.codec import round_block
 from fp8manifold._numerics.records import ARRAY, format_record
 from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import FloatFormat
-from fp8manifold.random_bits import Stream, draw_range, round_keys, signed_word
+from fp8manifold.random_bits import DrawKey, draw_range, round_keys, signed_word
 from fp8manifold.scaling import BLOCK_SIZE
 
 _OUT: Final = (torch.float32, torch.bfloat16)
@@ -48,7 +48,7 @@ def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
 def rounded(
     x: Tensor,
     fmt: FloatFormat,
-    key: Stream | None = None,
+    key: DrawKey | None = None,
     offset: int = 0,
     scale: Tensor | None = None,
     *,
@@ -64,7 +64,7 @@ def rounded(
 
 
 def encoded(
-    x: Tensor, fmt: FloatFormat, key: Stream | None = None, offset: int = 0
+    x: Tensor, fmt: FloatFormat, key: DrawKey | None = None, offset: int = 0
 ) -> Tensor | None:
     """The codes of ``x``, saturating; NaN gives the format's code for it, or the code
     of zero if it has none.
@@ -105,7 +105,7 @@ def _made(
     fmt: FloatFormat,
     dtype: torch.dtype,
     scale: Tensor | None,
-    key: Stream | None = None,
+    key: DrawKey | None = None,
     offset: int = 0,
     *,
     rescale: bool = False,
@@ -182,7 +182,7 @@ def rounded_at(
     scale: Tensor,
     fmt: FloatFormat,
     rounding: str = "nearest",
-    key: Stream | None = None,
+    key: DrawKey | None = None,
     *,
     blocks: bool = False,
     rescale: bool = True,

@@ -44,7 +44,7 @@ from fp8manifold.nn._products import (
 from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.random_bits import Draws, Stream
+from fp8manifold.random_bits import DrawKey, Draws
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
@@ -387,8 +387,8 @@ class QuantizedLinear(nn.Linear):
             round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw)
         )
 
-    def _key(self, name: _spec.OperandName, draw: int) -> Stream:
-        return Stream((self._seed, draw, _STREAMS[name]))
+    def _key(self, name: _spec.OperandName, draw: int) -> DrawKey:
+        return DrawKey((self._seed, draw, _STREAMS[name]))
 
     def _break_graph(self) -> None:
         """End a graph of torch.compile before a layer that it can't hold, with a

@@ -36,7 +36,7 @@ from fp8manifold.nn._spec import (
     why_decoded,
 )
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.random_bits import Stream
+from fp8manifold.random_bits import DrawKey
 from fp8manifold.tensor import FP8Tensor
 
 Rounded = (
@@ -222,7 +222,7 @@ class _Linear(torch.autograd.Function):
 
 
 def round_gradient(
-    gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Stream
+    gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: DrawKey
 ) -> Tensor:
     """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation
     hides it.

@@ -19,7 +19,7 @@ from fp8manifold.optim._directions import NUMBERS, POSITIONS
 from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
 from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import draw_range, round_key_rows, round_keys, signed_word, stream_of
+from fp8manifold.random_bits import draw_key, draw_range, round_key_rows, round_keys, signed_word
 
 #: what there is native code for, in the order of its enumerations; all else is stepped
 #: in PyTorch
@@ -122,7 +122,7 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
     for i, slot in enumerate(slots):
         kinds.setdefault(slot.draws, []).append(i)
     for draws, some in kinds.items():
-        known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
+        known = {words[i]: draw_key(draws, *words[i], 0) for i in some}
         keys = [known[words[i]] for i in some]
         rows[some, :3] = round_key_rows(
             [key.words[:2] for key in keys], streams[some], *keys[0].words[3:]

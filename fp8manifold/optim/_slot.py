@@ -25,7 +25,7 @@ from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._directions import row_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
-from fp8manifold.random_bits import Stream, stream_of
+from fp8manifold.random_bits import DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -227,15 +227,15 @@ class Slot:
         return self.group["seed"], self.done + 1, self.state["stream"]
 
     @property
-    def rounding_key(self) -> Stream:
-        return stream_of(self.draws, *self.key)
+    def rounding_key(self) -> DrawKey:
+        return draw_key(self.draws, *self.key)
 
     @property
-    def moments_key(self) -> Stream:
+    def moments_key(self) -> DrawKey:
         """Key of the moments' draws: independent, for a moment forgets, and earlier
         draws would enter its odds.
         """
-        return Stream((*self.key, FOR_MOMENTS))
+        return DrawKey((*self.key, FOR_MOMENTS))
 
     @cached_property
     def offset(self) -> int:

@@ -40,7 +40,7 @@ from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _backends, _graphed, _optimizer, _steady, _triton_step
 from fp8manifold.optim._triton_step import run_triton
-from fp8manifold.random_bits import round_keys, signed_word, stream_of
+from fp8manifold.random_bits import draw_key, round_keys, signed_word
 
 SHAPES = (
     ((16, 256), "channel"),
@@ -184,7 +184,7 @@ def test_a_refused_step_changes_nothing(monkeypatch):
 @pytest.mark.parametrize("name", FORMATS)
 def test_arrays_against_native_code(name):
     fmt, x = as_format(name), any_floats(3000, 3)
-    key, offset = stream_of("dither", 2**63, 7, 2**40), 2**32 - 9000
+    key, offset = draw_key("dither", 2**63, 7, 2**40), 2**32 - 9000
     first, second, third = round_keys(key.words, 0)
     keys = (signed_word(first + offset), second, third, key.phase)
     scale = torch.exp2(normal(30, seed=5).mul(3).round())

@@ -15,7 +15,7 @@ from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import steps_taken
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import Stream, draw_range
+from fp8manifold.random_bits import DrawKey, draw_range
 
 _SPENT: Final = (
     "this gradient has been used and freed: under step_in_backward a parameter's step is taken as "
@@ -164,7 +164,7 @@ class GradientSum(StandIn):
                 f"{_HELD}; this one was scaled already, and another gradient comes: clip after the "
                 f"last"
             )
-        key = Stream((*self.words, FOR_SUMS, self.count))
+        key = DrawKey((*self.words, FOR_SUMS, self.count))
         draws = draw_range(0, self.held.numel(), key, self.held.device).view(self.held.shape)
         self.held.copy_(to_half(self.held.float() + gradient.float(), torch.bfloat16, draws))
         self.count += 1

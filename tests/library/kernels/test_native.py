@@ -28,7 +28,7 @@ from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics import records as _layouts
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._streams import content_word
-from fp8manifold.random_bits import stream_of
+from fp8manifold.random_bits import draw_key
 
 FOLDER = Path(_arrays.__file__).parent
 ROOT = FOLDER.parent.parent
@@ -129,7 +129,7 @@ def test_all_codes(name, dtype, plain):
 @each("draws", ["independent", "dither"])
 def test_scaled_rounding(rounding, draws, scale, plain):
     x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
-    arguments = (x, scales, fm.FloatFormat(4, 3), rounding, stream_of(draws, 1, 2, 3))
+    arguments = (x, scales, fm.FloatFormat(4, 3), rounding, draw_key(draws, 1, 2, 3))
     assert same(rounded_at(*arguments, blocks=False), plain(rounded_at, *arguments, blocks=False))
 
 

@@ -19,7 +19,7 @@ from fp8manifold import optim
 from fp8manifold.optim._in_backward.gradients import FOR_SUMS, GradientSum, clip_factor
 from fp8manifold.optim._streams import twins
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import Stream, draw_range
+from fp8manifold.random_bits import DrawKey, draw_range
 
 TOKENS = torch.arange(10)
 OPTIMIZERS = {
@@ -386,7 +386,7 @@ def rounded_sums(model, optimizer):
         ):
             step = int(optimizer.state[p]["step"]) + 1
             draws = draw_range(
-                0, p.numel(), Stream((0, step, streams[p], FOR_SUMS, count)), p.device
+                0, p.numel(), DrawKey((0, step, streams[p], FOR_SUMS, count)), p.device
             ).view(p.shape)
             wide = gradient.float() + sums.get(p, torch.zeros(())).float()
             sums[p] = to_half(wide, torch.bfloat16, draws)
