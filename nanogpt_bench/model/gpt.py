@@ -146,7 +146,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (B, T) int64 -> logits (B, T, V).
 
-    >>> GPT(GPTShape(1, 2, 8, 16, vocab_size=11))(torch.zeros(3, 5, dtype=torch.long)).shape
+    >>> model = GPT(GPTShape(1, 2, 8, 16, vocab_size=11))
+    >>> model(torch.zeros(3, 5, dtype=torch.long)).shape
     torch.Size([3, 5, 11])
     """
 
