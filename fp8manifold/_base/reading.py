@@ -85,7 +85,7 @@ def read_cached(x: Tensor, reader: Callable[[Tensor], Any]) -> Any:
 
 def _is_cacheable(x: Tensor) -> bool:
     """True for a plain tensor on a GPU that counts the writes to it."""
-    if is_read_at_once(x) or torch.compiler.is_compiling():
+    if not x.is_cuda or torch.compiler.is_compiling():
         return False
     return type(x) is Tensor and not x.is_inference()
 
