@@ -11,8 +11,9 @@ from _predictors import Predictor, early_points, rank_predictors
 
 from nanogpt_bench.report.chart import figure, svg
 from nanogpt_bench.report.charts import sensitivity_charts
-from nanogpt_bench.report.results_file import Exported, SensitivityMap
+from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.studies import SensitivityMap
 
 END = 1.0
 """Share of a run's steps after which its metrics are read."""

@@ -60,8 +60,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _export(folder: Path, out: Path) -> int:
     from nanogpt_bench.report.results_file import (  # imports torch
-        MISSING,
-        RUN,
+        EntryKind,
         export,
         is_of_kind,
         to_json,
@@ -73,7 +72,10 @@ def _export(folder: Path, out: Path) -> int:
     content = export(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, to_json(content))
-    ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))
+    ended, missing = (
+        sum(entry["kind"] == kind for entry in content)
+        for kind in (EntryKind.RUN, EntryKind.MISSING)
+    )
     partial = (
         f" of {ended + missing}; {missing} are missing, and every table of the file says so"
         if missing

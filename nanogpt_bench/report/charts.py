@@ -26,7 +26,6 @@ from nanogpt_bench.report.chart import (
 )
 from nanogpt_bench.report.columns import COLUMNS
 from nanogpt_bench.report.results import FIGURES
-from nanogpt_bench.report.results_file import SensitivityMap
 from nanogpt_bench.report.rows import (
     Row,
     flat,
@@ -36,6 +35,7 @@ from nanogpt_bench.report.rows import (
     row_runs,
     setting_without,
 )
+from nanogpt_bench.report.studies import SensitivityMap
 from nanogpt_bench.runs.load import MAX_POINTS, Run, decimate, smooth, smoothing_window
 from nanogpt_bench.runs.read import finite
 

@@ -28,8 +28,8 @@ from nanogpt_bench.report.charts import (
 from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT
 from nanogpt_bench.report.page import Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result
-from nanogpt_bench.report.results_file import Studies
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, row_runs, uncounted_lines
+from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, shown_columns, tuning_cells
 from nanogpt_bench.report.verdicts import class_name, describe_ending
 from nanogpt_bench.runs.environment import history_comment

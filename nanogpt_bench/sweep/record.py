@@ -12,9 +12,10 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report import facts_of, write_report
+from nanogpt_bench.report.merged import with_given_up
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.runs.environment import at, command_line
 from nanogpt_bench.runs.load import (
     SWEEP,

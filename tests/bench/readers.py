@@ -25,7 +25,7 @@ from nanogpt_bench.data.batches import documents_of, load_corpus
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
-from nanogpt_bench.report.results_file import read_studies
+from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.runs.read import AT_END, SUMS
 from nanogpt_bench.sweep.file import read_sweep

@@ -22,9 +22,9 @@ from nanogpt_bench.report.charts import (
     rate_chart,
     sensitivity_charts,
 )
-from nanogpt_bench.report.results_file import read_studies
 from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
+from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run
 
 

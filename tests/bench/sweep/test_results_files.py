@@ -13,8 +13,9 @@ from sweep_runs import small, train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.report.merged import merged_rows
 from nanogpt_bench.report.results import FIGURES
-from nanogpt_bench.report.results_file import flat_run, merged_rows, read_export
+from nanogpt_bench.report.results_file import flat_run, read_export
 from nanogpt_bench.runs.environment import commit
 from nanogpt_bench.runs.load import load_run
 
