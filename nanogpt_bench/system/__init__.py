@@ -1,3 +1,1 @@
-"""Errors, files, signals, memory, processes and the hub: what the bench needs of its
-machine.
-"""
+"""What the bench needs of its machine: errors, files, signals, memory, processes."""

@@ -1,8 +1,7 @@
-"""`BenchError`, which the command line prints as one line with exit code 2, and helpers
-for its messages.
+"""`BenchError`, which ends a command with one line, and helpers for messages.
 
-Any function of the bench may raise it; docstrings have `Raises` for other exceptions
-only.
+The exit code is 2. Any function of the bench may raise it. Docstrings have `Raises` for
+other exceptions only.
 """
 
 import difflib
@@ -16,13 +15,11 @@ LONGEST_WORD = 200
 #: the most characters of an error's message, which may quote a file
 LONGEST_MESSAGE = 4000
 #: errors of a disk: full, over a quota or a limit, or not to be written (any more)
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class BenchError(ValueError):
-    """An error of use; `str(error)` is one line that says what is wrong and how to fix
-    it.
-    """
+    """An error of use; `str(error)` is one line: what is wrong, and how to fix it."""
 
     def __init__(self, message: object) -> None:
         super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
@@ -32,35 +29,37 @@ class DiskError(BenchError):
     """An error of the disk and not of use; the exit code is 1."""
 
 
-def refused(what: str, error: OSError) -> BenchError:
-    """Return the error of an operation that the system refused; a `DiskError` where the
-    reason is the disk.
+def refused(operation: str, error: OSError) -> BenchError:
+    """Return the error of an operation that the system refused.
 
-    >>> refused("--out 'a' can't be written", OSError(errno.ENOSPC, "No space left on device"))
-    DiskError("--out 'a' can't be written: No space left on device")
+    It is a `DiskError` where the reason is the disk.
+
+    >>> refused("'a' can't be written", OSError(28, "No space left on device"))
+    DiskError("'a' can't be written: No space left on device")
     """
-    return (DiskError if error.errno in _DISK else BenchError)(f"{what}: {error.strerror or error}")
+    message = f"{operation}: {error.strerror or error}"
+    return DiskError(message) if error.errno in _DISK_ERRORS else BenchError(message)
 
 
 @contextmanager
-def refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into BenchErrors that begin with `what`; without
-    kinds, do so with BenchErrors.
+def refusals(subject: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into BenchErrors that begin with `subject`.
+
+    Without kinds, BenchErrors get this beginning. With kinds they stay as they are.
 
     >>> with refusals("--out", OSError):
     ...     raise OSError("no")
     Traceback (most recent call last):
     nanogpt_bench.system.errors.BenchError: --out: no
     """
-    caught = kinds or (BenchError,)
     try:
         yield
-    except caught as error:
-        if kinds and isinstance(error, BenchError):
+    except BenchError as error:
+        if kinds:
             raise
-        raise BenchError(
-            f"{what}: {error if isinstance(error, BenchError) else one_line(error)}"
-        ) from None
+        raise BenchError(f"{subject}: {error}") from None
+    except kinds as error:
+        raise BenchError(f"{subject}: {one_line(error)}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -69,32 +68,36 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     >>> nearest("train.max_stps", ["train.max_steps", "seed"])
     'train.max_steps'
     """
-    folded, by_folded = word.lower()[:LONGEST_WORD], {name.lower(): name for name in known}
-    once = next((name for name in by_folded if _one_edit_apart(folded, name)), None)
-    matches = [once] if once else difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
-    return by_folded[matches[0]] if matches else None
+    folded = word.lower()[:LONGEST_WORD]
+    spellings = {name.lower(): name for name in known}
+    for candidate in spellings:
+        if _one_edit_apart(folded, candidate):
+            return spellings[candidate]
+    matches = difflib.get_close_matches(folded, spellings, n=1, cutoff=0.6)
+    return spellings[matches[0]] if matches else None
 
 
-def _one_edit_apart(word: str, other: str) -> bool:
-    """Return whether two words differ by one letter added, left out or changed, or by
-    two neighbours swapped.
+def _one_edit_apart(a: str, b: str) -> bool:
+    """Return whether two words differ by one edit.
+
+    An edit is a letter added, left out or changed, or two neighbours swapped.
     """
-    short, long = sorted((word, other), key=len)
+    short, long = sorted((a, b), key=len)
     if len(short) < 3 or len(long) - len(short) > 1:
         return False
-    same = next(
-        (place for place, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]),
-        len(short),
-    )
-    a, b = short[same:], long[same:]
-    if len(a) < len(b):
-        return a == b[1:]
-    return a[1:] == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
+    same = 0
+    while same < len(short) and short[same] == long[same]:
+        same += 1
+    short, long = short[same:], long[same:]
+    if len(short) < len(long):
+        return short == long[1:]
+    is_changed = short[1:] == long[1:]
+    is_swapped = short[1::-1] == long[:2] and short[2:] == long[2:]
+    return is_changed or is_swapped
 
 
 def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
-    """Return the error of an unknown `word`: it names the nearest known word and all
-    known words.
+    """Return the error of an unknown `word`, with the nearest and all known words.
 
     >>> str(unknown("rule", "nearset", ["nearest", "stochastic"]))
     "unknown rule 'nearset'; did you mean 'nearest'? allowed: nearest, stochastic"
@@ -103,8 +106,7 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
 
 
 def not_known(word: object, known: Iterable[str]) -> str:
-    """Return a message that `word` is not known, with the nearest known word and all
-    known words.
+    """Return a message that `word` is not known, with the nearest and all known words.
 
     >>> not_known("yesterdya", ["today", "yesterday"])
     "'yesterdya' is not known; did you mean 'yesterday'? allowed: today, yesterday"
@@ -114,46 +116,49 @@ def not_known(word: object, known: Iterable[str]) -> str:
 
 def _allowed(word: object, known: list[str]) -> str:
     guess = nearest(str(word), known)
-    return (f"; did you mean {guess!r}?" if guess else ";") + f" allowed: {', '.join(known)}"
+    hint = f"; did you mean {guess!r}?" if guess else ";"
+    return f"{hint} allowed: {', '.join(known)}"
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return a message, or an exception's, with all white space and line breaks turned
-    into single spaces.
-    """
+    """Return a message with all white space and line breaks as single spaces."""
     return " ".join(str(error).split())
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with characters that would control a terminal replaced
-    by their escapes.
+    r"""Return a text on one line, its control characters as their escapes.
 
-    >>> printable("a\\x1b[31m\\u202eb")
-    'a\\\\x1b[31m\\\\u202eb'
+    >>> printable("a\x1b[31m\u202eb")
+    'a\\x1b[31m\\u202eb'
     """
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    characters = []
+    for character in text:
+        characters.append(character if character.isprintable() else ascii(character)[1:-1])
+    return "".join(characters)
 
 
-def shortened(text: str, most: int) -> str:
-    """Return a text cut to at most `most` characters by leaving out its middle.
+def shortened(text: str, limit: int) -> str:
+    """Return a text cut to at most `limit` characters by leaving out its middle.
 
     >>> shortened("abcdefghij", 7)
     'ab … ij'
     """
-    side = (most - 3) // 2
-    return text if len(text) <= most else f"{text[:side]} … {text[-side:]}"
+    if len(text) <= limit:
+        return text
+    side = (limit - 3) // 2
+    return f"{text[:side]} … {text[-side:]}"
 
 
 def disk_failure(error: OSError) -> str | None:
     """Return the message of an error of the disk; None for any other error.
 
-    >>> disk_failure(OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl"))
-    "'runs/a/metrics.jsonl' can't be written: No space left on device"
+    >>> disk_failure(OSError(errno.ENOSPC, "No space left on device", "runs/a"))
+    "'runs/a' can't be written: No space left on device"
     """
-    if error.errno not in _DISK:
+    if error.errno not in _DISK_ERRORS:
         return None
-    what = "a file" if error.filename is None else repr(str(error.filename))
-    return one_line(f"{what} can't be written: {error.strerror}")
+    file = "a file" if error.filename is None else repr(str(error.filename))
+    return one_line(f"{file} can't be written: {error.strerror}")
 
 
 #: beginnings of a text that a spreadsheet takes for a formula, and computes when the
@@ -161,14 +166,13 @@ def disk_failure(error: OSError) -> str | None:
 BEGINS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def counted(number: int, what: str) -> str:
-    """Return a number with a noun, in the plural unless it is one; `what` is the
-    singular.
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun, given in the singular.
 
     >>> counted(1, "step"), counted(1200, "step")
     ('1 step', '1,200 steps')
     """
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def rough_time(seconds: float) -> str:
@@ -182,7 +186,9 @@ def rough_time(seconds: float) -> str:
     if seconds < 90:
         return f"about {round(seconds, -1):.0f} s"
     minutes = round(seconds / 60)
-    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
+    if minutes < 90:
+        return f"about {minutes} min"
+    return f"about {minutes // 60} h {minutes % 60} min"
 
 
 def say(line: str) -> None:
@@ -191,13 +197,13 @@ def say(line: str) -> None:
 
 
 def cell(value: object) -> object:
-    """Return a value for a spreadsheet's cell: empty for None, and an apostrophe before
-    a text like a formula.
+    """Return a value for a spreadsheet's cell.
 
-    Numbers stay as they are, also negative ones and those given as text.
+    None is empty. A text like a formula gets an apostrophe before it. Numbers stay as
+    they are, also negative ones and those given as text.
 
-    >>> cell("=1+1"), cell("-x"), cell(-0.178), cell("-0.178"), cell("E4M3 nearest"), cell(None)
-    ("'=1+1", "'-x", -0.178, '-0.178', 'E4M3 nearest', '')
+    >>> cell("=1+1"), cell("-x"), cell(-0.178), cell("-0.178"), cell(None)
+    ("'=1+1", "'-x", -0.178, '-0.178', '')
     """
     if isinstance(value, str) and value.startswith(BEGINS_A_FORMULA):
         try:

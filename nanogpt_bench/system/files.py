@@ -1,5 +1,6 @@
-"""Files replaced whole, so that a reader sees the old or the new one; hashes; folders
-for one process at a time.
+"""Files replaced whole, hashes, and folders for one process at a time.
+
+A reader of a replaced file sees the old or the new content, never a part.
 """
 
 import hashlib
@@ -7,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -26,22 +27,23 @@ _PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield an open file beside `path`; it replaces `path` when the block ends without
-    an error.
+    """Yield an open file that replaces `path` when the block ends without an error.
 
-    Its name can't be foreseen, and it is created only if the name is free, so that a
-    link planted in the folder can't redirect the writing. A link at `path` itself is
-    replaced, and its target stays as it is.
+    The file is in the folder of `path`. Its name can't be foreseen, and it is created
+    only if the name is free, so that a link planted in the folder can't redirect the
+    writing. A link at `path` itself is replaced, and its target stays as it is.
     """
     part = path.with_name(f".{path.name[:LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
-        with open(
-            part, "xb", opener=lambda name, flags: os.open(name, flags | NO_LINKS, 0o666)
-        ) as file:
+        with open(part, "xb", opener=_open_no_link) as file:
             yield file
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _open_no_link(name: str, flags: int) -> int:
+    return os.open(name, flags | NO_LINKS, 0o666)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -56,8 +58,9 @@ def remove_parts(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` by `text` in UTF-8; on an OSError, which names `path`,
-    the old file stays.
+    """Replace the file at `path` by `text` in UTF-8.
+
+    On an OSError, which names `path`, the old file stays.
     """
     try:
         with replacing(path) as file:
@@ -75,9 +78,9 @@ def sha256(path: Path) -> str:
 
 
 def check_place(option: str, path: Path) -> None:
-    """Refuse a file or folder to write that is below a file or behind a link to
-    nothing, or where nothing may be written.
+    """Refuse a file or folder to write where nothing can be written.
 
+    That is below a file, behind a link to nothing, or where nothing may be written.
     Called before anything is computed that would be lost otherwise.
     """
     for place in (path, *path.parents):
@@ -101,30 +104,34 @@ def check_place(option: str, path: Path) -> None:
         return
 
 
-def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
-    """Refuse a place where nothing can be written, and to replace a file, unless it is
-    empty or `wrote` recognises it as one of the same command.
+def refuse_to_replace(
+    option: str, path: Path, is_replaceable: Callable[[Path], bool], instead: str
+) -> None:
+    """Refuse a place where nothing can be written, and to replace a foreign file.
+
+    An empty file is replaced, and one that `is_replaceable` recognises as an earlier
+    one of the same command.
     """
     check_place(option, path)
     if not path.exists():
         return
     if not path.is_file():
         raise BenchError(f"{option} {str(path)!r} exists and is no ordinary file; give {instead}")
-    if path.stat().st_size and not wrote(path):
+    if path.stat().st_size and not is_replaceable(path):
         raise BenchError(
             f"{option} {str(path)!r} exists, and this command did not write it; give {instead}"
         )
 
 
-def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
-    """Return a test whether a file is JSON whose content passes `shape`."""
+def holds(has_shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
+    """Return a test whether a file is JSON whose content passes `has_shape`."""
 
-    def wrote(path: Path) -> bool:
+    def is_replaceable(path: Path) -> bool:
         with suppress(OSError, ValueError):
-            return shape(read_json(path, times=8))
+            return has_shape(read_json(path, times=8))
         return False
 
-    return wrote
+    return is_replaceable
 
 
 def rows_with(*names: str) -> Callable[[Any], bool]:
@@ -133,14 +140,12 @@ def rows_with(*names: str) -> Callable[[Any], bool]:
     >>> rows_with("a")([{"a": 1, "b": 2}]), rows_with("a")([]), rows_with("a")({"a": 1})
     (True, False, False)
     """
+    is_row = mapping_with(*names)
 
-    def shape(content: Any) -> bool:
-        rows = content if isinstance(content, list) else []
-        return bool(rows) and all(
-            isinstance(row, Mapping) and set(names) <= row.keys() for row in rows
-        )
+    def has_shape(content: Any) -> bool:
+        return isinstance(content, list) and bool(content) and all(map(is_row, content))
 
-    return shape
+    return has_shape
 
 
 def mapping_with(*names: str) -> Callable[[Any], bool]:
@@ -149,7 +154,11 @@ def mapping_with(*names: str) -> Callable[[Any], bool]:
     >>> mapping_with("a")({"a": 1, "b": 2}), mapping_with("a")(["a"])
     (True, False)
     """
-    return lambda content: isinstance(content, Mapping) and set(names) <= content.keys()
+
+    def has_names(content: Any) -> bool:
+        return isinstance(content, Mapping) and set(names) <= content.keys()
+
+    return has_names
 
 
 #: an empty file in a folder; it exists while a process has the folder, and after that
@@ -158,48 +167,53 @@ LOCK = ".lock"
 
 
 @contextmanager
-def locked(folder: Path, what: str) -> Iterator[None]:
-    """Make a folder and keep other processes out of it; a folder that was made and
-    stays empty is removed.
+def locked(folder: Path, subject: str) -> Iterator[None]:
+    """Make a folder and keep other processes out of it.
 
-    Where the file system has no locks, nobody is kept out. `what` begins the error's
-    line.
+    A folder that was made and stays empty is removed. Where the file system has no
+    locks, nobody is kept out. `subject` begins the error's line.
     """
-    check_place(what, folder)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    check_place(subject, folder)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refused(f"{what} {str(folder)!r} can't be used", error) from None
+        raise refused(f"{subject} {str(folder)!r} can't be used", error) from None
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise BenchError(
-            f"{what} {str(folder)!r} is in use by another process; wait until that ends"
+            f"{subject} {str(folder)!r} is in use by another process; wait until that ends"
         ) from None
     except (OSError, NotImplementedError):
-        pass  # if the folder is not usable, the first file written to it says why
+        # If the folder is not usable, the first file written to it says why.
+        pass
     try:
         yield
     finally:
         if lock.is_locked:
             with suppress(OSError):
-                if not (folder / LOCK).stat().st_size:  # a file with content is not ours
+                # a file with content is not the bench's
+                if not (folder / LOCK).stat().st_size:
                     (folder / LOCK).unlink()
             lock.release()
-        for path in made:
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
+        _remove_empty(missing)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the innermost first, except those with content."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this
-    process alone.
+    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist.
 
-    Processes that do so at the same instant get different ones. A folder that was made
-    and stays empty is removed.
+    It is for this process alone: processes that do so at the same instant get different
+    ones. A folder that was made and stays empty is removed.
     """
     missing = [parent for parent in path.parents if not parent.exists()]
     folder, number = path, 1
@@ -216,13 +230,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        for made in (folder, *missing):
-            with suppress(OSError):  # it is not empty
-                made.rmdir()
+        _remove_empty([folder, *missing])
 
 
 def is_unused(folder: Path) -> bool:
-    """Return whether a folder is missing or has only a lock, this process' or one left
-    by a killed process.
+    """Return whether a folder is missing or has only a lock.
+
+    The lock is this process', or one left by a killed process.
     """
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

@@ -1,5 +1,7 @@
-"""Files from the Hugging Face hub: from the local cache if they are there, else
-downloaded or refused in seconds.
+"""Files from the Hugging Face hub.
+
+A file comes from the local cache if it is there, else it is downloaded, or refused in
+seconds.
 """
 
 import contextlib
@@ -8,7 +10,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -18,8 +20,9 @@ T = TypeVar("T")
 
 
 def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
-    """Return the path of a model repository's file in the local cache, downloaded if
-    missing; `asked` begins errors.
+    """Return the path of a model repository's file in the local cache.
+
+    It is downloaded if missing. `asked` begins errors.
     """
     if find_spec("huggingface_hub") is None:
         raise BenchError(
@@ -31,7 +34,8 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
     try:
         with contextlib.suppress(errors.LocalEntryNotFoundError):
             return Path(hf_hub_download(repository, name, local_files_only=True))
-        HfApi().model_info(repository, timeout=PATIENCE)  # the download itself would try for longer
+        # The download itself would try for longer.
+        HfApi().model_info(repository, timeout=PATIENCE)
         return Path(hf_hub_download(repository, name))
     except errors.HFValidationError as error:
         raise BenchError(f"{asked} {one_line(error)}") from None
@@ -45,35 +49,35 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
         ) from None
     except errors.RemoteEntryNotFoundError:
         raise BenchError(f"{asked} {repository!r} on the hub has no {name}") from None
-    except Exception as error:  # the client lets errors of Python and of its transport through
+    except Exception as error:
+        # The client lets errors of Python and of its transport through.
         raise BenchError(
             f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: "
-            f"{one_line(error)}); "
-            "give the folder of a local copy with config.json and model.safetensors"
+            f"{one_line(error)}); give the folder of a local copy with config.json and "
+            f"model.safetensors"
         ) from None
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:
-    """Return `call()`, or raise its error, or TimeoutError after `seconds` (None:
-    never).
+    """Return `call()`, or raise its error, or TimeoutError after `seconds`.
 
-    When time is up or a signal interrupts, the call goes on in a daemon thread: let it
-    hold nothing to close.
+    None waits for ever. When time is up or a signal interrupts, the call goes on in a
+    daemon thread: let it hold nothing to close.
     """
-    outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[T] = queue.SimpleQueue()
+    errors: list[BaseException] = []
+    finished = threading.Event()
 
     def work() -> None:
         try:
-            outcome.put((True, call()))
+            results.put(call())
         except BaseException as error:
-            outcome.put((False, error))
+            errors.append(error)
+        finished.set()
 
     threading.Thread(target=work, daemon=True).start()
-    try:
-        done, value = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if not done:
-        raise value
-    result: T = value
-    return result
+    if not finished.wait(seconds):
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return results.get()

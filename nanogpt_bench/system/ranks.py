@@ -1,5 +1,9 @@
-"""Processes that train one run, started by torchrun: joining them, exchanging values,
-and ending together.
+"""Processes that train one run, started by torchrun.
+
+`as_rank` joins them, runs the command in each, and ends them together. `Ranks` is this
+process among them: it exchanges values with the others by collective operations, and
+texts through torch's key-value store. An error in one process becomes one in all
+(`Ranks.together`). When a process is gone, the others end with `LOST`.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ from typing import Any
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: message of a process when another process of the run has ended
-LOST = "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and --resume goes on"
+LOST = (
+    "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and "
+    "--resume goes on"
+)
 #: seconds that a failed process waits for the others, which may be about to fail alike,
 #: before torchrun ends them
 PATIENCE_S = 5.0
 #: parts of the messages of gloo, NCCL and torch when the other end of a connection is
 #: gone
-_GONE = (
+_LOST_CONNECTION = (
     "by peer",
     "Broken pipe",
     "onnection refused",
@@ -45,7 +52,9 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         self.rank, self.size = rank, size
-        self._store, self._asked = store, 0
+        self._store = store
+        #: number of keys used in the store, equal in all processes
+        self._keys = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Return itself: a process group can't be copied."""
@@ -62,16 +71,17 @@ class Ranks:
         return number if self.size == 1 else max(self.each(number))
 
     def mean(self, number: float) -> float:
-        """The mean of the processes' numbers; NaN if one is NaN."""
+        """Return the mean of the processes' numbers; NaN if one is NaN."""
         return number if self.size == 1 else sum(self.each(number)) / self.size
 
     def each(self, number: float) -> list[float]:
-        own = [0.0] * self.size
-        own[self.rank] = number
-        return self.total(own)
+        """Return the processes' numbers, by rank."""
+        numbers = [0.0] * self.size
+        numbers[self.rank] = number
+        return self.total(numbers)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over the processes, in float64, of each of the numbers."""
+        """Return the sums over the processes, in float64, of each of the numbers."""
         if self.size == 1:
             return list(numbers)
         import torch
@@ -81,24 +91,21 @@ class Ranks:
         return [float(number) for number in sums]
 
     def broadcast(self, text: str) -> str:
-        """The text of the first process, in all of them."""
+        """Return the text of the first process, in all of them."""
         if self.size == 1:
             return text
-        self._asked += 1
-        key = f"broadcast/{self._asked}"
+        key = self._next_key("broadcast")
         if self.first:
             self._store.set(key, text)
-        self.any(
-            False
-        )  # waits until the text is there: the store itself would wait long for a process that has ended
+        self._wait_for_all()
         return str(self._store.get(key).decode())
 
     @contextmanager
     def together(self, kind: type[BenchError] = BenchError) -> Iterator[None]:
-        """Make an error in one process an error in all: an OSError the same, another
-        one as `kind` with its line.
+        """Make an error in one process an error in all.
 
-        The block must not wait for other processes.
+        An OSError is the same in all, another one is of `kind` with its line. The block
+        must not wait for other processes.
         """
         failure: OSError | BenchError | None = None
         try:
@@ -114,23 +121,36 @@ class Ranks:
     def _shared(
         self, failure: OSError | BenchError | None, source: int, kind: type[BenchError]
     ) -> Exception:
-        """The error to raise in this process: its own, or that of the first process
-        that failed.
+        """Return the error to raise in this process.
+
+        It is the process' own, or else that of the first process that failed.
         """
-        self._asked += 1
-        key = f"failed/{self._asked}"
+        key = self._next_key("failed")
         if self.rank == source:
-            parts = (
-                [failure.errno, failure.strerror, failure.filename]
-                if isinstance(failure, OSError)
-                else [failure]
-            )
-            self._store.set(key, "\n".join(one_line(str(part)) for part in parts))
-        self.any(False)
+            if isinstance(failure, OSError):
+                parts = [str(failure.errno), str(failure.strerror), str(failure.filename)]
+            else:
+                parts = [str(failure)]
+            self._store.set(key, "\n".join(map(one_line, parts)))
+        self._wait_for_all()
         if failure is not None:
             return failure
-        number, *rest = self._store.get(key).decode().split("\n")
-        return OSError(int(number), *rest) if rest else kind(number)
+        lines = self._store.get(key).decode().split("\n")
+        if len(lines) == 1:
+            return kind(lines[0])
+        number, reason, file = lines
+        return OSError(int(number), reason, file)
+
+    def _next_key(self, purpose: str) -> str:
+        self._keys += 1
+        return f"{purpose}/{self._keys}"
+
+    def _wait_for_all(self) -> None:
+        """Wait until all processes are here.
+
+        The store itself would wait long for a process that has ended.
+        """
+        self.any(False)
 
     def say_once(self, line: str) -> None:
         """Print a line to standard error, unless another process has printed one."""
@@ -142,7 +162,7 @@ class Ranks:
 
 ALONE = Ranks()
 
-
+#: this process among those of torchrun, while they are joined
 _joined: list[Ranks] = []
 
 
@@ -152,13 +172,14 @@ def is_worker() -> bool:
 
 
 def joined() -> Ranks:
-    """Return this process among those that torchrun started; `ALONE` without torchrun."""
+    """Return this process among those of torchrun; `ALONE` without torchrun."""
     return _joined[0] if _joined else ALONE
 
 
 def as_rank(command: Callable[[], int]) -> int:
-    """Join the other processes, run a command, and end together; the first one prints,
-    and a lost one ends all.
+    """Join the other processes, run a command, and end together.
+
+    Only the first process prints. A lost process ends all.
     """
     store, rank, size = _join()
     ranks = Ranks(rank, size, store)
@@ -175,7 +196,8 @@ def as_rank(command: Callable[[], int]) -> int:
             raise
         ranks.say_once(LOST)
         sys.stdout.flush()
-        os._exit(1)  # an ordinary exit could wait for the others
+        # An ordinary exit could wait for the others.
+        os._exit(1)
     finally:
         _joined.clear()
     _leave(store, size, code)
@@ -185,20 +207,20 @@ def as_rank(command: Callable[[], int]) -> int:
 def is_lost(error: BaseException | None) -> bool:
     """Return whether an error says that another process of the run has ended.
 
-    >>> is_lost(RuntimeError("Socket closed [127.0.0.1]:40123")), is_lost(RuntimeError("out of memory")), is_lost(None)
-    (True, False, False)
+    >>> is_lost(RuntimeError("Socket closed [127.0.0.1]:40123")), is_lost(None)
+    (True, False)
+    >>> is_lost(RuntimeError("out of memory"))
+    False
     """
     if not isinstance(error, RuntimeError):
         return False
     from torch.distributed import DistError
 
-    return isinstance(error, DistError) or any(words in str(error) for words in _GONE)
+    return isinstance(error, DistError) or any(part in str(error) for part in _LOST_CONNECTION)
 
 
 def _join() -> tuple[Any, int, int]:
-    """Return the store, this process' rank and the number of processes, once all have
-    joined.
-    """
+    """Return the store, this process' rank and their number, once all have joined."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -215,8 +237,9 @@ def _join() -> tuple[Any, int, int]:
 
 
 def _leave(store: Any, size: int, code: int) -> None:
-    """Wait until all processes are done: when one ends with an error, torchrun ends the
-    others.
+    """Wait until all processes are done.
+
+    When one ends with an error, torchrun ends the others.
     """
     from torch import distributed
 
@@ -227,7 +250,6 @@ def _leave(store: Any, size: int, code: int) -> None:
         if code and time.monotonic() > deadline:
             return
         time.sleep(0.02)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # when the first process has ended, torchrun terminates the others
+    # When the first process has ended, torchrun terminates the others.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     distributed.destroy_process_group()

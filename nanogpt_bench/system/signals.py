@@ -1,5 +1,7 @@
-"""SIGTERM and SIGINT: the first signal asks a command to stop where nothing is lost, a
-second ends it at once.
+"""SIGTERM and SIGINT as requests to stop.
+
+The first signal asks a command to stop where nothing is lost, a second one ends it at
+once.
 """
 
 import os
@@ -19,13 +21,15 @@ SAME_REQUEST_SECONDS = 0.1
 
 
 class StopRequest:
-    """The request to stop that a signal made; a command checks it where stopping loses
-    nothing.
+    """The request to stop that a signal made.
+
+    A command checks it where stopping loses nothing.
     """
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
-        self._at = 0.0
+        #: time of the first signal
+        self._time = 0.0
 
     @property
     def asked(self) -> bool:
@@ -42,30 +46,32 @@ class StopRequest:
         return "" if self._signal is None else self._signal.name
 
     def note(self, number: int) -> bool:
-        """Note a signal; return False for a second one that is no repetition within
+        """Note a signal; return whether the command goes on to its next place to stop.
+
+        False for a second signal, unless it repeats the first within
         `SAME_REQUEST_SECONDS`.
         """
         now = time.monotonic()
         if self._signal is None:
-            self._signal, self._at = signal.Signals(number), now
+            self._signal = signal.Signals(number)
+            self._time = now
             return True
-        return now - self._at < SAME_REQUEST_SECONDS
+        return now - self._time < SAME_REQUEST_SECONDS
 
 
 @contextmanager
 def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
-    """Turn the first SIGTERM or SIGINT into a request, the second into `before_exit`
-    and exit code 128 + its number.
+    """Turn the first SIGTERM or SIGINT into a request, and exit at the second.
 
-    The former handlers are restored on leaving. Outside of the main thread, where
-    Python allows none, no request comes.
+    The exit code is 128 + the signal's number; `before_exit` is called first. The
+    former handlers are restored on leaving. Outside of the main thread, where Python
+    allows none, no request comes.
     """
 
     def end(number: int) -> None:
         before_exit()
-        os._exit(
-            128 + number
-        )  # no clean-up, which could take long: files on disk are whole at any time
+        # No clean-up, which could take long: files on disk are whole at any time.
+        os._exit(128 + number)
 
     with _requests(SIGNALS, end) as request:
         yield request
@@ -74,30 +80,30 @@ def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[St
 def stop_requests_once(
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,),
 ) -> AbstractContextManager[StopRequest]:
-    """Turn the first SIGTERM into a request and ignore later ones; other signals keep
-    their handlers.
+    """Turn the first SIGTERM into a request and ignore later ones.
 
-    For a worker: its parent may signal it, and then its whole group.
+    Other signals keep their handlers. For a worker: its parent may signal it, and then
+    its whole group.
     """
     return _requests(numbers, lambda _: None)
 
 
 @contextmanager
 def _requests(
-    numbers: tuple[signal.Signals, ...], again: Callable[[int], None]
+    numbers: tuple[signal.Signals, ...], on_second: Callable[[int], None]
 ) -> Iterator[StopRequest]:
     request = StopRequest()
 
     def handle(number: int, _: Any) -> None:
         if not request.note(number):
-            again(number)
+            on_second(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, handle) for number in numbers}
+    former_handlers = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in former_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -37,29 +37,29 @@ _NUMBERS = ("tag:yaml.org,2002:int", _FLOAT, "tag:yaml.org,2002:timestamp")
 
 
 class Refused(ValueError):
-    """The error of a file beyond the bounds, or not of its kind; `str(error)` does not
-    have the file's name.
+    """The error of a file beyond the bounds, or not of its kind.
+
+    `str(error)` does not have the file's name.
     """
 
 
 class GivenTwice(Refused):
-    """The error of a name that a mapping has twice, so that one of its values would be
-    dropped.
-    """
+    """The error of a name that a mapping has twice: a value would be dropped."""
 
 
-def read_text(path: Path, most: int = MOST_BYTES, *, links: bool = True) -> str:
-    """Return the content of an ordinary UTF-8 file; with `links` False, a symbolic link
-    is refused.
+def read_text(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> str:
+    """Return the content of an ordinary UTF-8 file.
+
+    With `links` False, a symbolic link is refused.
 
     Raises:
         OSError: the file can't be read.
-        Refused: a folder, a device or a pipe, more than `most` bytes, or not UTF-8.
+        Refused: a folder, a device or a pipe, more than `limit` bytes, or not UTF-8.
     """
     with open_file(path, links=links) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise Refused(f"it has more than {most:,} bytes, the most that is read")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise Refused(f"it has more than {limit:,} bytes, the most that is read")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -70,14 +70,16 @@ def open_file(path: Path, *, links: bool = True) -> Any:
     """Open an ordinary file to read its bytes; `links` and errors as in `read_text`."""
     if not links and path.is_symlink():
         raise Refused("it is a symbolic link, which is not followed here")
-    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+    # Opening a pipe would wait for its other end.
+    if path.exists() and not path.is_file():
         raise Refused("it is not an ordinary file")
     return path.open("rb")
 
 
 def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
-    """Return the content of a JSON file of at most `times` the usual size; raises as
-    `read_text` and `parse_json`.
+    """Return the content of a JSON file of at most `times` the usual size.
+
+    Raises as `read_text` and `parse_json`.
     """
     return parse_json(read_text(path, times * MOST_BYTES, links=links))
 
@@ -85,8 +87,9 @@ def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
 def parse_json(data: bytes | str) -> Any:
     """Return the content of a JSON document.
 
-    Raises ValueError if it is no JSON (which has no NaN and Inf), has a name twice, or
-    is beyond the bounds.
+    Raises:
+        Refused: it is no JSON (which has no NaN and Inf), has a name twice, or is
+            beyond the bounds.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}
@@ -97,7 +100,9 @@ def parse_json(data: bytes | str) -> Any:
             f"it holds more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read"
         )
     try:
-        content = json.loads(data, parse_constant=_no_number, object_pairs_hook=_once)
+        content = json.loads(
+            data, parse_constant=_refuse_constant, object_pairs_hook=_object_without_repetition
+        )
     except json.JSONDecodeError as error:
         raise Refused(f"it is no JSON: {error.msg} at character {error.pos}") from None
     except UnicodeDecodeError as error:
@@ -108,16 +113,16 @@ def parse_json(data: bytes | str) -> Any:
     return content
 
 
-def _no_number(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise Refused(f"it holds {name}, which is no JSON")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for place, name in enumerate(names) if name in names[:place])
-        raise GivenTwice(f"it gives the name {shortened(name, LONGEST_NAME)!r} twice")
+def _object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise GivenTwice(f"it gives the name {shortened(name, LONGEST_NAME)!r} twice")
+        content[name] = value
     return content
 
 
@@ -128,14 +133,15 @@ def _too_deep() -> Refused:
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(DEEPEST):
-        nodes = (
-            node.values() if isinstance(node, dict) else node
-            for node in level
-            if isinstance(node, dict | list)
-        )
-        level = [item for items in nodes for item in items]
-        if not level:
+        next_level: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                next_level.extend(node.values())
+            elif isinstance(node, list):
+                next_level.extend(node)
+        if not next_level:
             return
+        level = next_level
     raise _too_deep()
 
 
@@ -147,8 +153,9 @@ def read_yaml(path: Path, *, links: bool = True) -> Any:
 def parse_yaml(text: str) -> Any:
     """Return the content of a YAML text, as plain data.
 
-    Raises ValueError if it is no YAML, has a tag that names a class, a key twice, an
-    ambiguous number, or is too large.
+    Raises:
+        Refused: it is no YAML, has a tag that names a class, a key twice, an ambiguous
+            number, or is too large.
 
     >>> parse_yaml("train: {max_steps: 3}")
     {'train': {'max_steps': 3}}
@@ -172,25 +179,28 @@ def parse_yaml(text: str) -> Any:
 
 
 def is_ambiguous(number: str) -> bool:
-    """Return whether a plain number is octal or sexagesimal in YAML 1.1 and something
-    else in YAML 1.2.
+    """Return whether a plain number is another one in YAML 1.1 than in YAML 1.2.
 
-    >>> is_ambiguous("010"), is_ambiguous("1:30"), is_ambiguous("10"), is_ambiguous("0.10")
-    (True, True, False, False)
+    YAML 1.1 reads it as octal or sexagesimal.
+
+    >>> is_ambiguous("010"), is_ambiguous("1:30"), is_ambiguous("0.10")
+    (True, True, False)
     """
     return _AMBIGUOUS.fullmatch(number) is not None
 
 
 def is_beyond_floats(number: str) -> bool:
-    """Return whether a text is a number that a float has only as 0 or as infinity,
-    although it is neither.
+    """Return whether a text is a number that a float has only as 0 or as infinity.
+
+    False for 0 and infinity themselves.
 
     >>> is_beyond_floats("1e-400"), is_beyond_floats("1e400"), is_beyond_floats("0e9")
     (True, True, False)
     """
     mantissa = number.strip().lower().lstrip("+-").partition("e")[0]
     if not any(character.isdigit() for character in mantissa):
-        return False  # such as inf, which means infinity
+        # such as inf, which means infinity
+        return False
     try:
         value = float(number)
     except ValueError:
@@ -204,20 +214,22 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
+        #: values so far, those of an alias counted again
         self._count = 0
+        #: number of values in a node, by its id
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        alias = self.check_event(yaml.AliasEvent)
-        before = self._count
+        is_alias = self.check_event(yaml.AliasEvent)
+        count_before = self._count
         node = super().compose_node(parent, index)
-        if alias:
+        if is_alias:
             if id(node) not in self._sizes:
                 raise Refused("an alias stands for a value that contains it")
             self._count += self._sizes[id(node)]
         else:
             self._count += 1
-            self._sizes[id(node)] = self._count - before
+            self._sizes[id(node)] = self._count - count_before
             self._check_number(node)
         if self._count > MOST_YAML_VALUES:
             raise Refused(f"it holds more than {MOST_YAML_VALUES:,} values, the most that is read")
@@ -226,20 +238,22 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         lines: dict[Any, int] = {}
-        for name, _ in node.value:  # before `<<` merges names in, which the mapping may override
-            said, line = self._said_by(name), name.start_mark.line + 1
-            if said in lines:
-                where = f"line {line}" if lines[said] == line else f"lines {lines[said]} and {line}"
+        # Checked before `<<` merges names in, which the mapping may override.
+        for name, _ in node.value:
+            key, line = self._key_of(name), name.start_mark.line + 1
+            if key in lines:
+                places = f"line {line}" if lines[key] == line else f"lines {lines[key]} and {line}"
                 raise GivenTwice(
-                    f"{shortened(name.value, LONGEST_NAME)!r} is given twice, on {where}; keep one"
+                    f"{shortened(name.value, LONGEST_NAME)!r} is given twice, on {places}; keep one"
                 )
-            lines[said] = line
+            lines[key] = line
         return node
 
-    def _said_by(self, name: Any) -> Any:
-        """A key as a mapping has it: 1 and 0x1 are the same, 1 and "1" are not."""
+    def _key_of(self, name: Any) -> Any:
+        """Return a key as a mapping has it: 1 and 0x1 are equal, 1 and "1" are not."""
         if not isinstance(name, yaml.ScalarNode):
-            return id(name)  # such a key is refused later
+            # Such a key is refused later.
+            return id(name)
         try:
             return self.construct_object(name)
         except (
@@ -255,14 +269,12 @@ class _Loader(yaml.SafeLoader):
     def _check_number(self, node: Any) -> None:
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _NUMBERS:
             return
+        number, line = shortened(node.value, LONGEST_NAME), node.start_mark.line + 1
         if is_ambiguous(node.value):
-            sign = "a leading 0" if ":" not in node.value else "colons"
-            number, line = shortened(node.value, LONGEST_NAME), node.start_mark.line + 1
+            feature = "a leading 0" if ":" not in node.value else "colons"
             raise Refused(
                 f"line {line}: {number} is not allowed, since readers differ in what a number with "
-                f"{sign} is; write a "
-                "plain number, or a text in quotes"
+                f"{feature} is; write a plain number, or a text in quotes"
             )
         if node.tag == _FLOAT and is_beyond_floats(node.value):
-            number, line = shortened(node.value, LONGEST_NAME), node.start_mark.line + 1
             raise Refused(f"line {line}: {number} is not allowed: {BEYOND_FLOATS}")

@@ -271,7 +271,7 @@ def test_a_file_is_read_to_the_bound_and_only_an_ordinary_one(tmp_path):
     link.symlink_to("a.json")
     os.mkfifo(pipe)
     assert untrusted.read_json(path) == untrusted.read_json(link) == [1]
-    assert untrusted.read_text(path, most=9) == "[1]      "
+    assert untrusted.read_text(path, limit=9) == "[1]      "
     for place, options, said in (
         (path, {"most": 8}, "more than 8 bytes"),
         (tmp_path, {}, "not an ordinary file"),

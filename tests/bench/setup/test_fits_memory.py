@@ -152,7 +152,7 @@ def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_n
 
 def test_what_was_read_counts_as_free(tmp_path, monkeypatch):
     monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(free_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "_CONTROL_GROUP", tmp_path)
     stat = "anon 100000\ninactive_anon 7\ninactive_file 500000\nactive_file 300000\n"
     for files, free in (
         ({"meminfo": "MemTotal: 9000 kB\nMemAvailable:   8000 kB\n"}, 8000 * 1024),
