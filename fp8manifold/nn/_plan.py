@@ -1,13 +1,22 @@
-"""The plan of a surgery: a decision on every weight before anything changes, for a
-model without values too.
+"""The plan of a surgery: a decision on every weight of a model before anything changes.
 
-Patterns are matched here only: surgery, loading and the report read the decisions.
+The model may have no values.  Patterns are matched here only: surgery, loading and the
+report read the decisions.  A plan is made in five steps.
+
+1. `_layer_facts` gathers the linear layers, each with what decides on it: all names of
+   its weight, an obstacle, and the adapter or the router that it belongs to.
+2. `_chosen_specs` matches the patterns of ``formats`` with these layers.
+3. `_in_place_entries` matches the patterns of ``parameters`` and ``embeddings`` with
+   the parameters that no layer of step 2 has for itself. These become codes in place.
+4. `_resolve_shared` decides on layers that share their weight with other modules. Step
+   3 may have encoded it; otherwise it is refused, copied or left.
+5. `_kept_entries` says of every other module with a weight why it stays as it is.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -38,33 +47,46 @@ Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = get_args(Tied)
 Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
 Embeddings = FormatLike | Mapping[str, FormatLike | None]
+#: Names that a warning lists.
 _SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The decision on one weight."""
+    """The decision on one weight.
 
-    name: str  #: The module's name; for a parameter that becomes codes where it is, its first name.
-    module: nn.Module  #: The holder of the weight.
-    parameters: tuple[str, ...] = ()
-    """All names that the weight has in the model; none if the module has no weight as a
-    parameter.
+    Attributes:
+        name: of the module; of a parameter that becomes codes where it is, its first
+            name.
+        module: the holder of the weight.
+        parameters: all names that the weight has in the model; none if the module has
+            no weight as a parameter.
+        spec: of the quantised layer that takes the module's place.
+        format: of the codes that the weight becomes.
+        granularity: of the codes' scale.
+        seed: of the codes.
+        is_copied: True if the layer gets a copy of a weight that other modules share.
+        reason_kept: why the module stays as it is; empty for one that is replaced or
+            encoded.
     """
-    spec: _spec.LayerSpec | None = (
-        None  #: The specification of the quantised layer that takes the module's place.
-    )
-    format: FloatFormat | None = None  #: The format of the codes that the weight becomes.
-    granularity: StoredGranularity | None = None  #: The granularity of their scale.
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...] = ()
+    spec: _spec.LayerSpec | None = None
+    format: FloatFormat | None = None
+    granularity: StoredGranularity | None = None
     seed: int = 0
-    is_copied: bool = False  #: True if the layer gets a copy of a weight that other modules share.
-    left: str = ""  #: Why the module stays as it is.
+    is_copied: bool = False
+    reason_kept: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An entry for every layer to replace, parameter to encode and module left, each in
-    the model's order.
+    """The decisions on a model: the entries and the options of what becomes codes.
+
+    There is an entry for every layer to replace, then for every parameter to encode in
+    place, then for every module that stays, each in the model's order.
     """
 
     entries: tuple[Entry, ...]
@@ -79,18 +101,17 @@ class Plan:
     @property
     def in_place(self) -> list[Entry]:
         """Parameters that become codes where they are."""
-        return [entry for entry in self.entries if entry.spec is None and not entry.left]
+        return [entry for entry in self.entries if entry.spec is None and not entry.reason_kept]
 
     @property
     def encoded(self) -> dict[str, Entry]:
         """Parameters of which only codes are needed, by their first names."""
         copied = {entry.parameters for entry in self.entries if entry.is_copied}
-        made = [
-            entry
-            for entry in self.entries
-            if entry.format is not None and entry.parameters not in copied
-        ]
-        return {entry.parameters[0]: entry for entry in made}
+        encoded = {}
+        for entry in self.entries:
+            if entry.format is not None and entry.parameters not in copied:
+                encoded[entry.parameters[0]] = entry
+        return encoded
 
 
 def plan(
@@ -111,7 +132,10 @@ def plan(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
-    """Decide what :func:`fp8manifold.quantize_model` does; without formats all is left."""
+    """Decide what :func:`fp8manifold.quantize_model` does.
+
+    Without formats every layer stays as it is.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("storage", storage, STORAGES)
@@ -119,32 +143,38 @@ def plan(
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
     _spec.check_stored(draws, retraction, headroom, storage)
-    read = {} if formats is None else _spec.read_formats(formats, granularity, products)
-    names = {key: tuple(its) for key, its in parameter_names(model).items()}
-    linears = _linears(model, names)
-    specs = _chosen_specs(linears, read)
-    _check_in_one_place(model, specs, linears)
-    placed: list[Entry] = []
-    if parameters is not None or not (embeddings is None or _spec.is_none(embeddings)):
+    pattern_specs = {}
+    if formats is not None:
+        pattern_specs = _spec.read_formats(formats, granularity, products)
+    names = {identity: tuple(all_names) for identity, all_names in parameter_names(model).items()}
+    facts = _layer_facts(model, names)
+    specs = _chosen_specs(facts, pattern_specs)
+    _check_in_one_place(model, specs, facts)
+
+    in_place: list[Entry] = []
+    if parameters is not None or not _spec.is_none(embeddings):
         if storage != "fp8":
             raise ValueError(
                 f"parameters and embeddings become codes with storage='fp8', not with "
                 f"storage={storage!r}"
             )
-        taken = {linears[name].names for name in specs if not linears[name].is_shared}
-        placed = _placed(model, names, taken, parameters, embeddings, read, granularity)
-    specs = _settled(specs, linears, storage, keep_remainder, tied, placed)
-    entries = []
-    for name, spec in specs.items():
-        weight, linear = spec.operands.get("weight") if storage == "fp8" else None, linears[name]
-        codes: Any = (
-            {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
-        )
-        module = model.get_submodule(name)
-        entries.append(Entry(name, module, linear.names, spec, is_copied=linear.is_shared, **codes))
-    entries = [
-        replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries + placed)
+        weights_of_layers = {facts[name].names for name in specs if not facts[name].is_shared}
+        candidates = _in_place_candidates(model, names, weights_of_layers)
+        candidate_names = {first: candidate.names for first, candidate in candidates.items()}
+        chosen_formats = {
+            **_chosen_parameters(candidate_names, parameters, pattern_specs),
+            **_chosen_embeddings(model, candidate_names, embeddings),
+        }
+        in_place = _in_place_entries(candidates, chosen_formats, granularity)
+
+    specs = _resolve_shared(specs, facts, storage, keep_remainder, tied, in_place)
+    unseeded = [
+        _layer_entry(name, model.get_submodule(name), spec, facts[name], storage)
+        for name, spec in specs.items()
     ]
+    unseeded += in_place
+    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(unseeded)]
+    entries += _kept_entries(model, names, entries)
     options = {
         "headroom": headroom,
         "rounding": rounding,
@@ -153,7 +183,7 @@ def plan(
         "keep_remainder": keep_remainder,
         "defer_weight_gradient": defer_weight_gradients,
     }
-    return Plan((*entries, *_left(model, names, entries)), storage, options)
+    return Plan(tuple(entries), storage, options)
 
 
 def check_formats(
@@ -167,16 +197,21 @@ def check_formats(
     tied: Tied = "refuse",
     products: _spec.Products = "decoded",
 ) -> dict[str, _spec.LayerSpec]:
-    """Read formats as :func:`quantize_model` does, and refuse those that it would
-    refuse; no model is needed.
+    """Read formats as :func:`quantize_model` does, without a model.
+
+    Whatever :func:`quantize_model` would refuse is refused.
 
     Args:
-        formats, storage, granularity, keep_remainder, tied, products: as in
-            :func:`quantize_model`.
+        formats: as in :func:`quantize_model`.
         layers: ``(in_features, out_features)`` of every linear layer by its dotted
             name, in the model's order.
+        storage: as in :func:`quantize_model`.
+        granularity: as in :func:`quantize_model`.
+        keep_remainder: as in :func:`quantize_model`.
         shared: for layers that share their weight with another module, all names of the
             weight; None: there are none.
+        tied: as in :func:`quantize_model`.
+        products: as in :func:`quantize_model`.
 
     Returns:
         The specification of every layer that is quantised, by its name.
@@ -188,7 +223,8 @@ def check_formats(
 
     Example:
         >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
-        >>> {name: spec.weight.format.name for name, spec in check_formats({"attn": "e4m3"}, layers).items()}
+        >>> specs = check_formats({"attn": "e4m3"}, layers)
+        >>> {name: spec.weight.format.name for name, spec in specs.items()}
         {'attn.qkv': 'E4M3'}
         >>> check_formats({"atn": "E4M3"}, layers)
         Traceback (most recent call last):
@@ -197,21 +233,29 @@ def check_formats(
     check_choice("storage", storage, STORAGES)
     check_choice("tied", tied, TIED)
     routers = routers_of(layers)
-    linears = {
-        name: _Linear((shared or {}).get(name, (f"{name}.weight",)), router=routers.get(name))
+    names_of_shared = shared or {}
+    facts = {
+        name: _LayerFacts(names_of_shared.get(name, (f"{name}.weight",)), router=routers.get(name))
         for name in layers
     }
-    specs = _chosen_specs(linears, _spec.read_formats(formats, granularity, products))
-    specs = _settled(specs, linears, storage, keep_remainder, tied, [])
+    specs = _chosen_specs(facts, _spec.read_formats(formats, granularity, products))
+    specs = _resolve_shared(specs, facts, storage, keep_remainder, tied, [])
     for name, spec in specs.items():
         _spec.check_blocks(spec.operands, *layers[name])
         _spec.units_of(spec, *layers[name])
     return specs
 
 
-class _Linear(NamedTuple):
-    """The facts that decide on a linear layer: all names of its weight, and what
-    prevents its quantisation.
+@dataclass(frozen=True)
+class _LayerFacts:
+    """What decides on a linear layer.
+
+    Attributes:
+        names: all names of its weight.
+        obstacle: what prevents its quantisation.
+        adapter: the part of PEFT's adapters that it belongs to.
+        router: the part that makes it a router, or part of one.
+        is_quantized: True for a quantised layer.
     """
 
     names: tuple[str, ...]
@@ -225,316 +269,416 @@ class _Linear(NamedTuple):
         return len(self.names) > 1
 
 
-def _linears(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str, _Linear]:
+def _layer_facts(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str, _LayerFacts]:
     adapters = adapters_of(model)
     routers = routers_of(name for name, _ in model.named_modules())
-    found = {}
+    facts = {}
     for name, module in model.named_modules():
-        if is_linear(module):
-            own = names.get(id(module._parameters.get("weight")), ())
-            done = isinstance(module, QuantizedLinear)
-            why = None if done else obstacle(module)
-            found[name] = _Linear(own, why, adapters.get(name), routers.get(name), done)
-    return found
+        if not is_linear(module):
+            continue
+        is_quantized = isinstance(module, QuantizedLinear)
+        facts[name] = _LayerFacts(
+            names=names.get(id(module._parameters.get("weight")), ()),
+            obstacle=None if is_quantized else obstacle(module),
+            adapter=adapters.get(name),
+            router=routers.get(name),
+            is_quantized=is_quantized,
+        )
+    return facts
+
+
+def _layer_entry(
+    name: str, module: nn.Module, spec: _spec.LayerSpec, facts: _LayerFacts, storage: str
+) -> Entry:
+    """Return the entry of a layer to replace; its weight becomes codes with ``fp8``."""
+    entry = Entry(name, module, facts.names, spec, is_copied=facts.is_shared)
+    weight = spec.operands.get("weight")
+    if storage != "fp8" or weight is None:
+        return entry
+    granularity: Any = weight.granularity
+    return replace(entry, format=weight.format, granularity=granularity)
 
 
 def _chosen_specs(
-    linears: Mapping[str, _Linear], specs: Mapping[str, _spec.LayerSpec]
+    facts: Mapping[str, _LayerFacts], specs: Mapping[str, _spec.LayerSpec]
 ) -> dict[str, _spec.LayerSpec]:
-    left = {
-        name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None
-    }
+    """Return the specification of every layer that a pattern quantises, by its name.
+
+    Args:
+        facts: of every linear layer, by its name.
+        specs: by pattern.
+    """
 
     def check(pattern: str, matched: list[str]) -> None:
-        if not linears:
-            raise ValueError(
-                "the model has no linear layer: give formats=None and name weights with parameters="
-            )
-        if not matched:
-            which = f"matches none of the {len(linears) - len(left)} linear layers"
-            raise ValueError(f"pattern {pattern!r} {which}{nearest(pattern, linears)}")
-        if left.keys() >= {*matched} and not specs[pattern].quantizes_nothing:
-            why = f"{matched[0]!r}: {left[matched[0]].reason}"
-            raise ValueError(
-                f"pattern {pattern!r} matches only layers that can't be quantised, such as {why}"
-            )
+        _check_match(pattern, matched, facts, specs[pattern])
 
-    chosen = by_pattern(specs, {name: [name] for name in linears}, check)
-    chosen = {
-        name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing
+    patterns = by_pattern(specs, {name: [name] for name in facts}, check)
+    patterns = {
+        name: pattern for name, pattern in patterns.items() if not specs[pattern].quantizes_nothing
     }
-    chosen = _without_adapters(chosen, linears)
-    chosen = _without_routers("formats", chosen, {name: linears[name].router for name in chosen})
-    for name, pattern in chosen.items():
-        if linears[name].is_quantized:
+    patterns = _without_adapters(patterns, facts)
+    routers = {name: facts[name].router for name in patterns}
+    patterns = _without_routers("formats", patterns, routers)
+    for name, pattern in patterns.items():
+        if facts[name].is_quantized:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
-        if name in left and left[name].is_done_to_it and literal(pattern):
+        prevention = facts[name].obstacle
+        if prevention is not None and prevention.is_undoable and literal(pattern):
             raise ValueError(
                 f"layer {name!r}, which {pattern!r} names, can't be quantised: "
-                f"{left[name].reason}; or leave the layer as it is with {{{name!r}: 'none'}}"
+                f"{prevention.reason}; or leave the layer as it is with {{{name!r}: 'none'}}"
             )
-    return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
+    chosen = {}
+    for name in facts:
+        if name in patterns and facts[name].obstacle is None:
+            chosen[name] = specs[patterns[name]]
+    return chosen
 
 
-def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) -> dict[str, str]:
-    adapters = {name: linears[name].adapter for name in chosen}
-    left = [
-        name
-        for name, part in adapters.items()
-        if part is not None and not names_part(chosen[name], part)
-    ]
-    if left:
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+def _check_match(
+    pattern: str,
+    matched: Sequence[str],
+    facts: Mapping[str, _LayerFacts],
+    spec: _spec.LayerSpec,
+) -> None:
+    """Refuse a pattern that matches no linear layer, or none that can be quantised."""
+    obstacles = {
+        name: layer.obstacle for name, layer in facts.items() if layer.obstacle is not None
+    }
+    if not facts:
+        raise ValueError(
+            "the model has no linear layer: give formats=None and name weights with parameters="
+        )
+    if not matched:
+        raise ValueError(
+            f"pattern {pattern!r} matches none of the {len(facts) - len(obstacles)} linear layers"
+            f"{nearest(pattern, facts)}"
+        )
+    if obstacles.keys() >= set(matched) and not spec.quantizes_nothing:
+        raise ValueError(
+            f"pattern {pattern!r} matches only layers that can't be quantised, such as "
+            f"{matched[0]!r}: {obstacles[matched[0]].reason}"
+        )
+
+
+def _without_adapters(
+    patterns: Mapping[str, str], facts: Mapping[str, _LayerFacts]
+) -> dict[str, str]:
+    """Return the patterns of layers without PEFT's adapters that no pattern names.
+
+    Warns of the adapters that are left out.
+    """
+    adapters: dict[str, str] = {}
+    for name, pattern in patterns.items():
+        part = facts[name].adapter
+        if part is not None and not names_part(pattern, part):
+            adapters[name] = part
+    if adapters:
+        names = list(adapters)
+        shown = ", ".join(names[:_SHOWN])
+        if len(names) > _SHOWN:
+            shown += f" and {len(names) - _SHOWN} more"
         warnings.warn(
-            f"PEFT's adapters, small and trained, were not quantised: "
-            f"{', '.join(left[:_SHOWN])}{more}; a pattern that names them, such as "
-            f"{adapters[left[0]]!r}, quantises them",
+            f"PEFT's adapters, small and trained, were not quantised: {shown}; a pattern that "
+            f"names them, such as {adapters[names[0]]!r}, quantises them",
             UserWarning,
             stacklevel=5,
         )
-    return {name: pattern for name, pattern in chosen.items() if name not in left}
+    return {name: pattern for name, pattern in patterns.items() if name not in adapters}
 
 
 def _without_routers(
-    what: str, chosen: dict[str, str], routers: Mapping[str, str | None]
+    option: str, patterns: Mapping[str, str], routers: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """What patterns of an option called ``what`` chose, without the routers that none names.
+    """Return the patterns of an option, without routers that no pattern names.
 
     Training and serving keep routers in float: the choice among experts jumps.
     """
-    kept: dict[str, str] = {}
-    left: dict[str, str] = {}
-    for name, pattern in chosen.items():
+    without: dict[str, str] = {}
+    router_of_pattern: dict[str, str] = {}
+    for name, pattern in patterns.items():
         router = routers[name]
         if router is None or names_part(pattern, router):
-            kept[name] = pattern
+            without[name] = pattern
         else:
-            left[pattern] = router
-    for pattern, router in left.items():
-        if pattern not in kept.values():
+            router_of_pattern[pattern] = router
+    for pattern, router in router_of_pattern.items():
+        if pattern not in without.values():
             raise ValueError(
-                f"{what}: pattern {pattern!r} matches only routers, which stay in float unless a "
+                f"{option}: pattern {pattern!r} matches only routers, which stay in float unless a "
                 f"pattern names them, such as {router!r}"
             )
-    return kept
+    return without
 
 
 def _check_in_one_place(
-    model: nn.Module, layers: Iterable[str], linears: Mapping[str, _Linear]
+    model: nn.Module, layers: Iterable[str], facts: Mapping[str, _LayerFacts]
 ) -> None:
-    """Refuse a layer that is in two places: replacing it in one would untie it
-    silently.
+    """Refuse a layer that is in two places.
+
+    Replacing it in one of them would untie it silently.
     """
-    for name in (name for name in layers if linears[name].is_shared):
-        names, layer = linears[name].names, model.get_submodule(name)
-        if (
-            sum(
-                model.get_submodule(owner) is layer
-                for owner in {each.rpartition(".")[0] for each in names}
-            )
-            > 1
-        ):
+    for name in layers:
+        if not facts[name].is_shared:
+            continue
+        layer = model.get_submodule(name)
+        owners = {weight_name.rpartition(".")[0] for weight_name in facts[name].names}
+        places = [owner for owner in owners if model.get_submodule(owner) is layer]
+        if len(places) > 1:
             raise ValueError(
-                f"layer {name!r} is shared ({', '.join(names)}): copy it, or give "
+                f"layer {name!r} is shared ({', '.join(facts[name].names)}): copy it, or give "
                 f"{{{name!r}: 'none'}}"
             )
 
 
-def _settled(
+def _resolve_shared(
     specs: Mapping[str, _spec.LayerSpec],
-    linears: Mapping[str, _Linear],
+    facts: Mapping[str, _LayerFacts],
     storage: str,
     keep_remainder: bool,
     tied: str,
-    placed: Sequence[Entry],
+    in_place: Sequence[Entry],
 ) -> dict[str, _spec.LayerSpec]:
-    """The layers to replace, shared weights decided on, which may be encoded in place
-    (``placed``).
+    """Return the layers to replace, once it is decided on shared weights.
+
+    A shared weight may be encoded in place, by an entry of ``in_place``.
     """
-    shared = [name for name in specs if linears[name].is_shared]
+    shared = [name for name in specs if facts[name].is_shared]
     for name in shared:
-        names = linears[name].names
-        if tied == "refuse" and not any(_serves(entry, names, specs[name]) for entry in placed):
+        names = facts[name].names
+        is_encoded = any(_is_weight_of(entry, names, specs[name]) for entry in in_place)
+        if tied == "refuse" and not is_encoded:
             raise ValueError(
                 f"the weight of {name!r} is shared ({', '.join(names)}): give embeddings= the "
                 f"layer's format for codes that an embedding and its head share (storage='fp8'), "
                 f"tied='untie' for a copy of the weight, or leave the layer as it is with "
                 f"tied='leave' or {{{name!r}: 'none'}}"
             )
-    kept = {name: spec for name, spec in specs.items() if tied == "untie" or name not in shared}
-    for spec in kept.values():
+    resolved = {}
+    for name, spec in specs.items():
+        if tied == "untie" or name not in shared:
+            resolved[name] = spec
+    for spec in resolved.values():
         _spec.check_storage(storage, spec, keep_remainder)
-    return kept
+    return resolved
 
 
-def _serves(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
-    """True if a parameter becomes exactly the codes that a layer of this specification
-    needs for its weight.
-    """
+def _is_weight_of(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
+    """Return True if a parameter becomes exactly the codes that a layer needs."""
+    if entry.name not in names or spec.products != "decoded":
+        return False
     weight = spec.operands.get("weight")
-    if (
-        weight is None
-        or len(spec.operands) > 1
-        or spec.products != "decoded"
-        or entry.name not in names
-    ):
+    if weight is None or len(spec.operands) > 1:
         return False
     return (weight.format, weight.granularity) == (entry.format, entry.granularity)
 
 
-def _placed(
+@dataclass(frozen=True)
+class _Candidate:
+    """A parameter that may become codes in place, with its names and its module."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    module: nn.Module
+
+
+def _in_place_candidates(
     model: nn.Module,
     names: Mapping[int, tuple[str, ...]],
-    taken: Collection[tuple[str, ...]],
-    parameters: Parameters | None,
-    embeddings: Embeddings | None,
-    formats: Mapping[str, _spec.LayerSpec],
+    weights_of_layers: Collection[tuple[str, ...]],
+) -> dict[str, _Candidate]:
+    """Return the parameters of two or more dimensions that no layer has for itself.
+
+    They are by their first names; those of parametrisations are left out.
+    """
+    candidates = {}
+    for parameter in model.parameters():
+        all_names = names[id(parameter)]
+        if parameter.dim() <= 1 or all_names in weights_of_layers:
+            continue
+        owner = all_names[0].rpartition(".")[0]
+        module = model.get_submodule(owner)
+        if not isinstance(module, ParametrizationList):
+            candidates[all_names[0]] = _Candidate(all_names, parameter, module)
+    return candidates
+
+
+def _in_place_entries(
+    candidates: Mapping[str, _Candidate],
+    formats: Mapping[str, FloatFormat | None],
     granularity: str,
 ) -> list[Entry]:
-    found = {
-        its[0]: (its, parameter, module)
-        for parameter in model.parameters()
-        if parameter.dim() > 1 and (its := names[id(parameter)]) not in taken
-        if not isinstance(
-            module := model.get_submodule(its[0].rpartition(".")[0]), ParametrizationList
-        )
-    }
-    by_first = {first: its for first, (its, _, _) in found.items()}
-    chosen = _chosen_parameters(by_first, parameters, formats) | _chosen_embeddings(
-        model, by_first, embeddings
-    )
+    """Return entries of the candidates that have a format, in the candidates' order."""
     entries = []
-    for first, (its, parameter, module) in found.items():
-        if (fmt := chosen.get(first)) is None:
+    for name, candidate in candidates.items():
+        fmt = formats.get(name)
+        if fmt is None:
             continue
+        parameter = candidate.parameter
         if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
             raise ValueError(
-                f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model "
+                f"parameter {name!r} is in {parameter.format.name} already: call dequantize_model "
                 f"first"
             )
-        shares = _shares(first, module, parameter, granularity)
-        entries.append(Entry(first, module, its, format=fmt, granularity=shares))
+        entry = Entry(
+            name,
+            candidate.module,
+            candidate.names,
+            format=fmt,
+            granularity=_in_place_granularity(name, candidate, granularity),
+        )
+        entries.append(entry)
     return entries
 
 
 def _chosen_parameters(
     names: Mapping[str, tuple[str, ...]],
     parameters: Parameters | None,
-    formats: Mapping[str, _spec.LayerSpec],
+    specs: Mapping[str, _spec.LayerSpec],
 ) -> dict[str, FloatFormat | None]:
+    """Return the format of each parameter that ``parameters`` names.
+
+    Patterns without formats take the weight's format of the pattern ``*`` in ``specs``.
+    """
     if parameters is None:
         return {}
-    if not isinstance(parameters, Mapping):
-        patterns = [parameters] if isinstance(parameters, str) else list(parameters)
-        spec = formats.get("*")
-        if not patterns:
-            raise ValueError("parameters is empty: leave it out, or give a pattern")
-        if spec is None or spec.weight is None:
-            raise ValueError(
-                f"parameters={patterns!r} takes the weight's format of the pattern '*', which "
-                f"formats does not have: give parameters={{{patterns[0]!r}: 'E4M3'}}"
-            )
-        parameters = dict.fromkeys(patterns, spec.weight.format)
-    return _formats_chosen("parameters", parameters, names)
+    if isinstance(parameters, Mapping):
+        return _chosen_formats("parameters", parameters, names)
+    patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+    if not patterns:
+        raise ValueError("parameters is empty: leave it out, or give a pattern")
+    spec = specs.get("*")
+    if spec is None or spec.weight is None:
+        raise ValueError(
+            f"parameters={patterns!r} takes the weight's format of the pattern '*', which "
+            f"formats does not have: give parameters={{{patterns[0]!r}: 'E4M3'}}"
+        )
+    return _chosen_formats("parameters", dict.fromkeys(patterns, spec.weight.format), names)
 
 
 def _chosen_embeddings(
     model: nn.Module, names: Mapping[str, tuple[str, ...]], embeddings: Embeddings | None
 ) -> dict[str, FloatFormat | None]:
+    """Return the format of each embedding's weight that ``embeddings`` names."""
     if embeddings is None or _spec.is_none(embeddings):
         return {}
-    tables = {
-        f"{name}.weight".lstrip(".")
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Embedding)
-    }
-    own = {
-        first: found
-        for first, its in names.items()
-        if (found := [each for each in its if each in tables])
-    }
-    if not own:
+    embedding_weights = set()
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            embedding_weights.add(f"{module_name}.weight".lstrip("."))
+    names_in_embeddings = {}
+    for first, all_names in names.items():
+        of_embeddings = [name for name in all_names if name in embedding_weights]
+        if of_embeddings:
+            names_in_embeddings[first] = of_embeddings
+    if not names_in_embeddings:
         raise ValueError(
             f"embeddings={embeddings!r}, and the model has no nn.Embedding: name weights with "
             f"parameters="
         )
-    return _formats_chosen(
-        "embeddings", embeddings if isinstance(embeddings, Mapping) else {"*": embeddings}, own
-    )
+    formats = embeddings if isinstance(embeddings, Mapping) else {"*": embeddings}
+    return _chosen_formats("embeddings", formats, names_in_embeddings)
 
 
-def _formats_chosen(
-    what: str, given: Mapping[str, FormatLike | None], names: Mapping[str, Sequence[str]]
+def _chosen_formats(
+    option: str, formats: Mapping[str, FormatLike | None], names: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatFormat | None]:
-    """The format of each parameter that a pattern of an option called ``what`` matches;
-    None leaves it.
+    """Return the format of each parameter that a pattern matches; None leaves it.
+
+    Args:
+        option: the name of the option that has the patterns.
+        formats: by pattern.
+        names: by which each parameter can be matched, by its first name.
     """
-    if odd := [pattern for pattern in given if not isinstance(pattern, str)]:
-        raise TypeError(f"{what} has {odd[0]!r}: a pattern must be a string")
+    for pattern in formats:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{option} has {pattern!r}: a pattern must be a string")
 
     def check(pattern: str, matched: list[str]) -> None:
         if not matched:
             raise ValueError(
-                f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two "
+                f"{option}: pattern {pattern!r} matches none of the {len(names)} parameters of two "
                 f"or more dimensions that no pattern of formats has taken{nearest(pattern, names)}"
             )
 
-    chosen = by_pattern(given, names, check)
-    formats = {key: None if _spec.is_none(fmt) else as_format(fmt) for key, fmt in given.items()}  # type: ignore[arg-type]
-    left = {first: pattern for first, pattern in chosen.items() if formats[pattern] is None}
-    taken = {first: pattern for first, pattern in chosen.items() if first not in left}
-    routers = routers_of(names)
-    taken = _without_routers(what, taken, {first: routers.get(first) for first in taken})
-    return {first: formats[pattern] for first, pattern in (left | taken).items()}
+    patterns = by_pattern(formats, names, check)
+    format_of_pattern: dict[str, FloatFormat | None] = {}
+    for pattern, fmt in formats.items():
+        format_of_pattern[pattern] = None if fmt is None or _spec.is_none(fmt) else as_format(fmt)
+    chosen: dict[str, FloatFormat | None] = {}
+    quantizing: dict[str, str] = {}
+    for name, pattern in patterns.items():
+        if format_of_pattern[pattern] is None:
+            chosen[name] = None
+        else:
+            quantizing[name] = pattern
+    all_routers = routers_of(names)
+    routers = {name: all_routers.get(name) for name in quantizing}
+    for name, pattern in _without_routers(option, quantizing, routers).items():
+        chosen[name] = format_of_pattern[pattern]
+    return chosen
 
 
-def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
-    """The granularity: a filter of a convolution shares a scale, otherwise a row of the
-    last dimension.
+def _in_place_granularity(name: str, candidate: _Candidate, granularity: str) -> StoredGranularity:
+    """Return the granularity of a parameter that becomes codes where it is.
+
+    With ``channel`` there is a scale for each filter of a convolution, and otherwise
+    for each row of the last dimension.
     """
-    kernel = isinstance(module, CONVOLUTIONS)
-    if granularity == "square" and kernel:
+    is_kernel = isinstance(candidate.module, CONVOLUTIONS)
+    if granularity == "square" and is_kernel:
         raise ValueError(
             f"parameter {name!r} is a convolution's; granularity='square' needs a matrix: take "
             f"'channel'"
         )
     if granularity != "channel":
         return granularity  # type: ignore[return-value]
-    return "channel" if kernel or parameter.dim() == 2 else "row"
+    return "channel" if is_kernel or candidate.parameter.dim() == 2 else "row"
 
 
-def _left(
+def _kept_entries(
     model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[Entry]
-) -> Iterator[Entry]:
+) -> list[Entry]:
+    """Return entries of the modules with a weight that no other entry changes."""
     replaced = {entry.name for entry in entries if entry.spec is not None}
-    done = {name for entry in entries if not entry.is_copied for name in entry.parameters}
+    encoded: set[str] = set()
+    for entry in entries:
+        if not entry.is_copied:
+            encoded.update(entry.parameters)
     routers = routers_of(name for name, _ in model.named_modules())
+    kept_entries = []
     for name, module in model.named_modules():
-        if isinstance(module, ParametrizationList):  # the layer that it belongs to is what counts
+        # a parametrisation belongs to the layer that it computes a weight of
+        if isinstance(module, ParametrizationList) or name in replaced:
             continue
-        held = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        own = tuple(each for p in held for each in names[id(p)])
-        computed = (
-            not held and is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
-        )
-        if (held or computed) and name not in replaced and not (held and done.issuperset(own)):
-            why = _why_left(name, module, names, routers.get(name))
-            yield Entry(name, module, own, left=why)
+        own_names: list[str] = []
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                own_names += names[id(parameter)]
+        if own_names:
+            stays = not encoded.issuperset(own_names)
+        else:
+            stays = is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
+        if stays:
+            reason = _reason_kept(name, module, names, routers.get(name))
+            kept_entries.append(Entry(name, module, tuple(own_names), reason_kept=reason))
+    return kept_entries
 
 
-def _why_left(
+def _reason_kept(
     name: str, module: nn.Module, names: Mapping[int, tuple[str, ...]], router: str | None
 ) -> str:
     if isinstance(module, QuantizedLinear):
         return "it is quantised already"
     if not is_linear(module):
         return "not a linear layer"
-    if found := obstacle(module):
-        return found.reason
-    weight = f"{name}.weight".lstrip(".")
-    others = [other for other in names[id(module.weight)] if other != weight]
-    if others:
-        return f"its weight is also {others[0]}; tied='untie' gives it one of its own"
+    prevention = obstacle(module)
+    if prevention is not None:
+        return prevention.reason
+    weight_name = f"{name}.weight".lstrip(".")
+    aliases = [alias for alias in names[id(module.weight)] if alias != weight_name]
+    if aliases:
+        return f"its weight is also {aliases[0]}; tied='untie' gives it one of its own"
     if router is not None:
         return f"a router: only a pattern that names it takes it, such as {router!r}"
     return "no pattern names it, or one that says 'none'"

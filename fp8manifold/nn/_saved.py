@@ -20,7 +20,7 @@ from fp8manifold.nn._carried import (
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._selection import computation, is_conv1d, obstacle
 from fp8manifold.nn._spec import OPERANDS, LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import made_layers
+from fp8manifold.nn._surgery import LayerRequest, made_layers
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
@@ -127,13 +127,14 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
                 f"the model has no float layer {name!r} that the saved quantised layer could "
                 f"replace"
             )
-    wanted: list[Any] = []
+    requests: list[LayerRequest] = []
     for name in (name for name in modules if name in made):
         group, seed = made[name], made[name]["seeds"][name]
         check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
         options = {key: group[key] for key in _OPTIONS if key in group}
-        wanted.append((name, modules[name], LayerSpec(**group["spec"]), options | {"seed": seed}))
-    replace_layers(model, made_layers(wanted))
+        options["seed"] = seed
+        requests.append(LayerRequest(name, modules[name], LayerSpec(**group["spec"]), options))
+    replace_layers(model, made_layers(requests))
 
 
 def _options_of(layer: QuantizedLinear) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""The surgery that puts quantised layers into a model whose code stays as it is, the
-way back, and a report of it.
+"""The surgery that puts quantised layers into a model whose code stays as it is.
+
+`quantize_model` makes a plan (`_plan`) and carries it out, `dequantize_model` is the
+way back, and `quantization_report` says what became of every layer. Hooks and
+attributes of replaced layers are moved by `_carried`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +39,24 @@ from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
+#: The method by which transformers knows a model that ``huggingface.attach`` took.
 _ATTACHED_AS: Final = "fp8manifold"
-"""The method by which transformers knows a model that ``huggingface.attach`` took."""
+
+
+class LayerRequest(NamedTuple):
+    """A quantised layer to make.
+
+    Attributes:
+        name: in the model.
+        replaced: the float layer that it takes the place of.
+        spec: its formats and options.
+        options: further arguments of :class:`QuantizedLinear`.
+    """
+
+    name: str
+    replaced: nn.Module
+    spec: Any
+    options: Mapping[str, Any]
 
 
 def quantize_model(
@@ -59,21 +77,22 @@ def quantize_model(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> nn.Module:
-    """Put a model's linear weights into one byte each; quantisation-aware training is
-    ``storage="master"``.
+    """Put a model's linear weights into one byte each.
 
     Its linear layers become :class:`QuantizedLinear`; the model's own code does not
-    change. Make optimizers afterwards: the next step of one that was made before raises
-    RuntimeError.
+    change. Quantisation-aware training is ``storage="master"``. Make optimizers
+    afterwards: the next step of one that was made before raises RuntimeError.
 
     A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches
     ``blocks.0.mlp.fc``, ``*`` matches everything. The one with the most literal
-    characters wins, or the later one of two that have equally many. ``nn.Linear``
-    itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and
-    gradients; embeddings, norms and attention products are not, unless ``parameters``
-    or ``embeddings`` says so, nor are PEFT's adapters, unless a pattern names their
-    part (``lora_*``), nor a mixture's routers: parts called ``router`` or
-    ``shared_expert_gate``, or a ``gate`` beside ``experts``. A layer whose weight is computed or whose ``forward`` was
+    characters wins, or the later one of two that have equally many.
+
+    ``nn.Linear`` itself and transformers' ``Conv1D`` are replaced, with their hooks,
+    attributes and gradients. Embeddings, norms and attention products are not, unless
+    ``parameters`` or ``embeddings`` says so. PEFT's adapters are not, unless a pattern
+    names their part (``lora_*``). Nor are a mixture's routers, unless a pattern names
+    them: parts called ``router`` or ``shared_expert_gate``, or a ``gate`` in a module
+    that has ``experts``. A layer whose weight is computed or whose ``forward`` was
     replaced is skipped by ``*`` and refused if a pattern names it.
     :func:`quantization_report` says what was replaced, what was not, and why.
 
@@ -87,12 +106,12 @@ def quantize_model(
             in the forward pass).
         granularity: of the weight scales, if only a format is given, as in
             :class:`OperandSpec`.
-        headroom, keep_remainder: of stored weights, as in :class:`FP8Tensor` and
-            :class:`QuantizedLinear`.
+        headroom: of stored weights, as in :class:`FP8Tensor`.
         rounding: of stored weights, for writers without such an option, such as
             geoopt's and torch's optimizers.
         seed: of stored weights and of stochastic rounding; each layer's seed is derived
             from it.
+        keep_remainder: of stored weights, as in :class:`QuantizedLinear`.
         defer_weight_gradients: leave the weights' gradients in float for
             :func:`quantize_weight_gradients`.
         tied: for a layer that shares its weight with another module: ``refuse``,
@@ -130,16 +149,38 @@ def quantize_model(
         >>> [type(layer).__name__ for layer in model]
         ['QuantizedLinear', 'ReLU', 'Linear']
     """
-    return carry_out(model, plan(**locals()))
+    planned = plan(
+        model,
+        formats,
+        storage,
+        granularity=granularity,
+        headroom=headroom,
+        rounding=rounding,
+        seed=seed,
+        keep_remainder=keep_remainder,
+        defer_weight_gradients=defer_weight_gradients,
+        tied=tied,
+        draws=draws,
+        retraction=retraction,
+        products=products,
+        parameters=parameters,
+        embeddings=embeddings,
+    )
+    return carry_out(model, planned)
 
 
 def carry_out(
     model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
 ) -> nn.Module:
-    """Do what was planned; ``codes`` made already are by the first names of their
-    parameters.
+    """Put the planned layers and parameters into a model.
+
+    Args:
+        model: changed in place.
+        planned: the plan of this model.
+        codes: that are ready, by the first names of their parameters.
     """
-    layers, parameters = layers_of(planned, codes), parameters_of(model, planned, codes)
+    layers = layers_of(planned, codes)
+    parameters = parameters_of(model, planned, codes)
     check_layers(model, layers)
     for entry, parameter in zip(planned.in_place, parameters, strict=True):
         put_parameter(model, entry.parameters, parameter)
@@ -149,88 +190,93 @@ def carry_out(
 def layers_of(
     planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
 ) -> dict[str, nn.Module]:
-    """The new layers by name; for those with codes made already, the float weight is
-    not read.
+    """Return the new layers by name.
+
+    The float weight of a layer whose codes are ready is not read.
     """
-
-    def wanted() -> Iterator[Wanted]:  # one copy of a weight after the other
-        for entry in planned.layers:
-            own = None if entry.is_copied else codes.get(entry.parameters[0])
-            old = (
-                linear_of(entry.module)
-                if entry.is_copied and not is_conv1d(entry.module)
-                else entry.module
-            )
-            options = {
-                **planned.options,
-                "storage": planned.storage,
-                "seed": entry.seed,
-                "codes": own,
-            }
-            yield entry.name, old, entry.spec, options
-
-    return made_layers(wanted())
+    return made_layers(_layer_requests(planned, codes))
 
 
-def made_layers(wanted: Iterable[Wanted]) -> dict[str, nn.Module]:
-    """Quantised layers by name, of names, old layers, specifications and options;
-    gradients may share a magnitude.
+def _layer_requests(planned: Plan, codes: Mapping[str, FP8Parameter]) -> Iterator[LayerRequest]:
+    """Yield the layers to make; copies of weights are made one after the other."""
+    for entry in planned.layers:
+        replaced = entry.module
+        ready_codes = codes.get(entry.parameters[0])
+        if entry.is_copied:
+            ready_codes = None
+            # a Conv1D copies its weight itself
+            if not is_conv1d(replaced):
+                replaced = linear_of(replaced)
+        options = dict(planned.options)
+        options["storage"] = planned.storage
+        options["seed"] = entry.seed
+        options["codes"] = ready_codes
+        yield LayerRequest(entry.name, replaced, entry.spec, options)
+
+
+def made_layers(requests: Iterable[LayerRequest]) -> dict[str, nn.Module]:
+    """Return quantised layers by name.
+
+    Gradients under ``scale="global"`` share the magnitude of the first layer that has
+    one.
     """
-    made: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     first_global: QuantizedLinear | None = None
-    for name, old, spec, options in wanted:
-        kind: Any = QuantizedConv1D if is_conv1d(old) else QuantizedLinear
-        layer = made[name] = kind(old, spec, global_with=first_global, **options)
+    for request in requests:
+        kind: Any = QuantizedConv1D if is_conv1d(request.replaced) else QuantizedLinear
+        layer = kind(request.replaced, request.spec, global_with=first_global, **request.options)
+        layers[request.name] = layer
         if first_global is None and layer.shared_amax is not None:
             first_global = layer
-    return made
+    return layers
 
 
 def parameters_of(
     model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
 ) -> list[FP8Parameter]:
-    """The new parameters; what is in codes already stays as it is, but for the seed."""
-    made = []
+    """Return the new parameters; what is in codes already gets no more than a seed."""
+    parameters = []
     for entry in planned.in_place:
-        old: Any = codes.get(entry.name, model.get_parameter(entry.name))
-        if not isinstance(old, FP8Parameter):
-            old = encoded(planned, entry, old, requires_grad=old.requires_grad)
+        parameter: Any = codes.get(entry.name, model.get_parameter(entry.name))
+        if not isinstance(parameter, FP8Parameter):
+            parameter = encoded(planned, entry, parameter, requires_grad=parameter.requires_grad)
         elif entry.name in codes:
-            old.seed = entry.seed
-        made.append(old)
-    return made
+            parameter.seed = entry.seed
+        parameters.append(parameter)
+    return parameters
 
 
 @torch.no_grad()
 def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
-    """The codes of a float weight, which has its module's layout."""
+    """Return the codes of a float weight, which has its module's layout."""
     assert entry.format is not None
     assert entry.granularity is not None
     transposed = entry.spec is not None and is_conv1d(entry.module)
     floats = weight.detach().t().contiguous() if transposed else weight.detach()
-    how = {
-        name: planned.options[name]
-        for name in ("rounding", "draws", "retraction", "headroom", "keep_remainder")
-    }
+    options = planned.options
     try:
         return byte_weight(
             floats.requires_grad_(requires_grad),
             entry.format,
             seed=entry.seed,
             granularity=entry.granularity,
-            **how,
+            rounding=options["rounding"],
+            draws=options["draws"],
+            retraction=options["retraction"],
+            headroom=options["headroom"],
+            keep_remainder=options["keep_remainder"],
         )
     except (TypeError, ValueError) as error:
-        what = "parameter" if entry.spec is None else "the weight of"
-        raise type(error)(f"{what} {entry.name!r}: {error}") from None
+        subject = "parameter" if entry.spec is None else "the weight of"
+        raise type(error)(f"{subject} {entry.name!r}: {error}") from None
 
 
 def quantize_weight_gradients(model: nn.Module) -> None:
-    """Quantise the weight gradients of one backward pass, in a model of
-    ``defer_weight_gradients=True``.
+    """Quantise the weight gradients of one backward pass.
 
-    Call it after the backward pass and clipping, once for each micro-batch. Gradients
-    do not change their dtype; one that contains Inf or NaN becomes NaN as a whole.
+    The model was quantised with ``defer_weight_gradients=True``. Call it after the
+    backward pass and clipping, once for each micro-batch. Gradients do not change their
+    dtype; one that contains Inf or NaN becomes NaN as a whole.
 
     Args:
         model: of :func:`quantize_model`.
@@ -241,11 +287,12 @@ def quantize_weight_gradients(model: nn.Module) -> None:
     Example:
         >>> from fp8manifold import LayerSpec
         >>> spec = LayerSpec(gradient={"weight": {"format": "E4M3", "scale": 1.0}})
-        >>> model = quantize_model(nn.Sequential(nn.Linear(2, 1)), spec, defer_weight_gradients=True)
+        >>> model = nn.Sequential(nn.Linear(2, 1))
+        >>> model = quantize_model(model, spec, defer_weight_gradients=True)
         >>> model(torch.tensor([[900.0, 1.0]])).sum().backward()
         >>> _ = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         >>> quantize_weight_gradients(model)
-        >>> model[0].weight.grad.tolist()  # 448 at most, had it been quantised before it was clipped
+        >>> model[0].weight.grad.tolist()  # unclipped it would be at most 448
         [[1.0, 0.001953125]]
     """
     if not isinstance(model, nn.Module):
@@ -256,11 +303,11 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
-    """Put ordinary layers back (``nn.Linear``, ``Conv1D``), with the weights' quantised
-    values as float parameters.
+    """Put ordinary layers back (``nn.Linear``, ``Conv1D``).
 
-    Other parameters in codes become floats too. Hooks and attributes are transferred as
-    in :func:`quantize_model`. A model of transformers is no quantised one to it any more.
+    The weights' quantised values become float parameters, and so do other parameters in
+    codes. Hooks and attributes are transferred as in :func:`quantize_model`. A model of
+    transformers is no quantised one to it any more.
 
     Args:
         model: changed in place.
@@ -280,26 +327,15 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    made: dict[nn.Module, nn.Module] = {}
     layers: dict[str, nn.Module] = {}
+    # a layer that is in several places is replaced by one layer
+    float_layers: dict[nn.Module, nn.Module] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, QuantizedLinear):
             continue
-        if layer not in made:
-            if (found := obstacle(layer)) is not None and found.is_done_to_it:
-                raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
-            weight = layer.quantized_weight().detach()
-            own = (
-                weight.dequantize()
-                if isinstance(weight, FP8Tensor)
-                else weight.clone().as_subclass(Tensor)
-            )
-            made[layer] = (
-                layer.restored(own)
-                if isinstance(layer, QuantizedConv1D)
-                else linear_around(own, layer)
-            )
-        layers[name] = made[layer]
+        if layer not in float_layers:
+            float_layers[layer] = _float_layer(name, layer)
+        layers[name] = float_layers[layer]
     names = parameter_names(model)
     for parameter in in_place_parameters(model).values():
         values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
@@ -312,26 +348,47 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     return replace_layers(model, layers)
 
 
+def _float_layer(name: str, layer: QuantizedLinear) -> nn.Module:
+    """Return an ordinary layer with the values of a quantised one; refuse by name."""
+    prevention = obstacle(layer)
+    if prevention is not None and prevention.is_undoable:
+        raise ValueError(f"layer {name!r} can't be dequantised: {prevention.reason}")
+    weight = layer.quantized_weight().detach()
+    if isinstance(weight, FP8Tensor):
+        values = weight.dequantize()
+    else:
+        values = weight.clone().as_subclass(Tensor)
+    if isinstance(layer, QuantizedConv1D):
+        return layer.restored(values)
+    return linear_around(values, layer)
+
+
 @dataclass(frozen=True)
 class ReportedLayer:
     """The result for one layer of a model."""
 
-    name: str  #: Its dotted name; empty where the model is the layer.
-    kind: str  #: Its class.
-    parameters: int  #: Count of numbers in its parameters, shared ones among them.
-    quantized: bool  #: True for a quantised layer, and for a module with a parameter in codes.
-    detail: str  #: Formats and storage, or why it was left.
+    #: Its dotted name; empty where the model is the layer.
+    name: str
+    #: Its class.
+    kind: str
+    #: Count of numbers in its parameters, shared ones among them.
+    parameters: int
+    #: True for a quantised layer, and for a module with a parameter in codes.
+    quantized: bool
+    #: Formats and storage, or why it was left.
+    detail: str
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
     """The quantised and the other layers of a model; its string is a table."""
 
-    layers: tuple[
-        ReportedLayer, ...
-    ]  #: Every layer with a weight of two dimensions or more, in the model's order.
-    parameters: int  #: Count of numbers in the model's parameters, shared ones once.
-    quantized_parameters: int  #: Count of those that have a format.
+    #: Every layer with a weight of two dimensions or more, in the model's order.
+    layers: tuple[ReportedLayer, ...]
+    #: Count of numbers in the model's parameters, shared ones once.
+    parameters: int
+    #: Count of those that have a format.
+    quantized_parameters: int
 
     @property
     def quantized(self) -> tuple[ReportedLayer, ...]:
@@ -344,13 +401,18 @@ class QuantizationReport:
         return tuple(layer for layer in self.layers if not layer.quantized)
 
     def __str__(self) -> str:
-        """A line for each layer, and one for all of them."""
+        """Return a table with a line for each layer, and a line for all of them."""
         rows = [("layer", "class", "parameters", "")]
         for layer in self.layers:
             detail = layer.detail if layer.quantized else f"left: {layer.detail}"
             rows.append((layer.name or "(the model)", layer.kind, f"{layer.parameters:,}", detail))
-        name, kind, count = (max(len(row[i]) for row in rows) for i in range(3))
-        lines = [f"{a:<{name}}  {b:<{kind}}  {c:>{count}}  {d}".rstrip() for a, b, c, d in rows]
+        name_width = max(len(name) for name, _, _, _ in rows)
+        kind_width = max(len(kind) for _, kind, _, _ in rows)
+        count_width = max(len(count) for _, _, count, _ in rows)
+        lines = []
+        for name, kind, count, detail in rows:
+            line = f"{name:<{name_width}}  {kind:<{kind_width}}  {count:>{count_width}}  {detail}"
+            lines.append(line.rstrip())
         share = self.quantized_parameters / self.parameters if self.parameters else 0.0
         total = f"quantised: {len(self.quantized)} of {len(self.layers)} layers"
         weights = f"{self.quantized_parameters:,} of {self.parameters:,} parameters ({share:.1%})"
@@ -358,8 +420,7 @@ class QuantizationReport:
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
-    """A report on the layers of a model that are quantised, in which formats, and why
-    others are not.
+    """Return a report on the quantised layers of a model, and why others are not.
 
     Args:
         model: any model, quantised or not.
@@ -378,35 +439,56 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
     """
     layers = [_reported(model, entry) for entry in plan(model, None).entries]
-    weights = {}
+    # by identity, so that a shared weight counts once
+    quantized_sizes = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.weight_format is not None:
             # None while a parametrisation computes it
             weight = module._parameters.get("weight")
             if weight is not None:
-                weights[id(weight)] = weight.numel()
-    weights |= {id(p): p.numel() for p in in_place_parameters(model).values()}
+                quantized_sizes[id(weight)] = weight.numel()
+    for parameter in in_place_parameters(model).values():
+        quantized_sizes[id(parameter)] = parameter.numel()
     return QuantizationReport(
-        tuple(layers), sum(p.numel() for p in model.parameters()), sum(weights.values())
+        layers=tuple(layers),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        quantized_parameters=sum(quantized_sizes.values()),
     )
 
 
 def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
-    name, module, left = entry.name, entry.module, entry.left
-    held = [
-        f"{key}={p.format.name}"
-        for key, p in module._parameters.items()
-        if isinstance(p, FP8Parameter)
-    ]
-    detail = f"{', '.join(held)}, storage=fp8" if held else ""
+    module = entry.module
     if isinstance(module, QuantizedLinear):
-        read = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
-        chosen = chosen_products(
-            module.spec, module.in_features, module.out_features, module.weight.device
-        )
-        left, detail = NEVER_CALLED, "" if read else module._described_formats() + chosen
-        computed = computation(module)
-        if computed is not None and "weight" not in module._parameters:
-            left, detail = computed, ""
-    count = sum(p.numel() for p in module.parameters(recurse=False))
-    return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)
+        detail, reason_kept = _quantized_layer_detail(model, entry.name, module)
+    else:
+        detail, reason_kept = _in_place_detail(module), entry.reason_kept
+    return ReportedLayer(
+        name=entry.name,
+        kind=type(module).__name__,
+        parameters=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
+        quantized=bool(detail),
+        detail=detail or reason_kept,
+    )
+
+
+def _quantized_layer_detail(model: nn.Module, name: str, layer: QuantizedLinear) -> tuple[str, str]:
+    """Return formats and storage, or "" and why the layer has no effect."""
+    computed = computation(layer)
+    if computed is not None and "weight" not in layer._parameters:
+        return "", computed
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return "", NEVER_CALLED
+    device = layer.weight.device
+    products = chosen_products(layer.spec, layer.in_features, layer.out_features, device)
+    return layer._described_formats() + products, ""
+
+
+def _in_place_detail(module: nn.Module) -> str:
+    """Return the formats of a module's own parameters in codes, or ""."""
+    formats = [
+        f"{name}={parameter.format.name}"
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, FP8Parameter)
+    ]
+    return f"{', '.join(formats)}, storage=fp8" if formats else ""
