@@ -1,9 +1,13 @@
-"""Matrix products of quantised operands as operators of torch, on the hardware's FP8
-units where it has them.
+"""Matrix products of quantised operands as operators of torch.
+
+`fp8_mm` checks its arguments and measures the scales that are not given. `_fp8_mm` is
+the operator: it quantises both matrices and multiplies their codes on the hardware's
+FP8 units, where it has them, or else the values. The backward pass makes two products
+of the same kind, with the quantised gradient.
 """
 
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +25,9 @@ __all__ = ["fp8_mm"]
 
 ProductGranularity = Literal["tensor", "channel"]
 _GRANULARITIES: Final = ("tensor", "channel")
+#: Dtypes of the formats that the units multiply.
 _HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+#: Dtypes that the units write.
 _OUT: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,13 +44,13 @@ def fp8_mm(
     pow2: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The product of two matrices, each quantised first.
+    r"""Return the product of two matrices, each quantised first.
 
-    .. math:: C = s_a s_b \\, Q(A / s_a) \\, Q(B / s_b)
+    .. math:: C = s_a s_b \, Q(A / s_a) \, Q(B / s_b)
 
     Its gradients are products of the same kind, in which the gradient G of C is
-    quantised too:
-    :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`.  Rounding is to nearest; gradients pass unchanged.
+    quantised too: :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`. Rounding is to
+    nearest; gradients pass unchanged.
 
     ``torch._scaled_mm`` multiplies E4M3 and E5M2 (but not two of E5M2) on CUDA devices
     of compute capability 9.0 or later, if both dimensions of the second matrix are
@@ -52,17 +58,18 @@ def fp8_mm(
     for float64 operands). Compilers treat ``torch.ops.fp8manifold.fp8_mm`` as one node.
 
     Args:
-        a, b: float matrices ``(M, K)`` and ``(K, N)``.
-        a_format, b_format: of the operands; an operand with None (or ``"none"``) is not
-            quantised.
+        a: a float matrix ``(M, K)``.
+        b: a float matrix ``(K, N)``.
+        a_format: of ``a``; with None (or ``"none"``) it is not quantised.
+        b_format: of ``b``, likewise.
         gradient_format: of G; None does not quantise it.
         granularity: one scale for each matrix (``tensor``), or for each row of the
             first and each column of the second (``channel``), with which the gradients'
             products quantise all three matrices again.
-        a_scale, b_scale: positive scales of the forward product, with ``tensor`` also
-            of the backward ones: numbers, or float32 of shape ``()``; with ``channel``
-            ``(M, 1)`` and ``(1, N)``. None takes
-            :func:`fp8manifold.amax_scale`.
+        a_scale: a positive scale of ``a`` in the forward product, with ``tensor`` also
+            in the backward one: a number, or float32 of shape ``()``; with ``channel``
+            ``(M, 1)``. None takes :func:`fp8manifold.amax_scale`.
+        b_scale: of ``b``, likewise; with ``channel`` ``(1, N)``.
         pow2: round measured scales up to powers of two.
         out_dtype: of the result; if None the dtype of autocast, whose operands are
             quantised as they are, or without it that of ``a``.
@@ -85,45 +92,64 @@ def fp8_mm(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
     """
     check_choice("granularity", granularity, _GRANULARITIES)
-    for name, x in (("a", a), ("b", b)):
-        working_dtype(x, name)
-        if x.dim() != 2:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}: it must be a matrix, of two dimensions"
-            )
+    _check_matrix("a", a)
+    _check_matrix("b", b)
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a "
-            f"must have as many "
-            "columns as b has rows"
+            "must have as many columns as b has rows"
         )
     if not (out_dtype or a.dtype).is_floating_point:
         raise TypeError(f"out_dtype={out_dtype} must be a float dtype")
-    formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
-    left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
-    right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
-    out_dtype = out_dtype or autocast_dtype(a) or a.dtype
-    return _product(a, b, (left, right), formats, granularity, pow2, out_dtype)
+    formats = _Formats(_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
+    left_scale = None if a_scale is None else _given_scale(a, a_scale, granularity, axis=0)
+    right_scale = None if b_scale is None else _given_scale(b, b_scale, granularity, axis=1)
+    options = _Options(granularity, pow2, out_dtype or autocast_dtype(a) or a.dtype)
+    return _product(a, b, left_scale, right_scale, formats, options)
+
+
+class _Formats(NamedTuple):
+    """Names of the formats of a product, ``"none"`` for what is not quantised."""
+
+    left: str
+    right: str
+    gradient: str
+
+
+class _Options(NamedTuple):
+    """Options of a product besides its formats and scales, as `fp8_mm` has them."""
+
+    granularity: ProductGranularity
+    pow2: bool
+    out_dtype: torch.dtype
+
+
+def _check_matrix(name: str, x: Tensor) -> None:
+    working_dtype(x, name)
+    if x.dim() != 2:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: it must be a matrix, of two dimensions"
+        )
 
 
 def _product(
     a: Tensor,
     b: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-    formats: tuple[str, str, str],
-    granularity: ProductGranularity,
-    *how: Any,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    formats: _Formats,
+    options: _Options,
 ) -> Tensor:
-    """The operator, with scales measured where none are given, and 1 for an operand
-    that is not quantised.
+    """Call the operator, with scales measured where they are None.
+
+    The scale of an operand that is not quantised is 1, whatever is given.
     """
-    left, right = (
-        _measured_scale(x, fmt, granularity, axis, how[0])
-        if scale is None or fmt == NONE
-        else scale
-        for axis, (x, scale, fmt) in enumerate(zip((a, b), scales, formats[:2], strict=True))
-    )
-    result: Tensor = _fp8_mm(a, b, left, right, *formats, granularity, *how)
+    granularity, pow2, out_dtype = options
+    if a_scale is None or formats.left == NONE:
+        a_scale = _measured_scale(a, formats.left, granularity, 0, pow2)
+    if b_scale is None or formats.right == NONE:
+        b_scale = _measured_scale(b, formats.right, granularity, 1, pow2)
+    result: Tensor = _fp8_mm(a, b, a_scale, b_scale, *formats, granularity, pow2, out_dtype)
     return result
 
 
@@ -134,8 +160,9 @@ def _name_of(fmt: FormatLike | None) -> str:
 def _measured_scale(
     x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool
 ) -> Tensor:
-    """The scale of a matrix, ``()`` or one for each index of ``axis``; 1 for an operand
-    that is not quantised.
+    """Return the scale of a matrix: ``()``, or one for each index of ``axis``.
+
+    It is 1 for an operand that is not quantised.
     """
     if fmt == NONE:
         return torch.ones((), device=x.device)
@@ -145,19 +172,21 @@ def _measured_scale(
 def _given_scale(
     x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int
 ) -> Tensor:
-    shape, line = ((x.shape[0], 1), "row") if axis == 0 else ((1, x.shape[1]), "column")
-    given = as_scale(x, scale)
+    """Return a caller's scale in the shape that the operator takes, or refuse it."""
+    scale = as_scale(x, scale)
     if granularity == "tensor":
-        if given.numel() != 1:
+        if scale.numel() != 1:
             raise ValueError(
-                f"scale has shape {tuple(given.shape)}: granularity='tensor' needs a single number"
+                f"scale has shape {tuple(scale.shape)}: granularity='tensor' needs a single number"
             )
-        return given.reshape(())
+        return scale.reshape(())
+    shape = (x.shape[0], 1) if axis == 0 else (1, x.shape[1])
     try:
-        return given.expand(shape).contiguous()
+        return scale.expand(shape).contiguous()
     except RuntimeError:
+        line = "row" if axis == 0 else "column"
         raise ValueError(
-            f"scale of shape {tuple(given.shape)} does not fit {shape}, one per {line}"
+            f"scale of shape {tuple(scale.shape)} does not fit {shape}, one per {line}"
         ) from None
 
 
@@ -175,9 +204,11 @@ def _fp8_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     if _has_units_for(a, b, a_format, b_format):
-        left, right = _codes_of(a, a_scale, a_format), _codes_of(b, b_scale, b_format)
-        return _hardware_product(left, right, a_scale, b_scale, out_dtype)
-    left, right = _units(a, a_scale, a_format), _units(b, b_scale, b_format)
+        left_codes = _codes_of(a, a_scale, a_format)
+        right_codes = _codes_of(b, b_scale, b_format)
+        return _hardware_product(left_codes, right_codes, a_scale, b_scale, out_dtype)
+    left = _units(a, a_scale, a_format)
+    right = _units(b, b_scale, b_format)
     work = torch.promote_types(left.dtype, right.dtype)
     with outside_autocast(a):
         product = left.to(work) @ right.to(work)
@@ -185,102 +216,130 @@ def _fp8_mm(
 
 
 @_fp8_mm.register_fake
-def _(a: Tensor, b: Tensor, *how: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=how[-1])
+def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    out_dtype = rest[-1]
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, a_scale, b_scale, *ctx.formats, ctx.granularity, ctx.pow2, _ = inputs
+    a, b, a_scale, b_scale, *formats, granularity, pow2, _ = inputs
+    ctx.formats = _Formats(*formats)
+    ctx.granularity = granularity
+    ctx.pow2 = pow2
     ctx.save_for_backward(a, b, a_scale, b_scale)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     a, b, a_scale, b_scale = ctx.saved_tensors
-    a_format, b_format, g_format = ctx.formats
-    if ctx.granularity == "channel":
-        a_scale = b_scale = None  # they are of rows and columns that these products sum over
-    options = (ctx.granularity, ctx.pow2)
-    for_a = for_b = None
-    zero_or_nan = (gradient * 0.0).sum(
-        dtype=torch.float32
-    )  # so that no saturation hides that it holds Inf or NaN
+    formats, granularity, pow2 = ctx.formats, ctx.granularity, ctx.pow2
+    if granularity == "channel":
+        # they are of rows and columns that these products sum over
+        a_scale = None
+        b_scale = None
+    for_a = None
+    for_b = None
+    # added to a scale, so that no saturation hides that the gradient holds Inf or NaN
+    zero_or_nan = (gradient * 0.0).sum(dtype=torch.float32)
     if ctx.needs_input_grad[0]:
-        g_scale = _measured_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2) + zero_or_nan
+        scale = _measured_scale(gradient, formats.gradient, granularity, 0, pow2) + zero_or_nan
         for_a = _product(
-            gradient, b.t(), (g_scale, b_scale), (g_format, b_format, g_format), *options, a.dtype
+            gradient,
+            b.t(),
+            scale,
+            b_scale,
+            _Formats(formats.gradient, formats.right, formats.gradient),
+            _Options(granularity, pow2, a.dtype),
         )
     if ctx.needs_input_grad[1]:
-        g_scale = _measured_scale(gradient, g_format, ctx.granularity, 1, ctx.pow2) + zero_or_nan
+        scale = _measured_scale(gradient, formats.gradient, granularity, 1, pow2) + zero_or_nan
         for_b = _product(
-            a.t(), gradient, (a_scale, g_scale), (a_format, g_format, g_format), *options, b.dtype
+            a.t(),
+            gradient,
+            a_scale,
+            scale,
+            _Formats(formats.left, formats.gradient, formats.gradient),
+            _Options(granularity, pow2, b.dtype),
         )
+    # scales, formats and options have no gradients
     return for_a, for_b, *(None,) * 8
 
 
 _fp8_mm.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _in_own_order(x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Apply ``rounded`` to a matrix in the order of its memory, which may be that of
-    its transpose.
+def _in_memory_order(
+    x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Apply ``rounded`` to a matrix in the order of its memory.
+
+    That may be the order of its transpose.
     """
-    if not x.is_contiguous() and x.t().is_contiguous():
-        return rounded(x.t(), scale.t() if scale.dim() == 2 else scale).t()
-    return rounded(x, scale)
+    if x.is_contiguous() or not x.t().is_contiguous():
+        return rounded(x, scale)
+    transposed_scale = scale.t() if scale.dim() == 2 else scale
+    return rounded(x.t(), transposed_scale).t()
 
 
 def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """Return the rounded values divided by their scale, or the values as they are."""
     if fmt == NONE:
         return x.to(working_dtype(x))
-    return _in_own_order(
-        x, scale, lambda part, unit: rounded_at(part, unit, as_format(fmt), rescale=False)
-    )
+
+    def rounded(part: Tensor, part_scale: Tensor) -> Tensor:
+        return rounded_at(part, part_scale, as_format(fmt), rescale=False)
+
+    return _in_memory_order(x, scale, rounded)
 
 
 def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    def rounded(part: Tensor, unit: Tensor) -> Tensor:
-        codes = encoded_units(
-            part.float() if part.dtype == torch.float16 else part, as_format(fmt), unit
-        )
+    """Return the codes of a matrix, in the dtype that the units multiply."""
+
+    def rounded(part: Tensor, part_scale: Tensor) -> Tensor:
+        floats = part.float() if part.dtype == torch.float16 else part
+        codes = encoded_units(floats, as_format(fmt), part_scale)
         if codes is None:
-            return rounded_at(part, unit, as_format(fmt), rescale=False).to(_HARDWARE[fmt])
+            units = rounded_at(part, part_scale, as_format(fmt), rescale=False)
+            return units.to(_HARDWARE[fmt])
         return codes.view(_HARDWARE[fmt])
 
     if not scale.dim():
-        return _in_own_order(x, scale, rounded)
-    if (
-        scale.shape[1] == 1
-    ):  # a kernel has a scale for each row: it walks over rows, whatever the order of memory
+        return _in_memory_order(x, scale, rounded)
+    # a kernel has a scale for each row, so it needs rows, whatever the memory's order
+    if scale.shape[1] == 1:
         return rounded(x.contiguous(), scale)
     return rounded(x.t().contiguous(), scale.t()).t()
 
 
 def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
-    if (
-        a.device.type != "cuda"
-        or torch.version.hip is not None
-        or not {a_format, b_format} <= set(_HARDWARE)
-    ):
+    if a.device.type != "cuda" or torch.version.hip is not None:
         return False
-    aligned = b.shape[0] % ALIGNMENT == b.shape[1] % ALIGNMENT == 0
-    fits = aligned and min(*a.shape, *b.shape) > 0 and a_format + b_format != "E5M2E5M2"
-    return fits and torch.cuda.get_device_capability(a.device) >= (9, 0)
+    if a_format not in _HARDWARE or b_format not in _HARDWARE:
+        return False
+    if a_format == b_format == "E5M2":
+        return False
+    is_aligned = b.shape[0] % ALIGNMENT == 0 and b.shape[1] % ALIGNMENT == 0
+    is_empty = min(*a.shape, *b.shape) == 0
+    if not is_aligned or is_empty:
+        return False
+    return torch.cuda.get_device_capability(a.device) >= (9, 0)
 
 
 def _hardware_product(
     left: Tensor, right: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """The product on the device's FP8 units, which take the first matrix by rows and
-    the second by columns.
+    """Return the product on the device's FP8 units.
 
-    The units apply the scales and write ``out_dtype``: scales of whole matrices always,
-    those of rows and columns only for bfloat16, as some releases of torch have them for
-    no other dtype.
+    They take the first matrix by rows and the second by columns, apply the scales and
+    write ``out_dtype``: scales of whole matrices always, those of rows and columns only
+    for bfloat16, as some releases of torch have them for no other dtype.
     """
-    left, right = left.contiguous(), right.t().contiguous().t()
-    by_rows = bool(a_scale.dim() or b_scale.dim())
-    if out_dtype in ((torch.bfloat16,) if by_rows else _OUT):
-        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    left = left.contiguous()
+    right = right.t().contiguous().t()
+    has_lines = bool(a_scale.dim() or b_scale.dim())
+    applies_scales = out_dtype is torch.bfloat16 if has_lines else out_dtype in _OUT
+    if applies_scales:
+        a_scale = a_scale.contiguous()
+        b_scale = b_scale.contiguous()
         return torch._scaled_mm(left, right, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype)
     one = torch.ones((), device=left.device)
     product = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)

@@ -1,5 +1,10 @@
-"""A layer's weight on the grid: it stays there when it is assigned to, loaded, moved
-with its module, or reset.
+"""A layer's weight on the grid, with ``storage="grid"``.
+
+The weight is a `GridParameter`, whose manifold has the format and the scale. It stays
+on the grid when it is assigned to, loaded, moved with its module, or reset. Two things
+can take it off the grid: an operator that writes in place (`warn_off_grid` says so when
+it is saved), and code that puts another parameter in its place (`check_kept` refuses
+that).
 """
 
 import warnings
@@ -19,16 +24,17 @@ from fp8manifold.scaling import WeightGranularity, amax_of, refitted_scale, stor
 from fp8manifold.tensor import FP8Tensor
 
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
+#: Torch's own property, which `GridParameter` puts a setter before.
 _DATA: Final[Any] = Tensor.data
+#: Bits of a half-precision dtype.
 _HALF: Final = 16
 
 
 class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
-    """A ``geoopt.ManifoldParameter`` whose values stay points of its grid: what is
-    assigned is rounded to the nearest.
+    """A ``geoopt.ManifoldParameter`` whose values stay points of its grid.
 
-    Where the values would saturate at its scale, or be lost, it gets a new one, as
-    codes do.
+    What is assigned is rounded to the nearest. Where the values would saturate at its
+    scale, or be lost, it gets a new one, as codes do.
     """
 
     @property
@@ -45,30 +51,34 @@ class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt i
 
 @torch.no_grad()
 def _on_grid(weight: Tensor, manifold: FP8Manifold, values: Tensor) -> Tensor:
-    """The nearest points; values that are points already, or of another dtype or device
-    (the weight moves), stay.
+    """Return the nearest points of the manifold's grid.
+
+    Values that are points already are returned as they are. So are values of another
+    dtype or device: the weight is being moved then.
     """
-    moved = (values.dtype, values.device, values.shape) != (
-        weight.dtype,
-        weight.device,
-        weight.shape,
+    is_moved = (
+        values.dtype != weight.dtype
+        or values.device != weight.device
+        or values.shape != weight.shape
     )
     scale = manifold.scale
-    if moved or not (has_values(values) and has_values(scale)) or scale.device != values.device:
+    has_all_values = has_values(values) and has_values(scale)
+    if is_moved or not has_all_values or scale.device != values.device:
         return values
     points = manifold.projx(values)
     if torch.equal(points, values):
         return values
     warn_of_rounding(manifold.format)
-    shared: Any = "channel" if scale.dim() else "tensor"
-    amax = amax_of(values, shared)
+    granularity: Any = "channel" if scale.dim() else "tensor"
+    amax = amax_of(values, granularity)
     if not bool(amax.isfinite().all()):
         return points
-    old = scale.float()
-    fits = refitted_scale(amax.view_as(old), old, manifold.format) == old
+    old_scale = scale.float()
+    fits = refitted_scale(amax.view_as(old_scale), old_scale, manifold.format) == old_scale
     if bool(fits.all()):
         return points
-    scale.copy_(torch.where(fits, old, storage_scale(values, manifold.format, shared).view_as(old)))
+    new_scale = storage_scale(values, manifold.format, granularity).view_as(old_scale)
+    scale.copy_(torch.where(fits, old_scale, new_scale))
     return manifold.projx(values)
 
 
@@ -82,7 +92,7 @@ def grid_weight(
     draws: Draws,
     retraction: Retraction,
 ) -> tuple[GridParameter, FP8Manifold]:
-    """A weight's nearest points of a grid at a fresh scale, and their manifold."""
+    """Return a weight's nearest points of a grid at a fresh scale, and the manifold."""
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
             "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no "
@@ -103,33 +113,30 @@ def grid_weight(
 
 
 def check_dtype_holds(manifold: FP8Manifold, dtype: torch.dtype) -> None:
-    """Raise TypeError unless every point of the grid, and its scale, is a number of the
-    dtype.
-    """
-    if refusal := _lacks_points(manifold.format, manifold.scale, dtype):
+    """Raise TypeError unless a dtype has every point of the grid, and its scale."""
+    refusal = _missing_points(manifold.format, manifold.scale, dtype)
+    if refusal is not None:
         raise TypeError(f"a layer with storage='grid' can't be {refusal}")
 
 
-def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """In words, which points of the grid a dtype lacks, or None."""
+def _missing_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | None:
+    """Return a message's end on the points of the grid that a dtype lacks, or None."""
     if not has_values(scale) or dtype == scale.dtype:
         return None
-    number = torch.finfo(dtype)
+    limits = torch.finfo(dtype)
     low, high = (float(end) for end in torch.aminmax(scale))
-    exact = number.bits > _HALF or are_powers_of_two(scale.float())
-    if (
-        exact
-        and low * fmt.ulp_min >= number.smallest_normal * number.eps
-        and high * fmt.max <= number.max
-    ):
+    is_exact = limits.bits > _HALF or are_powers_of_two(scale.float())
+    has_smallest = low * fmt.ulp_min >= limits.smallest_normal * limits.eps
+    has_largest = high * fmt.max <= limits.max
+    if is_exact and has_smallest and has_largest:
         return None
     return (
         f"{dtype}, which lacks points of its grid ({fmt.name} at scales of {low:g} to {high:g}): "
-        f"take torch.float32 or "
-        "torch.bfloat16"
+        "take torch.float32 or torch.bfloat16"
     )
 
 
+#: What a parameter without the layer's storage means, by storage.
 _LOST: Final = {
     "grid": "has lost its manifold: steps would take it off the grid",
     "fp8": "is no longer in codes: steps would be those of floats",
@@ -137,57 +144,58 @@ _LOST: Final = {
 
 
 def check_kept(layer: Any) -> None:
-    """Raise RuntimeError if other code has put a parameter without the layer's storage
-    in the place of the weight.
+    """Raise RuntimeError if a parameter without the layer's storage is its weight.
 
-    A plain tensor in its place belongs to a functional call, and pruning and
-    parametrisations compute theirs from a parameter that still has the storage.
-    Parameters in codes are on a manifold, too.
+    Other code has put it there. A plain tensor in its place belongs to a functional
+    call, and pruning and parametrisations compute theirs from a parameter that still
+    has the storage. Parameters in codes are on a manifold, too.
     """
     weight = layer._parameters.get("weight")
     if isinstance(weight, geoopt.ManifoldParameter):
         return
     if weight is None:
-        kept = "parametrizations" in layer._modules or any(
-            isinstance(p, geoopt.ManifoldParameter) for p in layer._parameters.values()
+        is_computed = "parametrizations" in layer._modules or any(
+            isinstance(parameter, geoopt.ManifoldParameter)
+            for parameter in layer._parameters.values()
         )
+        keeps_storage = is_computed
     else:
-        kept = not isinstance(weight, nn.Parameter)
-    if not kept:
+        keeps_storage = not isinstance(weight, nn.Parameter)
+    if not keeps_storage:
         raise RuntimeError(
             f"the weight of a layer with storage={layer.storage!r} {_LOST[layer.storage]}; "
-            f"sharding (FSDP, tensor "
-            "parallelism) takes it away: use DistributedDataParallel, or storage='fp8' or 'master' "
-            "with fully_shard"
+            "sharding (FSDP, tensor parallelism) takes it away: use DistributedDataParallel, or "
+            "storage='fp8' or 'master' with fully_shard"
         )
 
 
 def warn_off_grid(layer: Any) -> None:
-    """Warn if values to be saved are off the grid: an operator wrote in place, not
-    through ``data``.
+    """Warn if values to be saved are off the grid.
+
+    Then an operator wrote in place, and not through ``data``.
     """
-    weight, manifold = layer._parameters.get("weight"), layer.manifold
-    if weight is None or not isinstance(
-        manifold, FP8Manifold
-    ):  # computed from another parameter, or on no grid
+    weight = layer._parameters.get("weight")
+    manifold = layer.manifold
+    # computed from another parameter, or on no grid
+    if weight is None or not isinstance(manifold, FP8Manifold):
         return
     if not (has_values(weight) and has_values(manifold.scale)):
         return
     values = weight.detach()
-    off = int((manifold.projx(values) != values).sum())
-    if off:
+    count = int((manifold.projx(values) != values).sum())
+    if count:
         warnings.warn(
-            f"{off} of {values.numel()} weights are off the grid of storage='grid', because "
-            f"something wrote in place: "
-            "loading rounds them; assign to weight.data, which rounds, or step with this library's "
-            "optimizers",
+            f"{count} of {values.numel()} weights are off the grid of storage='grid', because "
+            "something wrote in place: loading rounds them; assign to weight.data, which rounds, "
+            "or step with this library's optimizers",
             stacklevel=3,
         )
 
 
 def keep_on_manifold(layer: Any) -> None:
-    """Give a weight that torch has replaced its manifold back; the object stays the
-    same.
+    """Give a weight that torch has replaced its manifold back.
+
+    The object stays the same.
     """
     if layer.manifold is not None and not isinstance(layer.weight, geoopt.ManifoldParameter):
         layer.weight.__class__ = GridParameter
@@ -195,57 +203,89 @@ def keep_on_manifold(layer: Any) -> None:
 
 
 def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | None:
-    """Put a saved weight on the grid, at the scale saved with it or a fresh one, or
-    return why it can't be.
+    """Put a saved weight on the grid, at the scale saved with it or a fresh one.
+
+    Returns:
+        Why that can't be done, or None.
     """
-    weight, manifold = layer.weight, layer.manifold
-    key, scale_key = f"{prefix}weight", f"{prefix}manifold.scale"
-    saved, scale = state.get(key), state.get(scale_key)
-    if saved is None and scale is not None:
+    weight: Tensor = layer.weight
+    manifold: FP8Manifold = layer.manifold
+    key = f"{prefix}weight"
+    scale_key = f"{prefix}manifold.scale"
+    saved = state.get(key)
+    saved_scale = state.get(scale_key)
+    if saved is None and saved_scale is not None:
         for name in ("scale", *_BUFFERS):
             state.pop(f"{prefix}manifold.{name}", None)
-        return f"{scale_key} comes without {key}, whose values are points of the grid at that scale: load both or none"
-    if not isinstance(saved, Tensor) or saved.shape != weight.shape:
-        return None  # torch says what is wrong with it
-    values = (
-        saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
-    )
-    own, fresh = manifold.scale, scale is None
-    if scale is None:  # that of codes in the same format, which are taken exactly, or a fresh one
-        if (
-            isinstance(saved, FP8Tensor)
-            and saved.format == manifold.format
-            and saved.scale.shape == own.shape
-        ):
-            scale = saved.scale
-        else:
-            scale = _fresh_scale(layer, values)
-    elif scale.shape == own.shape:
-        warn_if_saturated(values, scale, manifold.format)
-    if refusal := _lacks_points(manifold.format, scale, weight.dtype):
-        return f"{key} can't be loaded into {refusal}"
-    if fresh:
-        state[scale_key] = scale = scale.to(own.dtype)
-        known = (
-            manifold
-            if not manifold.counter.is_meta
-            else FP8Manifold(manifold.format, scale, seed=layer._seed)
+        return (
+            f"{scale_key} comes without {key}, whose values are points of the grid at that scale: "
+            "load both or none"
         )
-        for name in _BUFFERS:
-            state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
-    if not (values.is_meta or scale.is_meta) and scale.shape == own.shape:
-        points = FP8Manifold(manifold.format, scale.to(values.device)).projx(values)
-        values = values if torch.equal(points, values) else points  # to the sign of a zero
+    # torch says what is wrong with another shape
+    if not isinstance(saved, Tensor) or saved.shape != weight.shape:
+        return None
+    values = _values_of(saved)
+    scale = saved_scale
+    if scale is None:
+        scale = _scale_for(layer, saved, values)
+    elif scale.shape == manifold.scale.shape:
+        warn_if_saturated(values, scale, manifold.format)
+    refusal = _missing_points(manifold.format, scale, weight.dtype)
+    if refusal is not None:
+        return f"{key} can't be loaded into {refusal}"
+    if saved_scale is None:
+        scale = scale.to(manifold.scale.dtype)
+        _add_manifold(state, prefix, layer, scale)
+    if not (values.is_meta or scale.is_meta) and scale.shape == manifold.scale.shape:
+        values = _points_at(scale, manifold.format, values)
     state[key] = GridParameter(values, manifold=manifold, requires_grad=weight.requires_grad)
     return None
 
 
+def _values_of(saved: Tensor) -> Tensor:
+    if isinstance(saved, FP8Tensor):
+        return saved.dequantize()
+    return saved.detach().as_subclass(Tensor)
+
+
+def _points_at(scale: Tensor, fmt: FloatFormat, values: Tensor) -> Tensor:
+    """Return the nearest points; values that are points keep the sign of a zero."""
+    points = FP8Manifold(fmt, scale.to(values.device)).projx(values)
+    return values if torch.equal(points, values) else points
+
+
+def _scale_for(layer: Any, saved: Tensor, values: Tensor) -> Tensor:
+    """Return the scale for a weight that was saved without one of a grid.
+
+    Codes in the grid's format are taken exactly, at their own scale.
+    """
+    manifold = layer.manifold
+    if (
+        isinstance(saved, FP8Tensor)
+        and saved.format == manifold.format
+        and saved.scale.shape == manifold.scale.shape
+    ):
+        return saved.scale
+    return _fresh_scale(layer, values)
+
+
+def _add_manifold(state: dict[str, Any], prefix: str, layer: Any, scale: Tensor) -> None:
+    """Add the buffers of a manifold that a state lacks, with this scale."""
+    state[f"{prefix}manifold.scale"] = scale
+    manifold = layer.manifold
+    if manifold.counter.is_meta:
+        manifold = FP8Manifold(manifold.format, scale, seed=layer._seed)
+    for name in _BUFFERS:
+        state.setdefault(f"{prefix}manifold.{name}", getattr(manifold, name).clone())
+
+
 def renew_grid_weight(layer: Any, values: Tensor) -> None:
-    """Write values at a fresh scale, and reset the manifold's count of draws; in place.
+    """Write values in place, at a fresh scale, and reset the manifold's count of draws.
 
     On the continuous manifold they are written as they are.
     """
-    weight, manifold = layer.weight, layer.manifold
+    weight = layer.weight
+    manifold = layer.manifold
     scale = _fresh_scale(layer, values)
     if not isinstance(manifold, FP8Manifold):
         manifold.scale.copy_(scale)
@@ -259,5 +299,6 @@ def renew_grid_weight(layer: Any, values: Tensor) -> None:
 
 
 def _fresh_scale(layer: Any, values: Tensor) -> Tensor:
-    granularity, headroom = layer._placing
-    return storage_scale(values, layer.manifold.format, granularity, headroom=headroom)
+    return storage_scale(
+        values, layer.manifold.format, layer._weight_granularity, headroom=layer._headroom
+    )

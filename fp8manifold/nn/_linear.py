@@ -1,4 +1,17 @@
-"""The quantised linear layer."""
+"""The quantised linear layer.
+
+A forward pass takes one of three ways.
+
+1. Codes are multiplied as they are, on FP8 or INT8 units: `linear_from_codes`.
+2. The weight is in codes and nothing else is quantised: `linear` decodes them for the
+   product.
+3. Otherwise the weight (with ``storage="master"``) and the input are fake-quantised,
+   each at the scale of its scaler, and the gradients are rounded in the backward pass.
+
+A layer with stochastic rounding counts its passes in the buffer ``draws``, so that
+every pass draws other bits. What a state dict has of the weight is in `_parts` for
+codes, and in `_grid_weight` for ``storage="grid"``.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -45,38 +58,38 @@ from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import DrawKey, Draws
-from fp8manifold.scaling import BLOCK_SIZE
+from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 Storage = Literal["fp8", "grid", "master"]
 STORAGES: Final = ("fp8", "grid", "master")
+#: Streams of the operands' rounding: far from those that optimizers use.
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERANDS)}
-"""Streams of the operands' rounding: far from those that optimizers use."""
 _IS_OLD_TORCH: Final = torch.__version__.startswith("2.8.")
 _IN_A_GRAPH: Final = "take policy='dynamic', rounding='nearest', no gradient format, and torch 2.13"
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with weights of one byte; quantisation-aware training is
-    ``storage="master"``.
+    r"""A linear layer with weights of one byte.
 
-    .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
-              g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
+    .. math:: y = Q_x(x) \, Q_W(W)^T + b, \qquad
+              g_x = Q_g(g_y) \, Q_W(W), \qquad g_W = Q_{gW}\left( Q_g(g_y)^T Q_x(x) \right)
 
     With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte per weight;
     with ``grid`` a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same
-    values in floats; with ``master`` a float parameter, fake-quantised in the forward
-    pass. A gradient that contains Inf or NaN becomes NaN as a whole, so that saturation
-    does not hide it; Inf and NaN in the input are treated as in :func:`fake_quantize`.
-    -0 is preserved if the layout has it, and an empty batch has an empty output.
+    values in floats; with ``master`` (quantisation-aware training) a float parameter,
+    fake-quantised in the forward pass. A gradient that contains Inf or NaN becomes NaN
+    as a whole, so that saturation does not hide it. Inf and NaN in the input are
+    treated as in :func:`fake_quantize`. -0 is preserved if the layout has it, and an
+    empty batch has an empty output.
 
     Args:
         linear: the layer to replace; its bias parameter is reused, and with storage
             ``master`` its weight too.
         spec: formats and options.
         storage: ``fp8``, ``grid`` or ``master``.
-        headroom, rounding, draws, retraction: of stored weights, as in
-            :func:`quantize_model`.
+        headroom: of stored weights, as in :func:`quantize_model`.
+        rounding: of stored weights, as in :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every
             layer needs another.
         keep_remainder: with ``fp8``, store the rounding's remainder, with which
@@ -85,18 +98,19 @@ class QuantizedLinear(nn.Linear):
             :meth:`quantize_weight_gradient`.
         global_with: a layer whose gradients under ``scale="global"`` share their
             magnitude with this one's.
+        draws: of stored weights, as in :func:`quantize_model`.
+        retraction: of stored weights, as in :func:`quantize_model`.
         codes: with ``fp8``, the weight in codes of the specification's format and
             granularity, used without a copy, and given ``seed``; of ``linear.weight``
             only the shape is used then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler``
-        and ``weight_gradient_scaler``
-    have the scales, as ``value``; they are None for stored weights and operands that
-        are not quantised. An empty
-    forward pre-hook prevents the fused operators of ``nn.TransformerEncoderLayer``.
-        Under activation checkpointing a
-    repeated pass gives the same bits; a layer that draws random bits or delays its
-        scales refuses it.
+    and ``weight_gradient_scaler`` have the scales, as ``value``. They are None for stored
+    weights and operands that are not quantised. An empty forward pre-hook prevents the
+    fused operators of ``nn.TransformerEncoderLayer``.
+
+    Under activation checkpointing a repeated pass gives the same bits. A layer that draws
+    random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; a weight of a dtype that the storage
@@ -149,31 +163,38 @@ class QuantizedLinear(nn.Linear):
         if headroom is not None:
             check_number("headroom", headroom, 1.0, open_high=True)
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.spec, self.storage = spec, storage
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.spec = spec
+        self.storage = storage
         self.shared_amax: SharedAmax | None = None
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
-        self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
+        self._headroom = headroom
+        self._keep_remainder = keep_remainder
+        self._seed = seed
         self._defers = defer_weight_gradient
         name_parts(self, "weight")
         self._operands = spec.operands
         _spec.check_blocks(self._operands, linear.in_features, linear.out_features)
         self._units = _spec.units_of(spec, linear.in_features, linear.out_features)
-        units_on(self._units, spec, linear.weight.device)  # or refused
+        # refuses a device that lacks units which the specification demands
+        units_on(self._units, spec, linear.weight.device)
         if codes is None:
-            how = {"seed": seed, "draws": draws, "retraction": retraction}
-            self._take_weight(linear.weight, rounding=rounding, **how)
+            self._take_weight(
+                linear.weight, rounding=rounding, seed=seed, draws=draws, retraction=retraction
+            )
         else:
-            self.weight, codes.seed = codes, seed
+            codes.seed = seed
+            self.weight = codes
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         forbid_fused_operators(self)
         self.train(linear.training)
-        # anything else found in the layer later was put there by other code, and is
-        # carried along; see _carried
+        # what the layer has besides these was added by other code, and `_carried` gives
+        # it to the layer that takes this one's place
         self._own_names = frozenset({*vars(self), *self._buffers, *self._modules, "_own_names"})
 
     @property
@@ -182,85 +203,99 @@ class QuantizedLinear(nn.Linear):
         return None if self.spec.weight is None else self.spec.weight.format
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's own name
-        """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an
-        ``nn.Linear``.
+        """Return ``Q_a(x) Q_w(W)^T + b``, in the dtype of an ``nn.Linear``.
+
+        Under autocast that is autocast's dtype.
         """
         if input.is_nested:
             return over_nested(self.forward, input)
         if torch.compiler.is_compiling() and not is_exporting():
             self._break_graph()
-        if self._units is not None and (units := units_on(self._units, self.spec, input.device)):
-            return linear_from_codes(input, self.weight, self.bias, units, self.spec)
-        parameters = self._parameters  # read directly: attribute access looks here last
-        own = parameters.get("weight")
-        bare = (
-            self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
-        )
-        bare = bare and self.weight_gradient_scaler is None
+        if self._units is not None:
+            units = units_on(self._units, self.spec, input.device)
+            if units is not None:
+                return linear_from_codes(input, self.weight, self.bias, units, self.spec)
+        # read from the dictionary: attribute access looks there last
+        parameters = self._parameters
+        weight_parameter = parameters.get("weight")
         # a parametrised bias is no parameter
-        if bare and type(own) is FP8Parameter and "bias" in parameters:
+        if (
+            type(weight_parameter) is FP8Parameter
+            and "bias" in parameters
+            and not self._has_scalers()
+        ):
             # nothing is drawn, remembered or announced
-            return linear(input, own, parameters["bias"])
+            return linear(input, weight_parameter, parameters["bias"])
+        return self._fake_quantized_forward(input)
+
+    def _has_scalers(self) -> bool:
+        return (
+            self.weight_scaler is not None
+            or self.activation_scaler is not None
+            or self.activation_gradient_scaler is not None
+            or self.weight_gradient_scaler is not None
+        )
+
+    def _fake_quantized_forward(self, x: Tensor) -> Tensor:
+        """Return the output for a quantised weight, input or gradient."""
         if self.weight_scaler is not None or self.activation_scaler is not None:
             refuse_trace()
-        draw, repeats = self._pass()
+        draw, is_repeated = self._begin_pass()
         weight: Tensor = self.weight
-        if (
-            self.storage != "master"
-            and self.spec.weight is not None
-            and not torch.compiler.is_compiling()
-        ):
+        is_stored = self.storage != "master" and self.spec.weight is not None
+        if is_stored and not torch.compiler.is_compiling():
             _grid_weight.check_kept(self)
-        if (scaler := self.weight_scaler) is not None:
-            weight = self._fake_quantized(
-                "weight", weight, (scaler.preview if repeats else scaler)(weight), draw
-            )
-        quantized = input
-        if (scaler := self.activation_scaler) is not None:
-            rows = self._rows(input)
-            scale = (scaler.preview if repeats else scaler)(rows)
-            quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
-        of_weight = None if self._defers else self._rounded("weight_gradient", draw)
-        backward = self._rounded("activation_gradient", draw), of_weight
-        if not torch.is_grad_enabled() or backward == (None, None):
+        if self.weight_scaler is not None:
+            scale = self._scale_of(self.weight_scaler, weight, is_repeated)
+            weight = self._fake_quantized("weight", weight, scale, draw)
+        quantized = x
+        if self.activation_scaler is not None:
+            rows = self._rows(x)
+            scale = self._scale_of(self.activation_scaler, rows, is_repeated)
+            quantized = self._fake_quantized("activation", rows, scale, draw).view(x.shape)
+        round_weight_gradient = None
+        if not self._defers:
+            round_weight_gradient = self._gradient_rounding("weight_gradient", draw)
+        round_output_gradient = self._gradient_rounding("activation_gradient", draw)
+        rounds_nothing = round_output_gradient is None and round_weight_gradient is None
+        if rounds_nothing or not torch.is_grad_enabled():
             return linear(quantized, weight, self.bias)
-        if self.training and not repeats:
-            announce_gradients(self, input)
-        return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
+        if self.training and not is_repeated:
+            announce_gradients(self, x)
+        return linear_with_rounded_gradients(
+            quantized, weight, self.bias, round_output_gradient, round_weight_gradient
+        )
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The values that the last forward pass multiplied by in place of its input
-        ``x``.
-        """
-        if units := units_on(self._units, self.spec, self.weight.device):
+        """Return what the last forward pass multiplied in place of its input ``x``."""
+        units = units_on(self._units, self.spec, self.weight.device)
+        if units is not None:
             return rounded_input(x, units)
         if self.activation_scaler is None:
             return x
         scale = self.activation_scaler.value
-        return self._fake_quantized("activation", self._rows(x), scale, self._last_draw()).view(
-            x.shape
-        )
+        rows = self._fake_quantized("activation", self._rows(x), scale, self._last_draw())
+        return rows.view(x.shape)
 
     def quantized_weight(self) -> Tensor:
-        """The weight that the next forward pass multiplies by; differentiable."""
+        """Return the weight that the next forward pass multiplies; differentiable."""
         if self.weight_scaler is None:
             return self.weight
-        return self._fake_quantized(
-            "weight", self.weight, self.weight_scaler.preview(self.weight), self._draw()
-        )
+        scale = self.weight_scaler.preview(self.weight)
+        return self._fake_quantized("weight", self.weight, scale, self._draw())
 
     @torch.no_grad()
     def quantize_weight_gradient(self) -> None:
-        """Quantise the gradient that the weight holds, of one backward pass, if that
-        was deferred.
-        """
-        rounded, gradient = self._rounded("weight_gradient", self._last_draw()), self.weight.grad
-        if self._defers and rounded is not None and gradient is not None:
-            self.weight.grad = rounded(gradient.float()).to(gradient.dtype)
+        """Quantise the weight's gradient of one backward pass, if that was deferred."""
+        rounding = self._gradient_rounding("weight_gradient", self._last_draw())
+        gradient = self.weight.grad
+        if self._defers and rounding is not None and gradient is not None:
+            self.weight.grad = rounding(gradient.float()).to(gradient.dtype)
 
     def weight_scale(self) -> Tensor:
-        """The scale of the weight, broadcasting against it; 1 for a weight that is not
-        quantised.
+        """Return the scale of the weight, broadcasting against it.
+
+        It is 1 for a weight that is not quantised.
         """
         if _spec.is_stored(self.weight):
             return self.weight.expanded_scale()
@@ -268,12 +303,13 @@ class QuantizedLinear(nn.Linear):
             return self.manifold.scale
         if self.weight_scaler is None:
             return torch.ones((), device=self.weight.device)
-        blocks = self._operands["weight"].granularity == "block"
         scale = self.weight_scaler.preview(self.weight)
-        return expand_scale(scale, BLOCK_SIZE, self.weight.shape) if blocks else scale
+        if self._operands["weight"].granularity == "block":
+            return expand_scale(scale, BLOCK_SIZE, self.weight.shape)
+        return scale
 
     def weight_codes(self) -> Tensor:
-        """The codes of the quantised weight, uint8 in its shape.
+        """Return the codes of the quantised weight, uint8 in its shape.
 
         Raises:
             ValueError: the weight is not quantised, or holds a NaN that its format has
@@ -289,37 +325,37 @@ class QuantizedLinear(nn.Linear):
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
-        """The line of ``nn.Linear``, with formats and storage."""
+        """Return the line of ``nn.Linear``, with formats and storage."""
         return f"{super().extra_repr()}, {self._described_formats()}"
 
     def _described_formats(self) -> str:
-        names = {
+        """Return formats and storage, and the options that are not the defaults."""
+        settings: dict[str, str] = {
             name: self._operands[name].format.name if name in self._operands else _spec.NONE
             for name in _spec.OPERANDS
         }
-        shown = [
-            f"{name}={names[name]}"
-            for name in _spec.OPERANDS
-            if name in _spec.OPERANDS[:2] or names[name] != _spec.NONE
-        ]
-        own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
-        draws = getattr(own, "draws", "independent")
-        retraction = getattr(own, "retraction", "exponential")
-        shown += [
-            f"storage={self.storage}",
-            *([f"draws={draws}"] if draws != "independent" else []),
-            *([f"retraction={retraction}"] if retraction != "exponential" else []),
-        ]
-        multiplied = {
+        # gradients are rarely quantised
+        for name in ("activation_gradient", "weight_gradient"):
+            if settings[name] == _spec.NONE:
+                del settings[name]
+        settings["storage"] = self.storage
+        holder = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
+        options = {
+            "draws": getattr(holder, "draws", "independent"),
+            "retraction": getattr(holder, "retraction", "exponential"),
             "gradient_products": self.spec.gradient_products,
             "products": self.spec.products,
         }
-        shown += [
-            f"{name}={how}"
-            for name, how in multiplied.items()
-            if how not in ("decoded", "bfloat16")
-        ]
-        return ", ".join(shown)
+        defaults = {
+            "draws": "independent",
+            "retraction": "exponential",
+            "gradient_products": "bfloat16",
+            "products": "decoded",
+        }
+        for name, value in options.items():
+            if value != defaults[name]:
+                settings[name] = value
+        return ", ".join(f"{name}={value}" for name, value in settings.items())
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; codes must be those that the layer is made for.
@@ -333,8 +369,8 @@ class QuantizedLinear(nn.Linear):
             _spec.check_codes_fit(param, self, self.spec, self.storage)
         super().register_parameter(name, param)
 
-    def _take_weight(self, weight: Tensor, **how: Any) -> None:
-        """Store the weight; ``how`` has its rounding, seed, draws and retraction."""
+    def _take_weight(self, weight: Tensor, **options: Any) -> None:
+        """Store the weight; options are its rounding, seed, draws and retraction."""
         operand = self._operands.get("weight")
         if operand is None:
             return
@@ -349,37 +385,50 @@ class QuantizedLinear(nn.Linear):
             )
         if self.storage == "grid":
             self.weight, self.manifold = _grid_weight.grid_weight(
-                weight, operand.format, *self._placing, **how
+                weight, operand.format, self._weight_granularity, self._headroom, **options
             )
         elif self.storage == "fp8":
-            self.weight = self._in_codes(weight, operand.format, **how)
+            self.weight = self._in_codes(weight, operand.format, **options)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """Make a scaler for every operand whose scale is not stored with it."""
-        if shared is None and any(
-            operand.scale == _spec.GLOBAL for operand in self._operands.values()
-        ):
-            shared = self.shared_amax = SharedAmax()
+        has_global = any(operand.scale == _spec.GLOBAL for operand in self._operands.values())
+        if has_global and shared is None:
+            shared = SharedAmax()
+            self.shared_amax = shared
         for name in _spec.OPERANDS:
-            stored = name == "weight" and self.storage != "master"
-            operand = None if stored else self._operands.get(name)
-            setattr(self, f"{name}_scaler", None if operand is None else scaler_of(operand, shared))
+            is_stored = name == "weight" and self.storage != "master"
+            operand = self._operands.get(name)
+            scaler = None if is_stored or operand is None else scaler_of(operand, shared)
+            setattr(self, f"{name}_scaler", scaler)
 
     def _rows(self, x: Tensor) -> Tensor:
-        return (
-            x.reshape(-1, x.shape[-1])
-            if self._operands["activation"].granularity == "channel"
-            else x
-        )
+        """Return an input as a matrix if each of its rows has a scale."""
+        if self._operands["activation"].granularity == "channel":
+            return x.reshape(-1, x.shape[-1])
+        return x
+
+    def _scale_of(self, scaler: Scaler, x: Tensor, is_repeated: bool) -> Tensor:
+        """Return the scale of a tensor; a repeated pass remembers nothing."""
+        scale: Tensor = scaler.preview(x) if is_repeated else scaler(x)
+        return scale
 
     def _fake_quantized(
         self, name: _spec.OperandName, x: Tensor, scale: Tensor, draw: int
     ) -> Tensor:
         operand = self._operands[name]
-        how = operand.ste or "identity", operand.rounding or "nearest", self._key(name, draw)
-        return quantize_at(x, scale, operand.format, *how, blocks=operand.granularity == "block")
+        return quantize_at(
+            x,
+            scale,
+            operand.format,
+            operand.ste or "identity",
+            operand.rounding or "nearest",
+            self._key(name, draw),
+            blocks=operand.granularity == "block",
+        )
 
-    def _rounded(self, name: _spec.OperandName, draw: int) -> Rounded:
+    def _gradient_rounding(self, name: _spec.OperandName, draw: int) -> Rounded:
+        """Return the function that rounds a gradient, or None if it has no format."""
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
@@ -391,20 +440,22 @@ class QuantizedLinear(nn.Linear):
         return DrawKey((self._seed, draw, _STREAMS[name]))
 
     def _break_graph(self) -> None:
-        """End a graph of torch.compile before a layer that it can't hold, with a
-        reason, which ``fullgraph=True`` raises.
+        """End a graph of torch.compile before a layer that it can't hold.
+
+        ``fullgraph=True`` raises the reason.
         """
         reason = self._why_no_graph()
         if reason:
             torch._dynamo.graph_break(msg=f"{reason}: leave fullgraph=True out, or {_IN_A_GRAPH}")
 
     def _why_no_graph(self) -> str:
-        of_weight, of_input = self.weight_scaler, self.activation_scaler
-        if _IS_OLD_TORCH and (
-            self.storage == "master" or self._units is not None or of_input is not None
-        ):
+        """Return why torch.compile can't hold the layer in a graph, or ""."""
+        has_only_stored_weights = (
+            self.storage != "master" and self._units is None and self.activation_scaler is None
+        )
+        if _IS_OLD_TORCH and not has_only_stored_weights:
             return "torch 2.8 has no graph of a quantised layer with more than stored weights"
-        for scaler in (of_weight, of_input):
+        for scaler in (self.weight_scaler, self.activation_scaler):
             if scaler is not None and getattr(scaler, "policy", "") == "static":
                 return "no graph holds a static scale, which the first tensor sets"
             if scaler is not None and scaler.remembers and self.training:
@@ -417,62 +468,84 @@ class QuantizedLinear(nn.Linear):
         return ""
 
     def _draw(self) -> int:
-        """Number of the next forward pass; 0 if no bits are drawn in it."""
+        """Return the number of the next forward pass; 0 if no bits are drawn in it."""
         draws = getattr(self, "draws", None)
         return 0 if draws is None else int(read_cached(draws, Tensor.item))
 
     def _last_draw(self) -> int:
-        return max(self._draw() - 1 if self.training else self._draw(), 0)
+        """Return the number of the last forward pass; evaluation does not count."""
+        draw = self._draw()
+        return max(draw - 1, 0) if self.training else draw
 
-    def _pass(self) -> tuple[int, bool]:
-        """The number of a forward pass, and whether activation checkpointing repeats
-        it, to the same bits.
+    def _begin_pass(self) -> tuple[int, bool]:
+        """Count a forward pass.
+
+        Returns:
+            Its number, and whether activation checkpointing repeats an earlier pass, to
+            the same bits.
         """
-        scalers, repeats = (self.weight_scaler, self.activation_scaler), False
-        draws = hasattr(self, "draws")
-        if self.training and (
-            draws or any(scaler is not None and scaler.remembers for scaler in scalers)
-        ):
+        is_repeated = False
+        draws_bits = hasattr(self, "draws")
+        scalers = (self.weight_scaler, self.activation_scaler)
+        remembers = any(scaler is not None and scaler.remembers for scaler in scalers)
+        if self.training and (draws_bits or remembers):
             self._refuse_repetition()
         else:
-            repeats = not torch.compiler.is_compiling() and is_backward()
+            is_repeated = not torch.compiler.is_compiling() and is_backward()
         draw = self._draw()
-        if self.training and draws:
+        if self.training and draws_bits:
             advance(self.draws, draw)
-        return draw, repeats
+        return draw, is_repeated
 
-    @eager_only  # a graph would do the same whether or not it is run again
+    # a graph would do the same whether or not it is run again
+    @eager_only
     def _refuse_repetition(self) -> None:
         if is_backward() and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, with "
-                f"other random bits or "
-                "delayed scales: leave it out of activation checkpointing, or take "
-                "rounding='nearest' and policy='dynamic'; a pass that is no recomputation runs "
-                "under torch.no_grad()"
+                "other random bits or delayed scales: leave it out of activation checkpointing, "
+                "or take rounding='nearest' and policy='dynamic'; a pass that is no recomputation "
+                "runs under torch.no_grad()"
             )
 
-    def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
-        how |= dict(zip(("granularity", "headroom"), self._placing, strict=True))
-        return byte_weight(weight, fmt, keep_remainder=self._keep_remainder, **how)
+    def _in_codes(self, weight: Tensor, fmt: FloatFormat, **options: Any) -> FP8Parameter:
+        return byte_weight(
+            weight,
+            fmt,
+            granularity=self._weight_granularity,
+            headroom=self._headroom,
+            keep_remainder=self._keep_remainder,
+            **options,
+        )
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
-        """Floats in codes like the layer's own weight: in its format, with its
-        rounding, seed, draws and retraction.
+        """Return floats in codes like the layer's own weight.
+
+        They have its format, rounding, seed, draws and retraction.
         """
-        options = ("rounding", "seed", "draws", "retraction")
-        how = {name: getattr(weight, name) for name in options}
-        return self._in_codes(values, weight.format, **how)
+        return self._in_codes(
+            values,
+            weight.format,
+            rounding=weight.rounding,
+            seed=weight.seed,
+            draws=weight.draws,
+            retraction=weight.retraction,
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weight and bias again as ``nn.Linear`` does, at a fresh scale; counts
-        and measured scales are reset.
+        """Draw weight and bias again as ``nn.Linear`` does, at a fresh scale.
 
-        It fills memory without values too (``Module.to_empty``).
+        Counts and measured scales are reset. It fills memory without values too
+        (``Module.to_empty``).
         """
-        kept = {"device": self.weight.device, "dtype": self.weight.dtype}
-        fresh = nn.Linear(self.in_features, self.out_features, self.bias is not None, **kept)
+        fresh = nn.Linear(
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
         if self.bias is not None:
             self.bias.copy_(fresh.bias)
         if isinstance(self.weight, FP8Parameter):
@@ -491,12 +564,15 @@ class QuantizedLinear(nn.Linear):
             self.draws.zero_()
 
     @property
-    def _placing(self) -> tuple[Any, float | None]:
-        return self._operands["weight"].granularity, self._headroom
+    def _weight_granularity(self) -> WeightGranularity:
+        granularity = self._operands["weight"].granularity
+        assert granularity is not None, "an operand's options are filled in"
+        return granularity
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse a dtype that stored weights can't have, before anything has changed,
-        and a graph that holds them.
+        """Refuse a dtype that stored weights can't have, before anything has changed.
+
+        A graph that holds them is refused too.
         """
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
@@ -513,9 +589,8 @@ class QuantizedLinear(nn.Linear):
                 raise
             raise RuntimeError(
                 f"a layer with storage='fp8' can't be moved ({self.extra_repr()}) while a graph or "
-                f"a weak reference "
-                "holds its weight: finish the backward pass, or delete outputs and losses, and "
-                "then move the layer"
+                "a weak reference holds its weight: finish the backward pass, or delete outputs "
+                "and losses, and then move the layer"
             ) from error
         _grid_weight.keep_on_manifold(self)
         return self
@@ -527,12 +602,16 @@ class QuantizedLinear(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take what hooks have made of the state: codes as they are, floats rounded."""
-        hooks, self._load_state_dict_pre_hooks = self._load_state_dict_pre_hooks, OrderedDict()
+        error_messages: list[str] = args[-1]
+        # the hooks run before the state is prepared, and not again in torch's method
+        hooks = self._load_state_dict_pre_hooks
+        self._load_state_dict_pre_hooks = OrderedDict()
         try:
             for hook in hooks.values():
                 hook(state_dict, prefix, *args)
-            if refusal := self._prepare_state(state_dict, prefix):
-                args[-1].append(refusal)
+            refusal = self._prepare_state(state_dict, prefix)
+            if refusal is not None:
+                error_messages.append(refusal)
             else:
                 super()._load_from_state_dict(state_dict, prefix, *args)
                 _grid_weight.keep_on_manifold(self)
@@ -543,53 +622,51 @@ class QuantizedLinear(nn.Linear):
         """Convert the saved weight to this storage; or return why it can't be."""
         weight = self.weight
         try:
-            for name, own in self._parameters.items():
-                if own is not None and (name == "weight" or is_in_codes(own)):
-                    gather_parts(state_dict, prefix + name, own)
+            for name, parameter in self._parameters.items():
+                if parameter is not None and (name == "weight" or is_in_codes(parameter)):
+                    gather_parts(state_dict, prefix + name, parameter)
         except ValueError as error:
             return str(error)
-        saved = state_dict.get(prefix + "weight")
-        if isinstance(
-            self.manifold, FP8Manifold
-        ):  # on a continuous manifold every value is a point
+        # on a continuous manifold every value is a point
+        if isinstance(self.manifold, FP8Manifold):
             return _grid_weight.prepare_grid_state(self, state_dict, prefix)
+        key = f"{prefix}weight"
+        saved = state_dict.get(key)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None
         if not isinstance(saved, FP8Tensor):
-            state_dict[prefix + "weight"] = self._encoded(saved.detach().to(weight.dtype), weight)
+            state_dict[key] = self._encoded(saved.detach().to(weight.dtype), weight)
         elif saved.format != weight.format:
-            return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
+            return f"{key} is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None
 
 
 class QuantizedConv1D(QuantizedLinear):
-    """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is
-    ``(in, out)``.
+    """A :class:`QuantizedLinear` in place of a ``Conv1D``.
 
-    This layer's weight is ``(out, in)``, a row and a scale per output; float weights in
-    a state dict are ``(in, out)``.
+    A ``Conv1D`` has a weight ``(in, out)``. This layer's weight is ``(out, in)``, a row
+    and a scale per output; float weights in a state dict are ``(in, out)``.
     """
 
     def __init__(
         self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any
     ) -> None:
-        own: Any = conv
-        bare = options.get("codes") is not None
-        linear = (
-            linear_around(torch.empty(own.nf, own.nx, device="meta"), own)
-            if bare
-            else linear_of(own)
-        )
+        old: Any = conv
+        if options.get("codes") is None:
+            linear = linear_of(old)
+        else:
+            linear = linear_around(torch.empty(old.nf, old.nx, device="meta"), old)
         super().__init__(linear, spec, storage, **options)
-        self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
+        self._restores = type(conv)
+        self.nf = self.out_features
+        self.nx = self.in_features
         self._own_names |= {"_restores", "nf", "nx"}
 
     def restored(self, values: Tensor) -> nn.Module:
-        """A ``Conv1D`` with these values, ``(out, in)``, as its weight, and this
-        layer's bias.
-        """
+        """Return a ``Conv1D`` with values ``(out, in)`` and this layer's bias."""
         conv = self._restores.__new__(self._restores)
-        nn.Module.__init__(conv)  # its own __init__ would draw random numbers
+        # its own __init__ would draw random numbers
+        nn.Module.__init__(conv)
         conv.nf, conv.nx = self.nf, self.nx  # type: ignore[assignment]
         conv.weight = nn.Parameter(values.t().contiguous(), requires_grad=self.weight.requires_grad)
         conv.bias = self.bias
