@@ -1,4 +1,12 @@
-"""Quantise and dequantise in one go, with a straight-through gradient."""
+"""Quantise and dequantise in one go, with a straight-through gradient.
+
+::
+
+    forward     x -> x / s -> nearest value of the format -> times s
+    backward    gradient of the result, times the estimator's 0 or 1
+
+The true derivative of rounding is zero almost everywhere, and would stop all training.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final, Literal
@@ -34,28 +42,32 @@ def fake_quantize(
     step: int = 0,
     stream: int = 0,
 ) -> Tensor:
-    """The value that ``x`` has after a round trip through the format, in ``x``'s dtype.
+    r"""Return the value of ``x`` after a round trip through the format, in its dtype.
 
-    .. math:: Q(x) = s \\cdot \\mathrm{round}(x / s)
+    .. math:: Q(x) = s \cdot \mathrm{round}(x / s)
 
-    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator
+    The derivative of ``Q`` is zero almost everywhere. The straight-through estimator
     replaces it.
 
     Args:
         x: float tensor of any shape.
         fmt: a format or its name.
-        scale: positive; broadcasts against ``x``, or with granularity ``block`` against
-            its blocks of 32. None takes
-            :func:`amax_scale` of ``x``.
-        granularity, axis, pow2: as in :func:`amax_scale`.
+        scale: positive. It broadcasts against ``x``, or with granularity ``block``
+            against its blocks of 32. None takes :func:`amax_scale` of ``x``.
+        granularity: ``tensor``, ``channel`` or ``block``, as in :func:`amax_scale`.
+        axis: the channel axis.
+        pow2: round the scale of None up to a power of two.
         ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0
             where ``x`` saturates), ``relu`` (1 for positive ``x``, 0 elsewhere),
             ``none`` (0, the true derivative).
-        rounding, seed, step, stream: as in :func:`round_to_grid`.
+        rounding: as in :func:`round_to_grid`.
+        seed: key word of the random bits of ``stochastic``.
+        step: key word of an optimizer's step.
+        stream: key word of a parameter.
 
     Returns:
         Tensor like ``x``. NaN stays NaN, Inf saturates, -0 is preserved if the layout
-        has it; empty stays empty.
+        has it, and empty stays empty.
 
     Raises:
         TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale
@@ -72,20 +84,20 @@ def fake_quantize(
     check_choice("ste", ste, STES)
     check_choice("rounding", rounding, ROUNDINGS)
     check_choice("granularity", granularity, scaling.GRANULARITIES)
-    work, blocks = working_dtype(x), granularity == "block"
+    work = working_dtype(x)
+    blocks = granularity == "block"
     if scale is None:
-        given = scaling.scale_of_amax(
-            scaling.wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks
-        )
+        amax = scaling.wide_amax(x, granularity, axis)
+        scales = scaling.scale_of_amax(amax, fmt, pow2=pow2 or blocks)
     else:
-        given = as_scale(x, scale, blocks, work)
+        scales = as_scale(x, scale, blocks, work)
     key = None
     if rounding == "stochastic":
         if seed is None:
             raise ValueError("rounding='stochastic' needs seed=...")
         check_words(seed=seed, step=step, stream=stream)
         key = DrawKey((seed, step, stream))
-    return quantize_at(x, given, fmt, ste, rounding, key, blocks=blocks)
+    return quantize_at(x, scales, fmt, ste, rounding, key, blocks=blocks)
 
 
 def quantize_at(
@@ -98,8 +110,9 @@ def quantize_at(
     *,
     blocks: bool = False,
 ) -> Tensor:
-    """:func:`fake_quantize` at a scale that has been checked."""
-    apply: Callable[..., Tensor] = _FakeQuantize.apply  # typed in some releases of torch only
+    """Return :func:`fake_quantize` at a scale that has been checked."""
+    # Only some releases of torch have a type for it.
+    apply: Callable[..., Tensor] = _FakeQuantize.apply
     return apply(x, scale, fmt, ste, rounding, key, blocks)
 
 
@@ -117,13 +130,10 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.ste = ste
         if ste == "clipped":
-            work, spread = (
-                working_dtype(x),
-                scale.repeat_interleave(scaling.BLOCK_SIZE, -1) if blocks else scale,
-            )
-            ctx.save_for_backward(
-                (x.to(work) / spread.to(work)).abs() <= fmt.max * scaling.ROUNDING_OF_SCALES
-            )
+            work = working_dtype(x)
+            element_scales = scale.repeat_interleave(scaling.BLOCK_SIZE, -1) if blocks else scale
+            units = (x.to(work) / element_scales.to(work)).abs()
+            ctx.save_for_backward(units <= fmt.max * scaling.ROUNDING_OF_SCALES)
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
         return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
@@ -136,14 +146,16 @@ class _FakeQuantize(torch.autograd.Function):
         elif ctx.ste != "identity":
             (passes,) = ctx.saved_tensors
             gradient = gradient.masked_fill(~passes, 0.0)
-        return gradient, *(None,) * 6
+        # of x, scale, fmt, ste, rounding, key and blocks
+        return gradient, None, None, None, None, None, None
 
 
 def as_scale(
     x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for
-    every block.
+    """Return a scale that the caller chose, checked, as a tensor of ``dtype``.
+
+    It broadcasts against ``x``. With ``blocks`` it is expanded to one for every block.
     """
     scaling.check_is_scale(scale)
     tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()

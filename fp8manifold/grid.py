@@ -1,5 +1,18 @@
-"""Functions of (x, format): the spacing, rounding, codes and the chart of a float
-format.
+"""The spacing, rounding, codes and chart of a float format, as functions of (x, format).
+
+On the line of a format's values, here E4M3 between 1 and 1.25::
+
+    value       1            1.125        1.25
+    code        56           57           58
+    chart       56    56.5   57           58           to_chart, from_chart
+                      |                                1.0625
+    ulp         1/8          1/8          1/8          the stiffness S
+
+    round_to_grid   float -> value     encode   float -> code     decode   code -> value
+
+Native code (C, or Triton on a GPU) does what it can: float32, rounding to nearest or by
+random bits, saturating. Everything else goes through torch, block by block, with the same
+result to the last bit. :mod:`fp8manifold.reference` defines it, one number at a time.
 """
 
 from collections.abc import Callable
@@ -33,12 +46,13 @@ __all__ = [
 
 
 def ulp(x: Tensor, fmt: FormatLike) -> Tensor:
-    """The spacing of the format at ``x``: one unit in the last place, the stiffness S.
+    r"""Return the spacing of the format at ``x``: one unit in the last place, S.
 
-    .. math:: S(x) = 2^{e(x) - M}, \\qquad e(x) = \\max(\\lfloor \\log_2 |x| \\rfloor, e_{min})
+    .. math:: S(x) = 2^{e(x) - M}, \qquad e(x) = \max(\lfloor \log_2 |x| \rfloor, e_{min})
 
     Args:
-        x, fmt: a float tensor of any shape; a format or its name.
+        x: a float tensor of any shape.
+        fmt: a format or its name.
 
     Returns:
         Tensor like ``x``, positive. NaN gives NaN; values beyond the range, Inf
@@ -74,12 +88,13 @@ def round_to_grid(
     bits: Tensor | None = None,
     draws: Draws = "independent",
 ) -> Tensor:
-    """Round every element to a value of the format, in the dtype of ``x``.
+    r"""Round every element to a value of the format, in the dtype of ``x``.
 
-    ``nearest`` breaks ties to the even code; ``stochastic`` moves away from zero with
+    ``nearest`` breaks ties to the even code. ``stochastic`` moves away from zero with
     the probability
 
-    .. math:: P = \\lceil 2^{24} f \\rceil / 2^{24}, \\qquad f = |x|/S(x) - \\lfloor |x|/S(x) \\rfloor
+    .. math:: P = \lceil 2^{24} f \rceil / 2^{24},
+              \qquad f = |x|/S(x) - \lfloor |x|/S(x) \rfloor
 
     which is ``f`` itself for normal float32 (within ``2^-24`` of it for subnormals of
     the format and for float64). A positive number moves if its draw ``r < 2^24 f``, a
@@ -94,8 +109,11 @@ def round_to_grid(
         overflow: ``saturate`` takes everything beyond the range, Inf included, to
             ``+-max``; ``inf_or_nan`` gives Inf, or NaN where the layout has no Inf (a
             ``finite`` layout saturates).
-        seed, step, stream, offset: key of the random bits of ``stochastic``, as in
+        seed: key word of the random bits of ``stochastic``, as in
             :func:`fp8manifold.random_bits`.
+        step: key word of an optimizer's step.
+        stream: key word of a parameter.
+        offset: global position of the first element, for a part of a larger tensor.
         bits: the 24-bit draws themselves (int32, shape of ``x``), in place of ``seed``.
         draws: ``independent``, or ``dither``: spread evenly over the steps, as in
             :func:`fp8manifold.random_bits`.
@@ -121,32 +139,25 @@ def round_to_grid(
     check_choice("overflow", overflow, OVERFLOWS)
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
-    key = (
-        None
-        if rounding != "stochastic" or seed is None
-        else _key(draws, seed, step, stream, offset)
-    )
-    drawn = _draws(x, key, offset, bits) if rounding == "stochastic" else lambda start, size: None
-    native = (
-        rounded(x, fmt, key, offset)
-        if bits is None and _saturates(fmt, rounding, overflow)
-        else None
-    )
-    if native is not None:
-        return native
+    key = None
+    draws_at: _DrawSource = _no_draws
+    if rounding == "stochastic":
+        if seed is not None:
+            key = _checked_key(draws, seed, step, stream, offset)
+        draws_at = _draw_source(x, key, offset, bits)
+    if bits is None and _is_native_mode(fmt, rounding, overflow):
+        native = rounded(x, fmt, key, offset)
+        if native is not None:
+            return native
 
-    def block(part: Tensor, start: int, out: Tensor | None) -> Tensor:
-        fits = out is not None and out.dtype == work
-        return round_block(
-            part.to(work),
-            fmt,
-            rounding,
-            overflow,
-            drawn(start, part.numel()),
-            out if fits else None,
-        )
+    def round_part(part: Tensor, start: int, out: Tensor | None) -> Tensor:
+        # What is computed in another dtype than the result's needs memory of its own.
+        if out is not None and out.dtype != work:
+            out = None
+        block_draws = draws_at(start, part.numel())
+        return round_block(part.to(work), fmt, rounding, overflow, block_draws, out)
 
-    return blockwise(block, x.detach(), x.dtype)
+    return blockwise(round_part, x.detach(), x.dtype)
 
 
 def encode(
@@ -162,13 +173,22 @@ def encode(
     bits: Tensor | None = None,
     draws: Draws = "independent",
 ) -> Tensor:
-    """Round every element to the format and return its code.
+    r"""Round every element to the format and return its code.
 
-    .. math:: \\mathrm{decode}(\\mathrm{encode}(x)) = \\mathrm{round\\_to\\_grid}(x)
+    .. math:: \mathrm{decode}(\mathrm{encode}(x)) = \mathrm{round\_to\_grid}(x)
 
     Args:
-        x, fmt, rounding, overflow, seed, step, stream, offset, bits, draws: as in
-            :func:`round_to_grid`.
+        x: float16, bfloat16, float32 or float64 tensor of any shape.
+        fmt: a format or its name.
+        rounding: as in :func:`round_to_grid`, like all that follow.
+        overflow: ``saturate`` or ``inf_or_nan``.
+        seed: key word of the random bits of ``stochastic``, as in
+            :func:`fp8manifold.random_bits`.
+        step: key word of an optimizer's step.
+        stream: key word of a parameter.
+        offset: global position of the first element, for a part of a larger tensor.
+        bits: the 24-bit draws themselves (int32, shape of ``x``), in place of ``seed``.
+        draws: ``independent`` or ``dither``.
 
     Returns:
         uint8 tensor of the shape of ``x``: sign, exponent and mantissa in the low
@@ -189,16 +209,11 @@ def encode(
     fmt = as_format(fmt)
     check_choice("rounding", rounding, ROUNDINGS)
     check_choice("overflow", overflow, OVERFLOWS)
-    if (
-        (rounding == "nearest" or seed is not None)
-        and bits is None
-        and _saturates(fmt, rounding, overflow)
-    ):
-        key = (
-            None
-            if seed is None or rounding == "nearest"
-            else _key(draws, seed, step, stream, offset)
-        )
+    has_key = rounding == "nearest" or seed is not None
+    if has_key and bits is None and _is_native_mode(fmt, rounding, overflow):
+        key = None
+        if rounding == "stochastic" and seed is not None:
+            key = _checked_key(draws, seed, step, stream, offset)
         native = _native_codes(x, fmt, key, offset)
         if native is not None:
             return native
@@ -214,36 +229,37 @@ def encode(
         bits=bits,
         draws=draws,
     )
-    has_nan = _may_hold_nan(y)
-    if fmt.nan_code is None and has_nan:
+    may_have_nan = _may_have_nan(y)
+    if fmt.nan_code is None and may_have_nan:
         _refuse_nan(y, fmt)
-    codes = blockwise(
-        lambda part, _start, _out: _codes_of(part.to(working_dtype(part)), fmt), y, torch.uint8
-    )
+
+    def encode_part(part: Tensor, start: int, out: Tensor | None) -> Tensor:
+        return _codes_of_values(part.to(working_dtype(part)), fmt)
+
+    codes = blockwise(encode_part, y, torch.uint8)
     if fmt.inf_code is not None and overflow == "inf_or_nan":
         infinities = (y < 0).to(torch.uint8) * fmt.sign_bit + fmt.inf_code
         codes = torch.where(y.isinf(), infinities, codes)
-    return (
-        torch.where(y.isnan(), fmt.nan_code, codes)
-        if fmt.nan_code is not None and has_nan
-        else codes
-    )
+    if fmt.nan_code is not None and may_have_nan:
+        codes = torch.where(y.isnan(), fmt.nan_code, codes)
+    return codes
 
 
 def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of codes: a table look-up of :meth:`FloatFormat.decode_code`.
+    r"""Return the values of codes.
 
-    .. math:: (-1)^s \\, 2^{\\max(E, 1) - bias} ([E > 0] + m / 2^M)
+    .. math:: (-1)^s \, 2^{\max(E, 1) - bias} ([E > 0] + m / 2^M)
 
     for sign ``s``, exponent field ``E`` and mantissa field ``m``.
 
     Args:
-        codes, fmt: a uint8 tensor of any shape; a format or its name.
+        codes: a uint8 tensor of any shape.
+        fmt: a format or its name.
         dtype: float16, bfloat16, float32 or float64.
 
     Returns:
-        Tensor of ``codes``' shape; the codes of NaN, Inf and -0 give NaN, Inf and -0;
-        an empty tensor an empty one.
+        Tensor of ``codes``' shape. The codes of NaN, Inf and -0 give NaN, Inf and -0.
+        An empty tensor gives an empty one.
 
     Raises:
         TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
@@ -259,43 +275,49 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     working_dtype(torch.empty(0, dtype=dtype), "dtype")
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel():
-        largest, allowed = codes.max(), f"out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}"
+        code_count = 2 * fmt.sign_bit
+        largest = codes.max()
+        problem = f"out of range for {fmt.name}: 0 to {code_count - 1}"
         if not is_read_at_once(codes):
-            refuse_on_gpu(largest < 2 * fmt.sign_bit, f"a code is {allowed}")
-        elif int(largest) >= 2 * fmt.sign_bit:
-            raise ValueError(f"code {int(largest)} is {allowed}")
-    return decode_known(codes, fmt, dtype)
+            refuse_on_gpu(largest < code_count, f"a code is {problem}")
+        elif int(largest) >= code_count:
+            raise ValueError(f"code {int(largest)} is {problem}")
+    return decode_checked(codes, fmt, dtype)
 
 
-def decode_known(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """:func:`decode` of codes that have been checked: checking them again would wait for a GPU."""
-    if (native := decoded(codes, fmt, dtype)) is not None:
+def decode_checked(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return :func:`decode` of codes that are known to be the format's."""
+    native = decoded(codes, fmt, dtype)
+    if native is not None:
         return native
     table = _decode_table(fmt, dtype, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def check_codes(codes: Tensor, name: str = "codes") -> None:
+    """Raise TypeError unless ``codes`` is a uint8 tensor."""
     if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"{name} must be a uint8 tensor, not {got}")
 
 
 def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
-    """The coordinate of ``x`` that counts representable steps from zero.
+    r"""Return the coordinate of ``x`` that counts representable steps from zero.
 
-    .. math:: \\varphi(x) = \\operatorname{sign}(x) \\left[ (e - e_{min}) 2^M + |x| / 2^{e - M} \\right], \\; e = e(x)
+    .. math:: \varphi(x) = \operatorname{sign}(x)
+              \left[ (e - e_{min}) 2^M + |x| / 2^{e - M} \right], \; e = e(x)
 
-    At a value of the format it is the signed integer code; between neighbours it is
+    At a value of the format it is the signed integer code. Between neighbours it is
     linear.
 
     Args:
-        x, fmt: a float tensor of any shape; a format or its name.
+        x: a float tensor of any shape.
+        fmt: a format or its name.
 
     Returns:
-        Tensor like ``x``, in steps (ulp); differentiable, with derivative 1/S. Values
-        beyond the range, Inf included, go to its ends; NaN stays NaN; -0 gives -0; an
-        empty tensor stays empty.
+        Tensor like ``x``, in steps (ulp), differentiable with derivative 1/S. Values
+        beyond the range, Inf included, go to its ends. NaN stays NaN, -0 gives -0, and
+        an empty tensor stays empty.
 
     Raises:
         TypeError, ValueError: as :func:`ulp`.
@@ -311,18 +333,19 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
 
 
 def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
-    """The value at a chart coordinate: the inverse of :func:`to_chart`.
+    r"""Return the value at a chart coordinate: the inverse of :func:`to_chart`.
 
-    .. math:: \\varphi^{-1}(c) = \\operatorname{sign}(c) \\, (|c| - b \\, 2^M) \\, 2^{e_{min} + b - M}, \\qquad
-              b = \\max(\\lfloor |c| / 2^M \\rfloor - 1, 0)
+    .. math:: \varphi^{-1}(c) = \operatorname{sign}(c) \, (|c| - b \, 2^M)
+              \, 2^{e_{min} + b - M}, \qquad b = \max(\lfloor |c| / 2^M \rfloor - 1, 0)
 
     Args:
-        c, fmt: a float tensor of any shape, in steps from zero; a format or its name.
+        c: a float tensor of any shape, in steps from zero.
+        fmt: a format or its name.
 
     Returns:
-        Tensor like ``c``, differentiable with derivative S; integers give values of the
-        format exactly. Coordinates beyond the last code, Inf included, give ``+-max``;
-        NaN stays NaN; -0 gives -0; an empty tensor stays empty.
+        Tensor like ``c``, differentiable with derivative S. Integers give values of the
+        format exactly. Coordinates beyond the last code, Inf included, give ``+-max``.
+        NaN stays NaN, -0 gives -0, and an empty tensor stays empty.
 
     Raises:
         TypeError, ValueError: as :func:`ulp`, for ``c``.
@@ -342,24 +365,30 @@ def _chart(fmt: FloatFormat) -> UlpChart:
     return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
 
 
-def _key(draws: str, seed: int, step: int, stream: int, offset: int) -> DrawKey:
+_DrawSource = Callable[[int, int], Tensor | None]
+"""A function of (start, size) that returns the draws of a run of positions."""
+
+
+def _no_draws(start: int, size: int) -> None:
+    """Return the draws of the modes of rounding that have none."""
+
+
+def _checked_key(draws: str, seed: int, step: int, stream: int, offset: int) -> DrawKey:
     check_words(seed=seed, step=step, stream=stream, offset=offset)
     check_choice("draws", draws, get_args(Draws))
     return draw_key(draws, seed, step, stream)
 
 
-def _draws(
-    x: Tensor, key: DrawKey | None, offset: int, bits: Tensor | None
-) -> Callable[[int, int], Tensor]:
-    """The draws of any run of positions (start, size), given or generated."""
+def _draw_source(x: Tensor, key: DrawKey | None, offset: int, bits: Tensor | None) -> _DrawSource:
+    """Return a function that cuts the draws out of ``bits``, or makes them with a key."""
     if bits is not None:
         if bits.dtype != torch.int32 or bits.shape != x.shape:
             raise ValueError(
                 f"bits must be int32 of the shape of x, {tuple(x.shape)}: got {bits.dtype} of "
                 f"shape {tuple(bits.shape)}"
             )
-        given = bits.reshape(-1)
-        return lambda start, size: given[start : start + size]
+        flat_bits = bits.reshape(-1)
+        return lambda start, size: flat_bits[start : start + size]
     if key is None:
         raise ValueError(
             "rounding='stochastic' needs seed=... (or bits=..., the 24-bit draws themselves)"
@@ -367,16 +396,16 @@ def _draws(
     return lambda start, size: draw_range(offset + start, size, key, x.device)
 
 
-def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
-    """True if native code can round in this mode: it always saturates."""
-    return rounding in ("nearest", "stochastic") and (
-        overflow == "saturate" or fmt.layout == "finite"
-    )
+def _is_native_mode(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
+    """True for the modes of native code, which always saturates."""
+    saturates = overflow == "saturate" or fmt.layout == "finite"
+    return saturates and rounding in ("nearest", "stochastic")
 
 
 def _native_codes(x: Tensor, fmt: FloatFormat, key: DrawKey | None, offset: int) -> Tensor | None:
-    """Codes by native code; None where it can't make them, or ``x`` may hold a NaN that
-    has no code.
+    """Return codes by native code, or None where it can't make them.
+
+    None is also the answer where ``x`` may hold a NaN for which there is no code.
     """
     if not isinstance(x, Tensor) or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return None
@@ -388,29 +417,34 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: DrawKey | None, offset: int)
     return codes
 
 
-def _may_hold_nan(y: Tensor) -> bool:
+def _may_have_nan(y: Tensor) -> bool:
     """True if there is a NaN, or if finding out would wait for a GPU or be traced."""
     if torch.compiler.is_compiling() or not is_read_at_once(y):
         return True
-    return bool(y.sum().isnan())  # one pass, where a mask would cost four
+    # A sum takes one pass, a mask four. Inf - Inf is taken for a NaN, and looked at again.
+    return bool(y.sum().isnan())
 
 
 def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
-    """Raise ValueError for a NaN, as the format has no code for it; on a GPU as a
-    device assertion.
+    """Raise ValueError for a NaN, as the format has no code for it.
+
+    On a GPU it is a device assertion.
     """
-    rest = f"NaN, and {fmt.name} has no code for NaN: remove them first"
+    problem = f"NaN, and {fmt.name} has no code for NaN: remove them first"
     if torch.compiler.is_compiling() or is_read_at_once(y):
-        if count := int(y.isnan().sum()):
-            raise ValueError(f"x holds {count} {rest}")
+        count = int(y.isnan().sum())
+        if count:
+            raise ValueError(f"x holds {count} {problem}")
     elif y.numel():
-        largest = y.amax()  # NaN, if there is one
-        refuse_on_gpu(largest == largest, f"x holds {rest}")
+        # NaN, if there is one, and only NaN differs from itself.
+        largest = y.amax()
+        refuse_on_gpu(largest == largest, f"x holds {problem}")
 
 
-def _codes_of(y: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes (int32) of values on the grid; those of Inf and NaN have no meaning."""
-    return _chart(fmt).forward(y).abs().to(torch.int32) + y.signbit() * fmt.sign_bit
+def _codes_of_values(y: Tensor, fmt: FloatFormat) -> Tensor:
+    """Return the codes (int32) of values on the grid; those of Inf and NaN mean nothing."""
+    magnitudes = _chart(fmt).forward(y).abs().to(torch.int32)
+    return magnitudes + y.signbit() * fmt.sign_bit
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from fp8manifold._base.reading import has_values
 from fp8manifold._native._arrays import decoded
 from fp8manifold._numerics.codec import decode_bits, encode_bits
 from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import check_codes, decode, decode_known, encode, to_chart
+from fp8manifold.grid import check_codes, decode, decode_checked, encode, to_chart
 from fp8manifold.random_bits import named_word
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 
@@ -140,7 +140,7 @@ def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dty
         length = max(BLOCK // matrix.shape[1 - axis], 1) if codes.is_cpu else matrix.shape[axis]
         parts = (x.split(length, axis) for x in (matrix, factors.expand_as(matrix), target))
         for some, factor, into in zip(*parts, strict=True):
-            torch.mul(decode_known(some, fmt), factor, out=into)
+            torch.mul(decode_checked(some, fmt), factor, out=into)
     return out
 
 
@@ -238,12 +238,14 @@ def largest_magnitude(
         return torch.zeros_like(scale)
     groups = codes & (fmt.sign_bit - 1)
     if isinstance(block_size, tuple):
-        return decode_known(square_amax(torch.where(groups > fmt.max_code, 0, groups)), fmt) * scale
+        return (
+            decode_checked(square_amax(torch.where(groups > fmt.max_code, 0, groups)), fmt) * scale
+        )
     groups = groups.view(-1, block_size or codes.numel() // scale.numel())
     top = groups.amax(1)
     if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
-    return decode_known(top.view(scale.shape), fmt) * scale
+    return decode_checked(top.view(scale.shape), fmt) * scale
 
 
 def next_codes(own: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
