@@ -1,5 +1,7 @@
-"""environment.json: what a result depends on beside its settings, and what changed when
-a run was resumed.
+"""environment.json: what a result depends on beside its settings.
+
+It has the versions, the machine, the corpus, and a list `resumed` with what was
+different at each later start: the step, the changed settings, the machine.
 """
 
 import datetime
@@ -19,39 +21,43 @@ from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.system.errors import shortened
 
 #: the entries of meta.json that losses depend on
-_OF_CORPUS = ("splits", "labels")
+_CORPUS_ENTRIES = ("splits", "labels")
 _LIBRARIES = ("fp8manifold", "torch", "geoopt", "numpy")
 
 
 def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
     """Return the content of environment.json."""
+    corpus_facts = {"source": corpus.meta.get("source")}
+    for name, value in corpus.meta.items():
+        if name in _CORPUS_ENTRIES:
+            corpus_facts[name] = value
     return {
         "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **machine(threads),
-        "corpus": {"source": corpus.meta.get("source")}
-        | {k: v for k, v in corpus.meta.items() if k in _OF_CORPUS},
+        "corpus": corpus_facts,
         "tokenizer": corpus.meta["tokenizer"],
     }
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return versions and processors, on which the results of all runs on this machine
-    depend.
-    """
-    import torch  # not at the top: reading a run folder does not need it
+    """Return versions and processors, on which the results of all runs depend."""
+    # not at the top: reading a run folder does not need it
+    import torch
 
     versions = dict.fromkeys(_LIBRARIES)
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": commit(),
-        "libraries": versions | {"torch": torch.__version__},
+        "libraries": versions,
         "cpu": cpu_model(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # torch's name of its vector instructions
+        # torch's name of the processor's vector instructions
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads or torch.get_num_threads(),
     }
@@ -60,37 +66,48 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 def command_line() -> str:
     """Return the running command as it would be typed, the program without its path."""
     program = Path(sys.argv[0]).name
-    return shlex.join(
-        ["nanogpt-bench" if program == "__main__.py" else program, *sys.argv[1:]]
-    )  # python -m
+    if program == "__main__.py":
+        # started by python -m
+        program = "nanogpt-bench"
+    return shlex.join([program, *sys.argv[1:]])
 
 
 @cache
 def commit() -> str | None:
-    """Return the commit that is installed or checked out, with `+` if files were
-    changed; None if unknown.
+    """Return the commit that is installed or checked out; None if unknown.
+
+    It ends with `+` if files were changed.
     """
+    return _installed_commit() or _checked_out_commit()
+
+
+def _installed_commit() -> str | None:
     with suppress(metadata.PackageNotFoundError, ValueError, TypeError, AttributeError):
-        origin = json.loads(
-            metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}"
-        )
-        if found := origin.get("vcs_info", {}).get("commit_id"):
-            return str(found)
-    here = ["git", "-C", str(Path(__file__).parent)]
-    with suppress(OSError, subprocess.SubprocessError):
-        options: dict[str, Any] = {
-            "capture_output": True,
-            "text": True,
-            "timeout": 10,
-            "check": True,
-        }
-        # An installed copy may be inside another project's checkout.
-        subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)
-        found = subprocess.run(
-            [*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options
-        )
-        return str(found.stdout).strip() or None
+        text = metadata.distribution("fp8manifold").read_text("direct_url.json")
+        commit_id = json.loads(text or "{}").get("vcs_info", {}).get("commit_id")
+        return str(commit_id) if commit_id else None
     return None
+
+
+def _checked_out_commit() -> str | None:
+    with suppress(OSError, subprocess.SubprocessError):
+        # An installed copy may be inside another project's checkout.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        name = _git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
+        return name.strip() or None
+    return None
+
+
+def _git(*arguments: str) -> str:
+    """Return what git prints about the folder of this file."""
+    result = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
+    return result.stdout
 
 
 def cpu_model() -> str:
@@ -103,12 +120,16 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether two runs were made on different processors or systems, judged by
-    what both records have.
+def on_two_processors(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether two runs were made on different processors or systems.
+
+    `a` and `b` are their records. What one of them does not have is not compared.
     """
-    pairs = [(there.get(key), here.get(key)) for key in ("cpu", "cpu_capability", "platform")]
-    return any(then != now for then, now in pairs if None not in (then, now))
+    for key in ("cpu", "cpu_capability", "platform"):
+        values = (a.get(key), b.get(key))
+        if None not in values and values[0] != values[1]:
+            return True
+    return False
 
 
 def at(tree: Any, key: str, default: Any = None) -> Any:
@@ -129,44 +150,42 @@ LONGEST_VALUE = 200
 
 
 def config_history(environment: Any) -> list[dict[str, Any]]:
-    """Return the changes on resuming, by step, each as {"step": N, "changed": {key:
-    [before, after]}}.
+    """Return the changes on resuming, by step.
 
-    The keys are settings that change the numbers, and the corpus. Malformed entries are
-    left out.
+    Each is {"step": N, "changed": {key: [before, after]}}. The keys are settings that
+    change the numbers, and the corpus. Malformed entries are left out.
 
-    >>> config_history({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}, {"step": 6}]})
+    >>> resumed = [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}, {"step": 6}]
+    >>> config_history({"resumed": resumed})
     [{'step': 3, 'changed': {'optimizer.lr': [0.1, 0.2]}}]
     """
     history = []
     for entry in _resumed(environment):
         changed = entry.get("changed")
-        pairs = changed.items() if isinstance(changed, Mapping) else ()
-        known = {
-            str(key): list(pair)
-            for key, pair in pairs
-            if isinstance(pair, list | tuple) and len(pair) == 2
-        }
-        if known and isinstance(entry.get("step"), int):
-            history.append({"step": entry["step"], "changed": known})
+        changes: dict[str, list[Any]] = {}
+        for key, pair in changed.items() if isinstance(changed, Mapping) else ():
+            if isinstance(pair, list | tuple) and len(pair) == 2:
+                changes[str(key)] = list(pair)
+        if changes and isinstance(entry.get("step"), int):
+            history.append({"step": entry["step"], "changed": changes})
     return history
 
 
 def _resumed(environment: Any) -> list[Mapping[str, Any]]:
-    """The entries of all starts after the first."""
-    listed = at(environment, "resumed")
-    return (
-        [entry for entry in listed if isinstance(entry, Mapping)]
-        if isinstance(listed, list)
-        else []
-    )
+    """Return the entries of all starts after the first."""
+    entries = at(environment, "resumed")
+    if not isinstance(entries, list):
+        return []
+    return [entry for entry in entries if isinstance(entry, Mapping)]
 
 
 def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json as it was at the last start: machine, versions, threads
-    and corpus.
+    """Return environment.json as it was at the last start.
 
-    >>> latest({"threads": 2, "cpu": "a", "resumed": [{"step": 3, "threads": 1}]})["threads"]
+    Machine, versions, threads and corpus are those of that start.
+
+    >>> resumed = [{"step": 3, "threads": 1}]
+    >>> latest({"threads": 2, "cpu": "a", "resumed": resumed})["threads"]
     1
     """
     now = dict(environment)
@@ -178,20 +197,22 @@ def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
 def history_lines(environment: Any) -> Iterator[str]:
     """Yield a line for every resumption that changed settings.
 
-    >>> list(history_lines({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}]}))
-    ['settings were changed after step 3: optimizer.lr was 0.1, is 0.2; config.yaml alone does not repeat the run']
+    >>> changed = {"optimizer.lr": [0.1, 0.2]}
+    >>> line, = history_lines({"resumed": [{"step": 3, "changed": changed}]})
+    >>> line.partition(";")[0]
+    'settings were changed after step 3: optimizer.lr was 0.1, is 0.2'
     """
     for entry in config_history(environment):
-        texts = {
-            key: [shortened(json.dumps(v), LONGEST_VALUE) for v in pair]
-            for key, pair in entry["changed"].items()
-        }
-        changes = ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in texts.items())
-        yield f"settings were changed after step {entry['step']}: {changes}; config.yaml alone does not repeat the run"
+        changes = []
+        for key, pair in entry["changed"].items():
+            old, new = (shortened(json.dumps(value), LONGEST_VALUE) for value in pair)
+            changes.append(f"{key} was {old}, is {new}")
+        yield (
+            f"settings were changed after step {entry['step']}: {', '.join(changes)}; config.yaml "
+            f"alone does not repeat the run"
+        )
 
 
 def history_comment(environment: Any) -> str:
-    """Return `history_lines` as comments for the top of config.yaml; empty where
-    nothing changed.
-    """
+    """Return `history_lines` as comments for the top of config.yaml."""
     return "".join(f"# {line}\n" for line in history_lines(environment))

@@ -1,5 +1,8 @@
-"""Run folders: finding them, reading them, deciding whether to run again; and curves of
-a run, thinned and smoothed.
+"""Run folders: finding and reading them, and deciding whether to run again.
+
+`load_run` returns a `Run`, whatever is missing in the folder. `find_runs` finds run
+folders below others. Curves of a run are thinned by `decimate` and smoothed by
+`smooth`. `make_ready`, `drop_checkpoints` and `has_ended` are for sweeps.
 """
 
 from __future__ import annotations
@@ -44,16 +47,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        return _one_word(self.summary.get("name") or self.path.name)
+        return _one_line_name(self.summary.get("name") or self.path.name)
 
     @property
     def rule(self) -> str:
-        return _one_word(self.summary.get("rule") or self.config.get("rule") or "unknown")
+        return _one_line_name(self.summary.get("rule") or self.config.get("rule") or "unknown")
 
     @property
     def format(self) -> str:
         """The weights' format; `none` for floats, `mixed` where layers differ."""
-        return _one_word(self.summary.get("format") or _configured_format(self.config))
+        return _one_line_name(self.summary.get("format") or _configured_format(self.config))
 
     @property
     def seed(self) -> int | None:
@@ -62,7 +65,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped`, `failed`, or `incomplete` if the run has no summary."""
+        """`finished`, `stopped` or `failed`; `incomplete` without a summary."""
         return str(self.summary.get("status") or "incomplete")
 
     @property
@@ -77,14 +80,21 @@ class Run:
 
     @property
     def alert_counts(self) -> Mapping[str, int]:
-        """The number of alerts of each kind, from alerts.jsonl or, where that has none,
-        from the summary.
+        """The number of alerts of each kind.
+
+        They are those of alerts.jsonl or, where that has none, of the summary.
         """
         if self.alerts:
             return Counter(alert.kind for alert in self.alerts)
-        named = self.summary.get("alerts")
-        counts = {str(k): finite(n) for k, n in named.items()} if isinstance(named, Mapping) else {}
-        return {kind: int(count) for kind, count in counts.items() if count}
+        summary_counts = self.summary.get("alerts")
+        if not isinstance(summary_counts, Mapping):
+            return {}
+        counts: dict[str, int] = {}
+        for kind, value in summary_counts.items():
+            number = finite(value)
+            if number:
+                counts[str(kind)] = int(number)
+        return counts
 
     @property
     def last_step(self) -> int | None:
@@ -92,30 +102,27 @@ class Run:
 
     @property
     def stall_metric(self) -> str | None:
-        """The stall metric that this run recorded; None for float weights, which don't
-        stall.
+        """The stall metric that this run recorded.
+
+        None for float weights, which don't stall.
         """
-        named = self.summary.get("stall_metric")
-        if named:
-            name = str(named)
-            return name if "/" in name else f"{STALLS[0].namespace}/{name}"
+        name = self.summary.get("stall_metric")
+        if name:
+            return str(name) if "/" in str(name) else f"{STALLS[0].namespace}/{name}"
         return next((metric.name for metric in STALLS if metric.name in self.metrics.names), None)
 
     @property
     def stall_counts(self) -> bool:
-        """True if a stall is a failure under this run's rule, see
-        `config.rules.stall_counts`.
-        """
-        storage, writeback = (
-            at(self.config, "model.storage"),
-            at(self.config, "optimizer.writeback"),
-        )
+        """True if a stall is a failure, see `config.rules.stall_counts`."""
+        storage = at(self.config, "model.storage")
+        writeback = at(self.config, "optimizer.writeback")
         return stall_counts(str(storage), None if writeback is None else str(writeback))
 
     @property
     def stall(self) -> float | None:
-        """The mean stall over the run; None where it was not recorded, or is no
-        failure.
+        """The mean stall over the run.
+
+        None where it was not recorded, or is no failure.
         """
         return self.number("stall") if self.stall_counts else None
 
@@ -124,21 +131,24 @@ class Run:
         return finite(self.summary.get(key))
 
     def at_end(self, key: str) -> float | None:
-        """The summary's number if the run reached its planned end, else None: runs of
-        other lengths don't compare.
+        """The summary's number if the run reached its planned end, else None.
+
+        Runs of other lengths don't compare.
         """
         return self.number(key) if self.status == "finished" else None
 
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
-        """The values of `key` over those of `against`; None, a gap in the curve, for a
-        value that is not finite.
+        """The values of `key` over those of `against`.
+
+        None, a gap in the curve, stands for a value that is not finite.
         """
         return self.metrics.curve(key, against)
 
 
-def _one_word(value: object) -> str:
-    """A name as tables and legends show it: one line of printable text of at most
-    `LONGEST_NAME` characters.
+def _one_line_name(value: object) -> str:
+    """Return a name as tables and legends show it.
+
+    It is one line of printable text of at most `LONGEST_NAME` characters.
     """
     return shortened(printable(one_line(str(value))), LONGEST_NAME)
 
@@ -147,10 +157,15 @@ def _configured_format(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     if not isinstance(model, Mapping):
         return "none"
+    names: set[str] = set()
     formats = model.get("formats")
-    named = set(map(str, formats.values())) if isinstance(formats, Mapping) else set()
-    named |= {str(model["format"])} if model.get("format") else set()
-    return "mixed" if len(named) > 1 else named.pop() if named else "none"
+    if isinstance(formats, Mapping):
+        names.update(map(str, formats.values()))
+    if model.get("format"):
+        names.add(str(model["format"]))
+    if len(names) > 1:
+        return "mixed"
+    return names.pop() if names else "none"
 
 
 def is_run_folder(path: Path) -> bool:
@@ -159,8 +174,9 @@ def is_run_folder(path: Path) -> bool:
 
 
 def load_run(path: Path) -> Run:
-    """Return the run in a folder; files that are missing or damaged are left out and
-    named in its `notes`.
+    """Return the run in a folder.
+
+    Files that are missing or damaged are left out and named in its `notes`.
     """
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
@@ -172,47 +188,48 @@ def load_run(path: Path) -> Run:
     summary = mapping(path / "summary.json", notes)
     alerts = read_alerts(path / ALERTS, notes)
     return Run(
-        path,
-        config,
-        environment,
-        metrics,
-        summary or _summary_so_far(metrics),
-        alerts,
-        tuple(notes),
+        path=path,
+        config=config,
+        environment=environment,
+        metrics=metrics,
+        summary=summary or _summary_so_far(metrics),
+        alerts=alerts,
+        notes=tuple(notes),
     )
 
 
 def _metrics(path: Path, notes: list[str]) -> Records:
-    """The whole records of a metrics file whose steps increase; others are noted."""
-    found, last = Records(), -1.0
+    """Return the records of a metrics file whose steps increase; others are noted."""
+    metrics, last_step = Records(), -1.0
     for number, record in records(path, notes):
-        if record["step"] <= last:
-            notes.append(
-                f"{path.name}: line {number} repeats step {record['step']} and was left out"
-            )
+        step = record["step"]
+        if step <= last_step:
+            notes.append(f"{path.name}: line {number} repeats step {step} and was left out")
         else:
-            last = record["step"]
-            found.add(record)
-    return found
+            last_step = step
+            metrics.add(record)
+    return metrics
 
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:
-    """A summary made from the records of a run that has none."""
-    so_far: dict[str, Any] = {}
-    if losses := metrics.curve(VAL_LOSS.name)[1]:
-        known = [loss for loss in losses if loss is not None]
-        so_far |= {
-            "first_val_loss": losses[0],
-            "final_val_loss": losses[-1],
-            "best_val_loss": min(known, default=None),
-        }
+    """Return a summary made from the records of a run that has none."""
+    summary: dict[str, Any] = {}
+    _, losses = metrics.curve(VAL_LOSS.name)
+    if losses:
+        finite_losses = [loss for loss in losses if loss is not None]
+        summary["first_val_loss"] = losses[0]
+        summary["final_val_loss"] = losses[-1]
+        summary["best_val_loss"] = min(finite_losses, default=None)
     for name, metric in (("tokens_per_s", SPEED), ("arrived", ARRIVED)):
-        if seen := metrics.values(metric.name):
-            so_far[name] = sum(seen) / len(seen)
+        values = metrics.values(metric.name)
+        if values:
+            summary[name] = sum(values) / len(values)
     for metric in STALLS:
-        if seen := metrics.values(metric.name):
-            so_far |= {"stall": sum(seen) / len(seen), "stall_metric": metric.name}
-    return so_far
+        values = metrics.values(metric.name)
+        if values:
+            summary["stall"] = sum(values) / len(values)
+            summary["stall_metric"] = metric.name
+    return summary
 
 
 ALERTS = "alerts.jsonl"
@@ -220,8 +237,9 @@ ALERTS = "alerts.jsonl"
 
 @dataclass(frozen=True)
 class Alert:
-    """One line of alerts.jsonl; `value` and `threshold` are None where the alert has
-    none.
+    """One line of alerts.jsonl.
+
+    `value` and `threshold` are None where the alert has none.
     """
 
     step: int
@@ -234,9 +252,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of some kind found in a run, the first step at which its criterion
-    held, and the evidence.
-    """
+    """A failure found in a run: its kind, its first step, and the evidence."""
 
     kind: str
     step: int | None = None
@@ -244,41 +260,51 @@ class Failure:
 
 
 def read_alerts(path: Path, notes: list[str]) -> tuple[Alert, ...]:
-    """Return the alerts of a run in the order in which they were raised; empty without
-    a file.
+    """Return the alerts of a run in the order in which they were raised.
+
+    Empty without a file.
     """
-    listed = records(path, notes) if path.is_file() else ()
-    return tuple(
-        Alert(
-            step=int(record["step"]),
-            kind=str(record.get("kind") or "unnamed"),
-            level=str(record.get("level") or "WARN"),
-            message=" ".join(str(record.get("message") or "").split()),
-            value=finite(record.get("value")),
-            threshold=finite(record.get("threshold")),
-        )
-        for _, record in listed
+    if not path.is_file():
+        return ()
+    return tuple(_alert(record) for _, record in records(path, notes))
+
+
+def _alert(record: Mapping[str, Any]) -> Alert:
+    return Alert(
+        step=int(record["step"]),
+        kind=str(record.get("kind") or "unnamed"),
+        level=str(record.get("level") or "WARN"),
+        message=one_line(str(record.get("message") or "")),
+        value=finite(record.get("value")),
+        threshold=finite(record.get("threshold")),
     )
 
 
 def failures_in(summary: Mapping[str, Any]) -> tuple[Failure, ...]:
     """Return the failures that a summary names; entries without a kind are left out."""
-    listed = summary.get("failures")
-    found = []
-    for entry in listed if isinstance(listed, list | tuple) else ():
-        if isinstance(entry, Mapping) and entry.get("kind"):
-            step, evidence = finite(entry.get("step")), entry.get("evidence")
-            known = evidence if isinstance(evidence, Mapping) else {}
-            found.append(Failure(str(entry["kind"]), None if step is None else int(step), known))
-    return tuple(found)
+    entries = summary.get("failures")
+    failures = []
+    for entry in entries if isinstance(entries, list | tuple) else ():
+        if not isinstance(entry, Mapping) or not entry.get("kind"):
+            continue
+        step, evidence = finite(entry.get("step")), entry.get("evidence")
+        failures.append(
+            Failure(
+                kind=str(entry["kind"]),
+                step=None if step is None else int(step),
+                evidence=evidence if isinstance(evidence, Mapping) else {},
+            )
+        )
+    return tuple(failures)
 
 
 MAX_POINTS = 500
 
 
 def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
-    """Return the indices of at most `limit` of `count` points, evenly spread, with the
-    first and the last.
+    """Return the indices of at most `limit` of `count` points.
+
+    They are evenly spread, with the first and the last.
 
     >>> decimate(5, 3), decimate(2, 3)
     ([0, 2, 4], [0, 1])
@@ -291,30 +317,31 @@ def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
 
 
 def smooth(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Return the exponential moving average over about `window` points, without a bias
-    to 0; None stays None.
+    """Return the exponential moving average over about `window` points.
 
-    s_t = sum_i a^(t-i) y_i / sum_i a^(t-i) with a = 1 - 2/(window+1), over the points
-    that are not None.
+    It has no bias to 0; None stays None. s_t = sum_i a^(t-i) y_i / sum_i a^(t-i) with
+    a = 1 - 2/(window+1), over the points that are not None.
 
     >>> smooth([2.0, None, 2.0], 10)
     [2.0, None, 2.0]
     """
-    keep = 1 - 2 / (window + 1)
+    decay = 1 - 2 / (window + 1)
     total = weight = 0.0
-    averaged: list[float | None] = []
+    averages: list[float | None] = []
     for value in values:
         if value is None:
-            averaged.append(None)
+            averages.append(None)
             continue
-        total, weight = keep * total + value, keep * weight + 1
-        averaged.append(total / weight)
-    return averaged
+        total = decay * total + value
+        weight = decay * weight + 1
+        averages.append(total / weight)
+    return averages
 
 
 def smoothing_window(count: int) -> int:
-    """Return the smoothing window for a training loss of `count` steps: a fortieth of
-    them, 1 to 50 steps.
+    """Return the smoothing window for a training loss of `count` steps.
+
+    It is a fortieth of them, 1 to 50 steps.
 
     >>> smoothing_window(400)
     10
@@ -328,51 +355,73 @@ SWEEP, TRIALS = "sweep.json", "trials"
 
 
 def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -> list[Path]:
-    """Return the run folders among `paths`, each once; any other folder stands for all
-    run folders below it.
+    """Return the run folders among `paths` and below them, each once.
 
     Inside run folders, hidden folders, links and trials of a sweep nothing is searched.
     `say` gets a line about each searched folder: runs found, links not followed,
     folders that could not be read.
     """
-    found: dict[Path, Path] = {}
+    #: by the place without links
+    runs: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
             raise BenchError(f"run folder {str(path)!r} does not exist")
         if is_run_folder(path):
-            found.setdefault(path.resolve(), path)
+            runs.setdefault(path.resolve(), path)
             continue
-        below, left_out = _runs_below(path)
-        if not below:
-            files = ", ".join(RUN_FILES)
+        search = _search(path)
+        if not search.runs:
             raise BenchError(
-                f"{str(path)!r} is not a run folder and holds none{left_out}: expected {files}"
+                f"{str(path)!r} is not a run folder and holds none{search.left_out}: expected "
+                f"{', '.join(RUN_FILES)}"
             )
-        for run in below:
-            found.setdefault(run.resolve(), run)
+        for run in search.runs:
+            runs.setdefault(run.resolve(), run)
         if say is not None:
-            places = len({run.parent for run in below})
-            where = f" in {places} folders" if places > 1 else ""
-            say(printable(f"{path}: {counted(len(below), 'run')} found{where}{left_out}"))
-    return list(found.values())
+            folders = len({run.parent for run in search.runs})
+            spread = f" in {folders} folders" if folders > 1 else ""
+            count = counted(len(search.runs), "run")
+            say(printable(f"{path}: {count} found{spread}{search.left_out}"))
+    return list(runs.values())
 
 
-def _runs_below(top: Path) -> tuple[list[Path], str]:
-    """The run folders below `top`, those in a folder by name before those further down;
-    and what was not searched.
-    """
-    found: list[Path] = []
-    linked: list[Path] = []
-    closed: list[OSError] = []
-    for place, names, files in os.walk(top, onerror=closed.append):
-        below = [Path(place, name) for name in sorted(names) if not name.startswith(".")]
-        linked += [path for path in below if path.is_symlink()]
-        found += [path for path in below if not path.is_symlink() and is_run_folder(path)]
-        left = {*linked, *found} | ({Path(place, TRIALS)} if SWEEP in files else set())
-        names[:] = [path.name for path in below if path not in left]
-    notes = [f"{counted(len(linked), 'link')} not followed"] if linked else []
-    notes += [f"{len(closed)} folders could not be read"] if closed else []
-    return found, f" ({', '.join(notes)})" if notes else ""
+@dataclass
+class _Search:
+    """The run folders below a folder, and what was not searched."""
+
+    #: those in a folder by name before those further down
+    runs: list[Path] = field(default_factory=list)
+    links: list[Path] = field(default_factory=list)
+    errors: list[OSError] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> str:
+        """What was not searched, in words with a space before; "" for nothing."""
+        notes = []
+        if self.links:
+            notes.append(f"{counted(len(self.links), 'link')} not followed")
+        if self.errors:
+            notes.append(f"{len(self.errors)} folders could not be read")
+        return f" ({', '.join(notes)})" if notes else ""
+
+
+def _search(top: Path) -> _Search:
+    search = _Search()
+    for place, names, files in os.walk(top, onerror=search.errors.append):
+        unsearched = []
+        for name in sorted(names):
+            path = Path(place, name)
+            if name.startswith("."):
+                continue
+            if path.is_symlink():
+                search.links.append(path)
+            elif is_run_folder(path):
+                search.runs.append(path)
+            elif name != TRIALS or SWEEP not in files:
+                unsearched.append(name)
+        # os.walk goes on in the folders that stay in this list.
+        names[:] = unsearched
+    return search
 
 
 #: settings of a sweep's runs, which need no checkpoint once they have finished
@@ -386,8 +435,9 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run can be resumed from a checkpoint; if not, remove
-    its folder.
+    """Return whether an unfinished run can be resumed from a checkpoint.
+
+    If it can't, its folder is removed.
     """
     if run_dir.is_symlink():
         raise BenchError(
@@ -395,30 +445,35 @@ def make_ready(run_dir: Path) -> bool:
         )
     if not run_dir.exists():
         return False
-    from nanogpt_bench.checkpoint.format import steps  # not at the top: it imports torch
+    # not at the top: it imports torch
+    from nanogpt_bench.checkpoint.format import steps
 
     if steps(run_dir):
-        (run_dir / "traceback.txt").unlink(missing_ok=True)  # from the earlier start
+        # That of the earlier start would be taken for this one's.
+        (run_dir / "traceback.txt").unlink(missing_ok=True)
         return True
     shutil.rmtree(run_dir)
     return False
 
 
 def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` is set;
-    a failed run's may show why.
+    """Remove a finished run's checkpoints.
+
+    They stay if `checkpoint.last` or `.best` is set. Those of a failed run stay, since
+    they may show why it failed.
     """
-    folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
-    asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
-    if asked or summary_of(run_dir).get("status") != "finished":
+    is_asked_for = settings.get("checkpoint.last") or settings.get("checkpoint.best")
+    if is_asked_for or summary_of(run_dir).get("status") != "finished":
         return
-    with suppress(OSError):  # the next start tries again
-        if folder.is_dir() and not gone.exists():
-            folder.rename(
-                gone
-            )  # all at once: after a kill amid the removal the run is not resumed from the rest
-        if gone.is_dir():
-            shutil.rmtree(gone)
+    folder, removed = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
+    # After an error the next start tries again.
+    with suppress(OSError):
+        if folder.is_dir() and not removed.exists():
+            # All at once: after a kill amid the removal the run is not resumed from the
+            # rest.
+            folder.rename(removed)
+        if removed.is_dir():
+            shutil.rmtree(removed)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
@@ -430,22 +485,28 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-#: kinds of `failure` that the same settings cause again; others (a crash, too little
-#: memory) come from outside
+#: kinds of `failure` that the same settings cause again. A crash or too little memory
+#: comes from outside
 OF_TRAINING = ("nan", "divergence")
-#: kinds of `stop` that settings cause; others (a signal, a full disk) come from outside
+#: kinds of `stop` that settings cause. A signal or a full disk comes from outside
 AS_ASKED = ("plateau", "time")
 
 
 def has_ended(summary: Mapping[str, Any]) -> bool:
-    """Return whether a run ended by itself, and not from outside; False for one without
-    a summary ({}).
+    """Return whether a run ended by itself, and not from outside.
 
-    >>> nan, gone = ({"status": "failed", "failure": {"kind": kind}} for kind in ("nan", "FileNotFoundError"))
-    >>> has_ended(nan), has_ended(gone), has_ended({"status": "stopped", "stop": {"kind": "signal"}}), has_ended({})
-    (True, False, False, False)
+    False for one without a summary ({}).
+
+    >>> has_ended({"status": "failed", "failure": {"kind": "nan"}})
+    True
+    >>> has_ended({"status": "failed", "failure": {"kind": "FileNotFoundError"}})
+    False
+    >>> has_ended({"status": "stopped", "stop": {"kind": "signal"}}), has_ended({})
+    (False, False)
     """
-    status, failure, stop = (summary.get(key) for key in ("status", "failure", "stop"))
+    status = summary.get("status")
     if status == "failed":
-        return at(failure, "kind") in OF_TRAINING
-    return status == "finished" or (status == "stopped" and at(stop, "kind") in AS_ASKED)
+        return at(summary, "failure.kind") in OF_TRAINING
+    if status == "stopped":
+        return at(summary, "stop.kind") in AS_ASKED
+    return status == "finished"

@@ -1,5 +1,7 @@
-"""Reading the files of a run folder, also of an interrupted run: mappings, JSON lines,
-columns, digests.
+"""Reading the files of a run folder, also of an interrupted run.
+
+A mapping, the records of a JSON lines file, their columns of numbers, and the digests
+in SHA256SUMS. What is missing or damaged becomes a note, not an error.
 """
 
 import math
@@ -24,8 +26,9 @@ CUT_OFF = "the last line is cut off"
 
 
 def finite(value: Any) -> float | None:
-    """Return `value` as a float if it is a finite number, else None; a bool is not a
-    number here.
+    """Return `value` as a float if it is a finite number, else None.
+
+    A bool is not a number here.
 
     >>> finite(2), finite(float("nan")), finite("2"), finite(True)
     (2.0, None, None, None)
@@ -34,39 +37,42 @@ def finite(value: Any) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond the largest float
+    except OverflowError:
+        # a whole number beyond the largest float
         return None
 
 
 def cleaned(content: Any) -> Any:
-    """Return plain data with control characters, in texts and keys, replaced by their
-    escapes.
+    r"""Return plain data with control characters replaced by their escapes.
 
-    Line breaks and tabs stay; keys that YAML read as numbers or dates become texts.
+    They are replaced in texts and keys. Line breaks and tabs stay. Keys that YAML read
+    as numbers or dates become texts.
 
-    >>> cleaned({"a\\x1b": ["\\x00", 1, "b\\nc"]})
-    {'a\\\\x1b': ['\\\\x00', 1, 'b\\nc']}
+    >>> cleaned({"a\x1b": ["\x00", 1, "b\nc"]})
+    {'a\\x1b': ['\\x00', 1, 'b\nc']}
     """
     if isinstance(content, str):
-        return (
-            content
-            if content.isprintable()
-            else _BREAKS.sub(lambda part: printable(part[0]), content)
-        )
+        if content.isprintable():
+            return content
+        return _BETWEEN_BREAKS.sub(lambda part: printable(part[0]), content)
     if isinstance(content, dict):
         return {cleaned(str(key)): cleaned(value) for key, value in content.items()}
-    return [cleaned(item) for item in content] if isinstance(content, list) else content
+    if isinstance(content, list):
+        return [cleaned(item) for item in content]
+    return content
 
 
-_BREAKS = re.compile(r"[^\n\t]+")
+#: a part of a text without line breaks and tabs
+_BETWEEN_BREAKS = re.compile(r"[^\n\t]+")
 
 
 def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the mapping in a JSON or YAML file; {} and a note if there is none."""
     try:
-        content = (untrusted.read_yaml if path.suffix == ".yaml" else untrusted.read_json)(
-            path, links=False
-        )
+        if path.suffix == ".yaml":
+            content = untrusted.read_yaml(path, links=False)
+        else:
+            content = untrusted.read_json(path, links=False)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
@@ -80,8 +86,9 @@ def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of every whole line with a step in a JSON lines file;
-    other lines are noted.
+    """Yield (line number, object) of every whole line with a step in a JSON lines file.
+
+    Other lines are noted.
     """
     try:
         file = untrusted.open_file(path, links=False)
@@ -109,12 +116,18 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; in place of a line that is too long, one that is no record."""
-    while line := file.readline(LONGEST_LINE):
-        too_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
-        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+    """Yield the lines of a file; in place of one that is too long, no record."""
+    line = file.readline(LONGEST_LINE)
+    while line:
+        is_too_long = _goes_on(line)
+        while _goes_on(line):
             line = file.readline(LONGEST_LINE)
-        yield b"?\n" if too_long else line
+        yield b"?\n" if is_too_long else line
+        line = file.readline(LONGEST_LINE)
+
+
+def _goes_on(line: bytes) -> bool:
+    return len(line) == LONGEST_LINE and not line.endswith(b"\n")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -123,24 +136,33 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = untrusted.parse_json(text)
     except ValueError:
         return None
-    if "\\" in text or not text.rstrip("\r\n").isprintable():  # rare, and `cleaned` is slow
+    # Control characters are rare, and `cleaned` is slow.
+    if "\\" in text or not text.rstrip("\r\n").isprintable():
         record = cleaned(record)
     step = finite(record.get("step")) if isinstance(record, dict) else None
     return record if step is not None and 0 <= step <= MOST_STEPS else None
 
 
-class Records:
-    """The numbers in a run's records, by name and record; texts and nested values are
-    left out.
+class _Column:
+    """The values of one name: indices of the records that have it, and numbers."""
 
-    >>> records = Records([{"step": 0, "val/loss": 2.0}, {"step": 1, "lr": 0.1}, {"step": 2, "val/loss": None}])
-    >>> records.names, records.curve("val/loss")
-    (('step', 'val/loss', 'lr'), ([0.0, 2.0], [2.0, None]))
+    def __init__(self) -> None:
+        self.rows: array[int] = array("I")
+        self.values: array[float] = array("d")
+
+
+class Records:
+    """The numbers in a run's records, by name and record.
+
+    Texts and nested values are left out.
+
+    >>> records = Records([{"step": 0, "loss": 2.0}, {"step": 2, "loss": None}])
+    >>> records.names, records.curve("loss")
+    (('step', 'loss'), ([0.0, 2.0], [2.0, None]))
     """
 
     def __init__(self, records: list[dict[str, Any]] | None = None) -> None:
-        #: for each name the indices of the records that have it, and its values
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._columns: dict[str, _Column] = {}
         self._rows = 0
         for record in records or []:
             self.add(record)
@@ -154,10 +176,11 @@ class Records:
             if value is not None and not isinstance(value, int | float):
                 continue
             if name not in self._columns:
-                self._columns[sys.intern(name)] = (array("I"), array("d"))
-            known = float(value) if isinstance(value, bool) else finite(value)
-            self._columns[name][0].append(self._rows)
-            self._columns[name][1].append(math.nan if known is None else known)
+                self._columns[sys.intern(name)] = _Column()
+            column = self._columns[name]
+            number = float(value) if isinstance(value, bool) else finite(value)
+            column.rows.append(self._rows)
+            column.values.append(math.nan if number is None else number)
         self._rows += 1
 
     @property
@@ -167,13 +190,18 @@ class Records:
 
     @property
     def last_step(self) -> int | None:
-        return int(self._columns["step"][1][-1]) if "step" in self._columns else None
+        steps = self._columns.get("step")
+        return None if steps is None else int(steps.values[-1])
 
     def rows(self, name: str) -> Iterator[tuple[int, float | None]]:
-        """Yield the index of every record with this name, and its value, None where it
-        is not finite.
+        """Yield the index of every record with this name, and its value.
+
+        The value is None where it is not finite.
         """
-        for row, value in zip(*self._columns.get(name, ((), ())), strict=True):
+        column = self._columns.get(name)
+        if column is None:
+            return
+        for row, value in zip(column.rows, column.values, strict=True):
             yield row, value if math.isfinite(value) else None
 
     def values(self, name: str) -> list[float]:
@@ -181,64 +209,71 @@ class Records:
         return [value for _, value in self.rows(name) if value is not None]
 
     def curve(self, name: str, against: str = "step") -> tuple[list[float], list[float | None]]:
-        """Return x and y: `name` over `against`, where `against` is finite; None where
-        `name` is not finite.
+        """Return x and y: `name` over `against`, where `against` is finite.
+
+        y is None where `name` is not finite.
         """
-        known = {row: place for row, place in self.rows(against) if place is not None}
-        points = [(known[row], value) for row, value in self.rows(name) if row in known]
-        return [x for x, _ in points], [y for _, y in points]
+        places = {row: place for row, place in self.rows(against) if place is not None}
+        x: list[float] = []
+        y: list[float | None] = []
+        for row, value in self.rows(name):
+            if row in places:
+                x.append(places[row])
+                y.append(value)
+        return x, y
 
 
 SUMS = "SHA256SUMS"
 AT_START = ("config.yaml", "environment.json")
 AT_END = (*AT_START, "metrics.jsonl", "alerts.jsonl", "summary.json")
-_LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
+#: a line of SHA256SUMS
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
 
 
 def write_sums(run_dir: Path, names: Sequence[str] = AT_END) -> None:
     """Write the digests of those of a run's files that exist."""
-    there = [name for name in names if (run_dir / name).is_file()]
-    write_text(run_dir / SUMS, "".join(f"{sha256(run_dir / name)}  {name}\n" for name in there))
+    files = [name for name in names if (run_dir / name).is_file()]
+    write_text(run_dir / SUMS, "".join(f"{sha256(run_dir / name)}  {name}\n" for name in files))
 
 
 def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
-    """Yield name and error of every file that is not as it was written; nothing if the
-    run has no digests.
+    """Yield name and error of every file that is not as it was written.
 
-    For a run that has not `ended` only the files from its start are compared, since the
-    others grow.
+    Nothing if the run has no digests. For a run that has not `ended` only the files
+    from its start are compared, since the others grow.
     """
     try:
-        known = _read(run_dir / SUMS)
+        digests = _read_sums(run_dir / SUMS)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
         yield SUMS, f"can't be read: {one_line(error)}"
         return
-    if ended and (
-        without := [name for name in AT_END if name not in known and (run_dir / name).is_file()]
-    ):
-        yield SUMS, f"has no sha256 of {', '.join(without)}: it was cut off or changed"
-    for name, digest in known.items():
+    if ended:
+        missing = [name for name in AT_END if name not in digests and (run_dir / name).is_file()]
+        if missing:
+            yield SUMS, f"has no sha256 of {', '.join(missing)}: it was cut off or changed"
+    for name, digest in digests.items():
         if not ended and name not in AT_START:
             continue
         path = run_dir / name
-        if not path.is_file() or path.is_symlink():
-            yield (
-                name,
-                f"is no ordinary file, and {SUMS} has its sha256"
-                if path.exists()
-                else "is missing",
-            )
+        if not path.exists():
+            yield name, "is missing"
+        elif not path.is_file() or path.is_symlink():
+            yield name, f"is no ordinary file, and {SUMS} has its sha256"
         elif sha256(path) != digest:
             yield name, f"does not have the sha256 that {SUMS} gives: it was cut off or changed"
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read_sums(path: Path) -> dict[str, str]:
     text = read_text(path, 1 << 16, links=False)
-    lines = [_LINE.fullmatch(line) for line in text.splitlines()]
-    found = {line[2]: line[1] for line in lines if line is not None}
-    whole = tuple(found) == AT_START or AT_END[-1] in found
-    if not text.endswith("\n") or len(found) < len(lines) or not whole:
+    lines = text.splitlines()
+    digests: dict[str, str] = {}
+    for line in lines:
+        match = _SUM_LINE.fullmatch(line)
+        if match is not None:
+            digests[match[2]] = match[1]
+    is_complete = tuple(digests) == AT_START or AT_END[-1] in digests
+    if not text.endswith("\n") or len(digests) < len(lines) or not is_complete:
         raise Refused("it is cut off or changed")
-    return found
+    return digests

@@ -132,7 +132,7 @@ def _trained_again(run_dir: Path, option: str) -> str:
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
-    """Return a checkpoint's settings and facts, and its weights if `weights` is True."""
+    """Return a checkpoint's settings and facts, with its weights if wanted."""
     contents = read(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):

@@ -273,7 +273,7 @@ def test_a_file_is_read_to_the_bound_and_only_an_ordinary_one(tmp_path):
     assert untrusted.read_json(path) == untrusted.read_json(link) == [1]
     assert untrusted.read_text(path, limit=9) == "[1]      "
     for place, options, said in (
-        (path, {"most": 8}, "more than 8 bytes"),
+        (path, {"limit": 8}, "more than 8 bytes"),
         (tmp_path, {}, "not an ordinary file"),
         (pipe, {}, "not an ordinary file"),
         (link, {"links": False}, "symbolic link"),
