@@ -1,5 +1,9 @@
-"""Operands of products on units of eight bits: rows rounded at power-of-two scales, and
-copies of bytes.
+"""Operands of products on units of eight bits.
+
+An activation or gradient becomes rows of codes, each at a power-of-two scale of its own
+(``round_rows``, ``round_columns``, ``int8_rows``). A weight in codes has its bytes copied
+into the layout and the units that the product wants (``transpose_bytes``,
+``codes_to_int8``).
 
 These are the definitions, in torch's operators: a CPU runs them, a compiler fuses them,
 and kernels are compared with them. Codes are uint8 in the layout of
@@ -21,32 +25,35 @@ _MANTISSA: Final = 23
 
 
 def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The least powers of two that take magnitudes to ``largest`` at most, or NaN, and
-    their inverses, 0 for NaN.
+    """Return the scales that take magnitudes to ``largest`` at most, and their inverses.
+
+    A scale is the least such power of two. It is 1 for a magnitude of 0. Where a
+    magnitude is Inf or NaN, it is NaN and its inverse 0.
     """
     fraction, exponent = math.frexp(largest)
-    carry = (
-        2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)
-    )  # reaches the exponent from the next mantissa on
+    # what takes a mantissa above that of ``largest`` over to the next exponent
+    carry = 2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)
     biased = ((amax.view(torch.int32) + carry) >> _MANTISSA).sub(exponent - 1).clamp(min=1)
     biased = torch.where(amax == 0, 127, biased)
-    scale, inverse = ((each << _MANTISSA).view(torch.float32) for each in (biased, 254 - biased))
-    finite = amax.isfinite()
-    return torch.where(finite, scale, math.nan), torch.where(finite, inverse, 0.0)
+    scale = (biased << _MANTISSA).view(torch.float32)
+    inverse = ((254 - biased) << _MANTISSA).view(torch.float32)
+    is_finite = amax.isfinite()
+    return torch.where(is_finite, scale, math.nan), torch.where(is_finite, inverse, 0.0)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """True if a kernel can read ``x`` on its GPU; a compiler gets the definition, which
-    it fuses with others.
+    """Return True if a kernel can read ``x`` on its GPU.
+
+    A compiler gets the definition, which it fuses with others.
     """
-    return (
-        x.is_cuda and has_memory(x) and _triton.is_available()
-    )  # in this order: no compiler traces the last
+    # in this order: no compiler traces the last
+    return x.is_cuda and has_memory(x) and _triton.is_available()
 
 
-def _units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[Tensor, Tensor]:
-    """``x * fold`` in units of the scale of a row or column, exactly, and the scales; 0
-    where the scale is NaN.
+def _in_units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[Tensor, Tensor]:
+    """Return ``x * fold`` in units of the scale of its row or column, and the scales.
+
+    The division is exact. Units are 0 where the scale is NaN.
     """
     wide = x.float() if fold is None else x.float() * fold
     scale, inverse = pow2_scales(wide.abs().amax(axis, keepdim=True), largest)
@@ -54,32 +61,35 @@ def _units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[T
 
 
 def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes (M, K) of ``x * fold`` and a scale (M, 1) per row; ``fold`` is None, K
-    powers of two or one.
+    """Return E4M3 codes (M, K) of ``x * fold``, and a scale (M, 1) per row.
+
+    ``fold`` is None, K powers of two, or one.
     """
     if _has_kernels(x):
         return rows_on_gpu(x, fold)
-    units, scale = _units(x, fold, LARGEST[torch.float8_e4m3fn], 1)
+    units, scale = _in_units(x, fold, LARGEST[torch.float8_e4m3fn], 1)
     return units.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
 def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes (N, M) of ``(g * fold)^T``, and a scale (N, 1) per column of g;
+    """Return E4M3 codes (N, M) of ``(g * fold)^T``, and a scale (N, 1) per column of g.
+
     ``fold`` is None or (M, 1).
     """
     if _has_kernels(g):
         return columns_on_gpu(g, fold)
-    units, scale = _units(g, fold, LARGEST[torch.float8_e4m3fn], 0)
+    units, scale = _in_units(g, fold, LARGEST[torch.float8_e4m3fn], 0)
     return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.view(-1, 1)
 
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows rounded as by :func:`round_rows`, to whole numbers from -127 to 127, ties to
-    the even one: int8 (M, K).
+    """Return ``x * fold`` (M, K) in int8, and a scale (M, 1) per row.
+
+    It is as :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one.
     """
     if _has_kernels(x):
         return int8_rows_on_gpu(x, fold)
-    units, scale = _units(x, fold, LARGEST[torch.int8], 1)
+    units, scale = _in_units(x, fold, LARGEST[torch.int8], 1)
     return units.round().to(torch.int8), scale
 
 
@@ -107,18 +117,21 @@ _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 
 
 def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
-    """The transpose (K, N) of codes (N, K), by rows; a graph makes it only after
-    ``after``, so as not to save it.
+    """Return the transpose (K, N) of codes (N, K), contiguous.
+
+    A graph makes it only once ``after`` is there, so as not to save it until then.
     """
-    made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
-    return made
+    transposed: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
+    return transposed
 
 
 def codes_to_int8(
     codes: Tensor, *, transposed: bool = False, after: Tensor | None = None
 ) -> Tensor:
-    """The whole numbers that E1M6 codes stand for in units of its spacing: int8 (N, K),
-    or (K, N) ``transposed``.
+    """Return the whole numbers that E1M6 codes stand for in units of its spacing, int8.
+
+    They are (N, K), or (K, N) if ``transposed``. ``after`` is as in
+    :func:`transpose_bytes`.
     """
-    made: Tensor = torch.ops.fp8manifold.codes_to_int8(codes, transposed, after)
-    return made
+    integers: Tensor = torch.ops.fp8manifold.codes_to_int8(codes, transposed, after)
+    return integers
