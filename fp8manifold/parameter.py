@@ -13,10 +13,9 @@ __all__ = ["FP8Parameter"]
 
 
 class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
-    """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's
-    optimizers.
+    r"""An :class:`FP8Tensor` to train, in any ``nn.Module`` and with geoopt's optimizers.
 
-    .. math:: w = s \\cdot \\operatorname{decode}(code)
+    .. math:: w = s \cdot \operatorname{decode}(code)
 
     Gradients are ordinary tensors of the apparent dtype. ``manifold`` is the
     :class:`FP8Manifold` of its format and scale, so geoopt's RiemannianAdam and
@@ -30,7 +29,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
             ``requires_grad``, True by default.
 
     An :class:`FP8Tensor` without options, or with a parameter's attributes as options,
-        shares its codes and scales.
+    shares its codes and scales.
 
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.
@@ -45,8 +44,9 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
 
     @staticmethod
     def __new__(cls: type[Self], w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
-        as_it_is = "codes" in options or not options.keys() - {"requires_grad"}
-        if isinstance(w, FP8Tensor) and fmt is None and as_it_is:
+        # torch remakes a parameter from its attributes, codes among them
+        shares_codes = "codes" in options or not options.keys() - {"requires_grad"}
+        if isinstance(w, FP8Tensor) and fmt is None and shares_codes:
             requires_grad = bool(options.get("requires_grad", True))
             return cls._wrap(
                 w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad

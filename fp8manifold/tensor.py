@@ -1,5 +1,16 @@
-"""Weights that live in one byte each: codes of a float format and scales, usable as any
-tensor is.
+"""Weights that live in one byte each, usable as any tensor is.
+
+An ``FP8Tensor`` has no floats. It is a wrapper around four tensors, its parts: ``codes``
+(uint8), ``kept_scale``, ``counter`` (of stochastic writes) and ``remainder`` (or None). Its
+constants (format, rounding, seed, ...) are its ``Traits``.
+
+- Making one: the constructor rounds floats, ``from_codes`` takes codes, and ``_wrap`` puts
+  the parts together.
+- Reading: ``dequantize`` decodes all, ``decoded_rows`` some rows.
+- Writing: ``write`` rounds values at the present scale, ``adopt`` copies another tensor's
+  codes, ``rescale_`` changes the scale. Each ends with ``_changed``, which tells autograd.
+
+What torch's operators do with it is in ``_encoded/dispatch.py``.
 """
 
 import hashlib
@@ -22,8 +33,8 @@ from fp8manifold._encoded.scaled import (
     ScaledTensor,
     Traits,
     check_current,
-    check_own,
-    write_kept,
+    check_not_lent,
+    write_scale,
 )
 from fp8manifold._numerics.charts import Retraction
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -33,15 +44,18 @@ from fp8manifold.random_bits import Draws, fresh_seed
 __all__ = ["FP8Tensor"]
 
 _LOG: Final = logging.getLogger("fp8manifold")
-_KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
+_NAMES_OF_KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
 """The name of that part, and those in files of earlier versions."""
+_BLOCK_SIZES: Final[dict[str, storage.BlockSize]] = {
+    "block": scaling.BLOCK_SIZE,
+    "square": storage.SQUARE,
+}
 
 
 class FP8Tensor(ScaledTensor):
-    """A tensor that stores a code of at most eight bits for every value, and scales
-    that the values share.
+    r"""A tensor of codes of at most eight bits, and of scales that its values share.
 
-    .. math:: w = s \\cdot \\operatorname{decode}(code)
+    .. math:: w = s \cdot \operatorname{decode}(code)
 
     Scales that it chooses are powers of two, so products are exact; with given scales
     the product is rounded to float32, and from there to bfloat16. To torch it is a
@@ -88,8 +102,8 @@ class FP8Tensor(ScaledTensor):
             step. Writing drops it.
 
     Without ``scale`` the values must be finite. Otherwise, and in writes, NaN needs a
-        code and Inf saturates; -0 is
-    preserved if the layout has it, and an empty tensor has no codes and a scale of 1.
+    code and Inf saturates. -0 is preserved if the layout has it. An empty tensor has no
+    codes and a scale of 1.
 
     Raises:
         TypeError: ``w`` is no float tensor, or an option of another type.
@@ -115,8 +129,9 @@ class FP8Tensor(ScaledTensor):
     draws: Draws
     retraction: Retraction
     filled: int | None = None
-    """The version of ``codes`` at which an optimizer knew of a weight other than 0
-    under every scale.
+    """The version of ``codes`` at which every scale had a weight other than 0.
+
+    An optimizer sets it, and does not look again at that version.
     """
 
     @staticmethod
@@ -138,26 +153,21 @@ class FP8Tensor(ScaledTensor):
     ) -> Self:
         working_dtype(w, "w")
         check_choice("granularity", granularity, scaling.STORED_GRANULARITIES)
-        w, fmt = w.detach(), as_format(fmt or (w.format if isinstance(w, FP8Tensor) else "E4M3"))
+        w = w.detach()
+        fmt = as_format(fmt or (w.format if isinstance(w, FP8Tensor) else "E4M3"))
         if dtype is None:
             dtype = w.dtype if w.dtype in DTYPES else torch.float32
-        if granularity in ("channel", "row"):
-            granularity = "tensor" if w.dim() < 2 else "channel" if w.dim() == 2 else granularity
-        room = stored_scale.own_headroom(fmt, headroom)
-        block_size: storage.BlockSize = (
-            scaling.BLOCK_SIZE
-            if granularity == "block"
-            else storage.SQUARE
-            if granularity == "square"
-            else None
+        granularity = _granularity_of_shape(granularity, w)
+        headroom = stored_scale.headroom_or_usual(fmt, headroom)
+        if scale is None:
+            kept_scale = stored_scale.fresh_scale(w, fmt, granularity, headroom)
+        else:
+            kept_scale = stored_scale.chosen_scale(scale, w, granularity)
+        block_size = _BLOCK_SIZES.get(granularity)
+        expanded_scale = storage.expand_scale(
+            stored_scale.decoded_scale(kept_scale), block_size, w.shape
         )
-        kept = (
-            stored_scale.kept_fresh_scale(w, fmt, granularity, room)
-            if scale is None
-            else stored_scale.given_scale(scale, w, granularity)
-        )
-        wide = storage.expand_scale(stored_scale.decoded_scale(kept), block_size, w.shape)
-        codes, remainder = storage.codes_of(w, wide, fmt, keep_remainder=keep_remainder)
+        codes, remainder = storage.codes_of(w, expanded_scale, fmt, keep_remainder=keep_remainder)
         traits = Traits(
             fmt,
             rounding,
@@ -167,9 +177,8 @@ class FP8Tensor(ScaledTensor):
             draws=draws,
             retraction=retraction,
         )
-        return cls._wrap(
-            codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad
-        )
+        counter = w.new_zeros((), dtype=torch.int64)
+        return cls._wrap(codes, kept_scale, counter, remainder, traits, requires_grad)
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
@@ -193,19 +202,26 @@ class FP8Tensor(ScaledTensor):
         retraction: Retraction = "exponential",
         requires_grad: bool = False,
     ) -> Self:
-        """The tensor of given codes and scales, which it holds without a copy, except
-        for powers of two of blocks.
+        """Make a tensor of codes and scales.
+
+        It holds them without a copy, except for scales of blocks that are powers of two.
 
         Args:
             codes: uint8, contiguous.
             scale: float32, positive and normal, in a shape of the attribute, or uint8
                 exponents (E8M0) of blocks.
-            fmt, rounding, seed, dtype, draws, retraction, requires_grad: as in the
-                constructor.
+            fmt: as in the constructor.
             block_size: 32 for one scale per block, ``(128, 128)`` for one per square,
                 otherwise None.
-            counter, by_operator: stochastic writes so far; whether the writing
-                operator's name enters its key.
+            counter: stochastic writes so far.
+            rounding: as in the constructor.
+            seed: as in the constructor.
+            dtype: as in the constructor.
+            by_operator: whether random bits depend on the name of the operator that
+                writes.
+            draws: as in the constructor.
+            retraction: as in the constructor.
+            requires_grad: as in the constructor.
 
         Raises:
             TypeError: ``codes`` is not uint8.
@@ -213,25 +229,23 @@ class FP8Tensor(ScaledTensor):
                 does not fit.
 
         Example:
-            >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
+            >>> codes = torch.tensor([56], dtype=torch.uint8)
+            >>> FP8Tensor.from_codes(codes, torch.tensor(0.5), "E4M3").tolist()
             [0.5]
         """
         fmt = as_format(fmt)
         codes = storage.checked_codes(codes, fmt)
-        block_size = tuple(block_size) if isinstance(block_size, list) else block_size  # type: ignore[assignment]
+        # files of JSON have lists
+        if isinstance(block_size, list):
+            block_size = tuple(block_size)  # type: ignore[assignment]
         if block_size not in (None, scaling.BLOCK_SIZE, storage.SQUARE):
             raise ValueError(
                 f"block_size={block_size!r} must be {scaling.BLOCK_SIZE}, {storage.SQUARE} or None"
             )
-        rows = isinstance(scale, Tensor) and scale.dim() > 0
-        of_rows = isinstance(scale, Tensor) and scale.shape == (*codes.shape[:-1], 1)
-        plain = "row" if of_rows else "channel" if rows else "tensor"
-        scale = stored_scale.given_scale(
-            scale,
-            codes,
-            {scaling.BLOCK_SIZE: "block", storage.SQUARE: "square"}.get(block_size, plain),
-        )
-        scale = scale.reshape(()) if codes.dim() < 2 and scale.numel() == 1 else scale
+        granularity = _granularity_of_scale(scale, codes, block_size)
+        kept_scale = stored_scale.chosen_scale(scale, codes, granularity)
+        if codes.dim() < 2 and kept_scale.numel() == 1:
+            kept_scale = kept_scale.reshape(())
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
@@ -245,7 +259,7 @@ class FP8Tensor(ScaledTensor):
             draws,
             retraction,
         )
-        return cls._wrap(codes, scale, count, None, traits, requires_grad)
+        return cls._wrap(codes, kept_scale, count, None, traits, requires_grad)
 
     @classmethod
     def _wrap(
@@ -257,8 +271,10 @@ class FP8Tensor(ScaledTensor):
         traits: Traits,
         requires_grad: bool = False,
     ) -> Self:
-        """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would
-        call an ``__init__``.
+        """Make the tensor around its parts.
+
+        All attributes are set here: there is no ``__init__``, as ``torch.nn.Parameter``
+        would call it with other arguments.
         """
         traits.check()
         if traits.dtype not in DTYPES:
@@ -266,171 +282,112 @@ class FP8Tensor(ScaledTensor):
                 f"dtype={traits.dtype}: that of an {cls.__name__} is torch.float32 or "
                 f"torch.bfloat16"
             )
-        how: dict[str, Any] = {
-            "dtype": traits.dtype,
-            "device": codes.device,
-            "requires_grad": requires_grad,
-        }
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, codes.shape, strides=codes.stride(), **how
+            cls,
+            codes.shape,
+            strides=codes.stride(),
+            dtype=traits.dtype,
+            device=codes.device,
+            requires_grad=requires_grad,
         )
-        self.codes, self.counter, self.remainder = codes, counter, remainder
-        self.format, self.rounding, self.seed = traits.format, traits.rounding, traits.seed
-        self.by_operator, self.draws = traits.by_operator, traits.draws
-        self.retraction, self.block_size = traits.retraction, traits.block_size
-        self.kept_scale, self.lent_from = kept_scale, None
+        self.codes = codes
+        self.kept_scale = kept_scale
+        self.counter = counter
+        self.remainder = remainder
+        self.format = traits.format
+        self.rounding = traits.rounding
+        self.seed = traits.seed
+        self.block_size = traits.block_size
+        self.by_operator = traits.by_operator
+        self.draws = traits.draws
+        self.retraction = traits.retraction
+        self.lent_from = None
         guard_memory(self)
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
-        own = (self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
-        return Traits(*own, self.by_operator, self.draws, self.retraction)
-
-    def with_parts(
-        self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
-    ) -> Self:
-        """A tensor with ``change`` of every part, such as ``clone``, that requires no
-        gradient.
-        """
-        check_current(self)
-        remainder = None if self.remainder is None else change(self.remainder)
-        parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
-        changed = self._wrap(*parts, self._traits(dtype))
-        changed.stepped_by = self.stepped_by
-        return changed
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The parts that a compiler sees, by name (without the remainder, of no use to
-        a graph), and all else.
-        """
-        if self.lent_from is not None:
-            check_current(self)
-        rest = (
-            self.format.name,
+        """Return the constants of this tensor, or of one like it of another dtype."""
+        return Traits(
+            self.format,
             self.rounding,
             self.seed,
-            self.dtype,
+            dtype or self.dtype,
             self.block_size,
             self.by_operator,
             self.draws,
             self.retraction,
         )
-        return ["codes", "kept_scale", "counter"], rest
+
+    def with_parts(
+        self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> Self:
+        """Return a tensor with ``change`` of every part, such as ``clone``.
+
+        It requires no gradient.
+        """
+        check_current(self)
+        remainder = None if self.remainder is None else change(self.remainder)
+        changed = self._wrap(
+            change(self.codes),
+            change(self.kept_scale),
+            change(self.counter),
+            remainder,
+            self._traits(dtype),
+        )
+        changed.stepped_by = self.stepped_by
+        return changed
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Return the names of the parts that a compiler sees, and the constants.
+
+        The remainder is no such part: it is of no use to a graph.
+        """
+        if self.lent_from is not None:
+            check_current(self)
+        return ["codes", "kept_scale", "counter"], self._traits().flat
 
     @classmethod
-    def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-        """True if code compiled for one tensor serves another: seeds, which differ from
-        layer to layer, don't count.
+    def __metadata_guard__(cls, compiled: tuple[Any, ...], present: tuple[Any, ...]) -> bool:
+        """Return True if code compiled for one tensor serves another.
+
+        Seeds, which differ from layer to layer, don't count.
         """
-        return seen[:2] == now[:2] and seen[3:5] == now[3:5]
+        # format and rounding, dtype and block size
+        return compiled[:2] == present[:2] and compiled[3:5] == present[3:5]
 
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any
     ) -> Self:
-        kept = next(parts[name] for name in _KEPT_SCALE if name in parts)
+        kept_scale = next(parts[name] for name in _NAMES_OF_KEPT_SCALE if name in parts)
         return cls._wrap(
-            parts["codes"], kept, parts["counter"], parts.get("remainder"), Traits.from_flat(rest)
+            parts["codes"],
+            kept_scale,
+            parts["counter"],
+            parts.get("remainder"),
+            Traits.from_flat(rest),
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """A key that compiled code on disk is found by: all that it may depend on."""
-        scales = (tuple(self.kept_scale.shape), str(self.kept_scale.dtype))
-        shapes = (tuple(self.shape), *scales, str(self.device), self.requires_grad)
-        return hashlib.sha256(
-            repr((TRACED_AS, type(self).__name__, *shapes, self._traits().flat)).encode()
-        ).hexdigest()
+        """Return a key that compiled code on disk is found by: all that it may depend on."""
+        facts = (
+            TRACED_AS,
+            type(self).__name__,
+            tuple(self.shape),
+            tuple(self.kept_scale.shape),
+            str(self.kept_scale.dtype),
+            str(self.device),
+            self.requires_grad,
+            self._traits().flat,
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def dequantize(self) -> Tensor:
-        """The values as a plain tensor of the apparent dtype; not differentiable."""
+        """Return the values as a plain tensor of the apparent dtype; not differentiable."""
         check_current(self)
         return storage.dequantize_codes(
             self.codes, self.scale, self.format, self.dtype, self.block_size
         )
-
-    def _dequantized_view(self, replay: Replay) -> Tensor:
-        """The values of a view; of a view that takes rows, only these are decoded."""
-        if not takes_rows(replay) or self.dim() < 2 or storage.is_traced(self.codes):
-            return super()._dequantized_view(replay)
-        return self.decoded_rows(replay)
-
-    def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
-        """The values of the rows (indices of the first dimension) that ``take`` takes."""
-        check_current(self)
-        codes = take(self.codes).contiguous()
-        if isinstance(self.block_size, tuple) and self.dim() == 2:
-            squares = take(torch.arange(self.shape[0], device=self.device)) // scaling.SQUARE_SIZE
-            runs = storage.runs_of_rows(
-                stored_scale.decoded_scale(self.kept_scale[squares]), self.shape[1]
-            )
-            return storage.decode_runs(codes, runs, self.format, self.dtype)
-        scale = take(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
-        return storage.dequantize_codes(
-            codes, stored_scale.decoded_scale(scale), self.format, self.dtype, self.block_size
-        )
-
-    def write(self, values: Tensor, operator: str = "write") -> None:
-        """Round ``values`` in the tensor's mode, in place; warns where some saturate,
-        or all under a scale are lost.
-        """
-        check_own(self)
-        scale = self.expanded_scale()
-        stored_scale.warn_if_saturated(values, scale, self.format)
-        stored_scale.warn_if_lost(values, self.scale, self.format, self.granularity)
-        codes = storage.next_codes(self, storage.divided(values, scale), self.rounding, operator)
-        if (
-            self.rounding == "stochastic"
-            and self.exponents is None
-            and not stored_scale.are_powers_of_two(self.scale)
-        ):
-            codes = torch.where(
-                self._has(values), self.codes, codes
-            )  # the division may leave them a hair off the grid
-        self.codes.copy_(codes)
-        self._changed()
-
-    def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes, scale and remainder of ``other``, in place and exactly, as
-        ``copy_`` of a tensor does.
-
-        The counter becomes the larger one, so that no draw is used twice; in
-        ``Module.load_state_dict`` the other's.
-
-        Raises:
-            TypeError: ``other`` has no codes.
-            ValueError: another format or shape, or scales finer than this tensor's.
-        """
-        check_own(self)
-        if not isinstance(other, FP8Tensor):
-            raise TypeError(f"other must be an FP8Tensor, not {type(other).__name__}: use copy_")
-        if other.format != self.format:
-            raise ValueError(
-                f"the other tensor is of {other.format.name}, but this one is of {self.format.name}"
-            )
-        if other.shape != self.shape:
-            raise ValueError(
-                f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}"
-            )
-        scale = other.expanded_scale() if other.block_size != self.block_size else other.kept_scale
-        if not scaling.broadcasts_to(scale.shape, self.kept_scale.shape):
-            shares = (other.granularity, self.granularity)
-            raise ValueError(
-                "the other tensor has a scale for each {}, this one for each {}".format(*shares)
-            )
-        if other.block_size != self.block_size and self.exponents is not None and not self.is_share:
-            scale = stored_scale.as_kept(scale, blocks=True)
-        counter = other.counter
-        if other.resumes:
-            self.seed, self.by_operator = other.seed, other.by_operator
-            self.draws, self.retraction = other.draws, other.retraction
-        else:
-            counter = torch.maximum(self.counter, counter.to(self.counter.device))
-        self.codes.copy_(other.codes)
-        write_kept(self.kept_scale, scale)
-        self.counter.copy_(counter)
-        left = None if other.remainder is None else other.remainder.to(self.codes.device, copy=True)
-        self._changed()
-        self.remainder = left
 
     def _in_float32(self) -> Tensor:
         check_current(self)
@@ -438,14 +395,109 @@ class FP8Tensor(ScaledTensor):
             self.codes, self.scale, self.format, torch.float32, self.block_size
         )
 
-    def _has(self, values: Tensor) -> Tensor:
-        """A mask of values that are the tensor's already, as it appears or in float32,
-        to the sign of a zero.
+    def _dequantized_view(self, replay: Replay) -> Tensor:
+        """Return the values of a view; of a view that takes rows, only these are decoded."""
+        if not takes_rows(replay) or self.dim() < 2 or storage.is_traced(self.codes):
+            return super()._dequantized_view(replay)
+        return self.decoded_rows(replay)
+
+    def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the values of the rows (indices of dimension 0) that ``take`` takes."""
+        check_current(self)
+        codes = take(self.codes).contiguous()
+        if isinstance(self.block_size, tuple) and self.dim() == 2:
+            rows = take(torch.arange(self.shape[0], device=self.device))
+            square_scale = self.kept_scale[rows // scaling.SQUARE_SIZE]
+            runs = storage.runs_of_rows(stored_scale.decoded_scale(square_scale), self.shape[1])
+            return storage.decode_runs(codes, runs, self.format, self.dtype)
+        kept_scale = take(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
+        scale = stored_scale.decoded_scale(kept_scale)
+        return storage.dequantize_codes(codes, scale, self.format, self.dtype, self.block_size)
+
+    def write(self, values: Tensor, operator: str = "write") -> None:
+        """Round ``values`` in the tensor's mode, in place, at the present scale.
+
+        Warns where some values saturate, or all under a scale are lost.
         """
-        own, bits = self._in_float32(), values.float().view(torch.int32)
-        return (own.view(torch.int32) == bits) | (
-            own.to(self.dtype).float().view(torch.int32) == bits
-        )
+        check_not_lent(self)
+        scale = self.expanded_scale()
+        stored_scale.warn_if_saturated(values, scale, self.format)
+        stored_scale.warn_if_lost(values, self.scale, self.format, self.granularity)
+        units = storage.divided(values, scale)
+        codes = storage.next_codes(self, units, self.rounding, operator)
+        if self.rounding == "stochastic" and not self._divides_exactly():
+            # division leaves values that were on the grid a hair off it
+            codes = torch.where(self._has_values(values), self.codes, codes)
+        self.codes.copy_(codes)
+        self._changed()
+
+    def _divides_exactly(self) -> bool:
+        """Return True if division by the scale rounds nothing."""
+        return self.exponents is not None or stored_scale.are_powers_of_two(self.scale)
+
+    def _has_values(self, values: Tensor) -> Tensor:
+        """Return a mask of values that are the tensor's already, to the sign of a zero.
+
+        They may be as it appears, or in float32.
+        """
+        bits = values.float().view(torch.int32)
+        present = self._in_float32()
+        apparent = present.to(self.dtype).float()
+        return (present.view(torch.int32) == bits) | (apparent.view(torch.int32) == bits)
+
+    def adopt(self, source: "FP8Tensor") -> None:
+        """Take codes, scale and remainder of another tensor, in place and exactly.
+
+        ``copy_`` of a tensor does so. The counter becomes the larger one, so that no draw
+        is used twice, and in ``Module.load_state_dict`` that of the source.
+
+        Raises:
+            TypeError: the source has no codes.
+            ValueError: another format or shape, or scales finer than this tensor's.
+        """
+        check_not_lent(self)
+        kept_scale = self._scale_to_adopt(source)
+        counter = source.counter
+        if source.resumes:
+            self.seed = source.seed
+            self.by_operator = source.by_operator
+            self.draws = source.draws
+            self.retraction = source.retraction
+        else:
+            counter = torch.maximum(self.counter, counter.to(self.counter.device))
+        self.codes.copy_(source.codes)
+        write_scale(self.kept_scale, kept_scale)
+        self.counter.copy_(counter)
+        remainder = source.remainder
+        if remainder is not None:
+            remainder = remainder.to(self.codes.device, copy=True)
+        self._changed()
+        self.remainder = remainder
+
+    def _scale_to_adopt(self, source: "FP8Tensor") -> Tensor:
+        """Return the scale of another tensor as this one stores it, or raise."""
+        if not isinstance(source, FP8Tensor):
+            raise TypeError(f"other must be an FP8Tensor, not {type(source).__name__}: use copy_")
+        if source.format != self.format:
+            raise ValueError(
+                f"the other tensor is of {source.format.name}, but this one is of "
+                f"{self.format.name}"
+            )
+        if source.shape != self.shape:
+            raise ValueError(
+                f"the other tensor has shape {tuple(source.shape)}, but this one "
+                f"{tuple(self.shape)}"
+            )
+        has_other_blocks = source.block_size != self.block_size
+        scale = source.expanded_scale() if has_other_blocks else source.kept_scale
+        if not scaling.broadcasts_to(scale.shape, self.kept_scale.shape):
+            raise ValueError(
+                f"the other tensor has a scale for each {source.granularity}, this one for each "
+                f"{self.granularity}"
+            )
+        if has_other_blocks and self.exponents is not None and not self.is_share:
+            return stored_scale.as_kept(scale, blocks=True)
+        return scale
 
     def _writes(self) -> int:
         return self.codes._version
@@ -454,8 +506,10 @@ class FP8Tensor(ScaledTensor):
         stored_scale.warn_of_rounding(self.format)
 
     def _changed(self) -> None:
-        """After every write: autograd, which knows of no codes, refuses what it saved;
-        the last remainder is void.
+        """Do what is due after every write.
+
+        Autograd, which knows of no codes, then refuses to use what it saved of this
+        tensor. The last remainder is void.
         """
         if not storage.is_traced(self.codes):
             parts = [part for part in (self.codes, self.kept_scale) if not part.is_inference()]
@@ -464,8 +518,9 @@ class FP8Tensor(ScaledTensor):
 
     @property
     def manifold(self) -> FP8Manifold:
-        """The manifold of the format at the tensor's scale, counting its draws in the
-        tensor's own counter.
+        """The manifold of the format at the tensor's scale.
+
+        It counts its draws in the tensor's own counter.
         """
         manifold = FP8Manifold(
             self.format,
@@ -479,8 +534,9 @@ class FP8Tensor(ScaledTensor):
         return manifold
 
     def rescale_(self, scale: float | Tensor) -> Self:
-        """Change the scale, by one unbiased (stochastic) rounding, exact for values
-        that the new grid has.
+        """Change the scale, by one unbiased (stochastic) rounding.
+
+        Values that the new grid has stay exactly.
 
         With an optimizer's residual, the sum of weight and residual is preserved,
         rounded to 1/256 of a step.
@@ -494,69 +550,108 @@ class FP8Tensor(ScaledTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        left = (entry := stored_scale.entry_of(self)).get("residual")
-        new = stored_scale.other_scale(self, scale).expand(self.kept_scale.shape)
-        stored_scale.check_covers(new, stored_scale.largest_of(self, left), self.format)
+        state = stored_scale.optimizer_state_of(self)
+        residual = state.get("residual")
+        new = stored_scale.replacement_scale(self, scale).expand(self.kept_scale.shape)
+        largest = stored_scale.largest_with_residual(self, residual)
+        stored_scale.check_covers(new, largest, self.format)
         _LOG.info(
             "%s of shape %s: %s",
             self.format.name,
             tuple(self.shape),
             stored_scale.describe_change(self.scale, new),
         )
-        if left is not None:
-            stored_scale.rewrite_together(self, left, new)
+        if residual is not None:
+            stored_scale.rewrite_with_residual(self, residual, new)
         else:
             units = storage.dequantize_codes(
                 self.codes, self.scale / new, self.format, torch.float32, self.block_size
             )
             self.codes.copy_(storage.next_codes(self, units, "stochastic", "rescale_"))
-        entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it again
+        # S_ref is of the old spacing: the next step computes it again
+        state.pop("reference", None)
         return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:
-        """Widen or narrow each scale as :func:`fp8manifold.widened_scale` says; True if
-        one changed.
+        """Widen or narrow each scale as :func:`fp8manifold.widened_scale` does.
 
         Args:
             headroom: as in the constructor, 1 or more.
 
+        Returns:
+            True if a scale changed.
+
         Example:
             >>> w = FP8Tensor(torch.tensor([448.0, 1.0]), "E4M3", scale=1.0)
-            >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
-            (True, 2.0, [448.0, 1.0], False)
+            >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist()
+            (True, 2.0, [448.0, 1.0])
+            >>> w.adapt_scale_(headroom=2.0)
+            False
         """
-        largest = stored_scale.largest_of(self, stored_scale.entry_of(self).get("residual"))
-        new = scaling.widened_scale(
-            largest, self.scale, self.format, stored_scale.own_headroom(self.format, headroom)
-        )
-        if changes := bool((new != self.scale).any()):
+        residual = stored_scale.optimizer_state_of(self).get("residual")
+        largest = stored_scale.largest_with_residual(self, residual)
+        headroom = stored_scale.headroom_or_usual(self.format, headroom)
+        new = scaling.widened_scale(largest, self.scale, self.format, headroom)
+        changes = bool((new != self.scale).any())
+        if changes:
             self.rescale_(new)
         return changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.with_parts(Tensor.clone)
-        twin.arithmetic, twin.is_detached = Arithmetic(), self.is_bare
+        twin.arithmetic = Arithmetic()
+        twin.is_detached = self.is_bare
         twin.requires_grad_(self.requires_grad)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
-        names, rest = self.__tensor_flatten__()
-        parts = {
-            name: part
-            for name in (*names, "remainder")
-            if (part := getattr(self, name)) is not None
-        }
-        return _rebuild, (type(self), parts, rest, self.requires_grad)
+        """Pickle parts and constants, in types that ``torch.load(weights_only=True)`` takes."""
+        names, constants = self.__tensor_flatten__()
+        parts = {name: getattr(self, name) for name in names}
+        if self.remainder is not None:
+            parts["remainder"] = self.remainder
+        return _rebuild, (type(self), parts, constants, self.requires_grad)
 
     # Torch has no annotation
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        values = (
-            "..." if storage.is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
-        )
-        store = f"format={self.format.name}, scale={stored_scale.describe_scale(self.scale)}"
-        shape = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
-        return f"{type(self).__name__}({values}, {store}, {shape}{', requires_grad=True' * self.requires_grad})"
+        values = "..."
+        if not storage.is_traced(self.codes):
+            values = repr(self.dequantize()).removeprefix("tensor(").removesuffix(")")
+        facts = [
+            values,
+            f"format={self.format.name}",
+            f"scale={stored_scale.describe_scale(self.scale)}",
+            f"shape={tuple(self.shape)}",
+            f"dtype={self.dtype}",
+            f"device={self.device}",
+        ]
+        if self.requires_grad:
+            facts.append("requires_grad=True")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+
+def _granularity_of_shape(
+    granularity: scaling.StoredGranularity, w: Tensor
+) -> scaling.StoredGranularity:
+    """Return the granularity, or a simpler name for the one that it is for the shape of ``w``."""
+    if granularity not in ("channel", "row") or w.dim() > 2:
+        return granularity
+    return "channel" if w.dim() == 2 else "tensor"
+
+
+def _granularity_of_scale(
+    scale: float | Tensor, codes: Tensor, block_size: storage.BlockSize
+) -> str:
+    """Return the granularity that a scale of this block size and shape has."""
+    if block_size == scaling.BLOCK_SIZE:
+        return "block"
+    if block_size == storage.SQUARE:
+        return "square"
+    if not isinstance(scale, Tensor):
+        return "tensor"
+    if scale.shape == (*codes.shape[:-1], 1):
+        return "row"
+    return "channel" if scale.dim() else "tensor"
 
 
 def _rebuild(

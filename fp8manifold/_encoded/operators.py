@@ -1,46 +1,56 @@
-"""Operators that are implemented for tensors of codes, not by decoding them."""
+"""Operators that work on codes and scales themselves, in place of decoded values.
+
+``dispatch.py`` asks the handlers here first. One that returns NotImplemented leaves its
+operator to the ordinary way: decode, run, encode what was written.
+
+- detach, clone, to: another tensor of codes;
+- copy_: an exact copy from a tensor of codes, otherwise one rounding at a scale that
+  suits the new values;
+- zero_, normal_, ...: one rounding at a fresh scale;
+- broadcast: every part is sent;
+- empty_like of a meta tensor: codes, for ``Module.to_empty``;
+- embedding: only the rows that are looked up are decoded.
+"""
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8manifold._encoded import dispatch
-from fp8manifold._encoded.scaled import Arithmetic, is_lent_here, lent, note_gradient
+from fp8manifold._encoded.scaled import Arithmetic, lend, may_lend, note_gradient
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._encoded.stored_scale import refit_scale_
 
 
-def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
-    """The remainder of a saved tensor, or None."""
-    if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
+def checked_remainder(remainder: Tensor | None, codes: Tensor) -> Tensor | None:
+    """Return the remainder of a saved tensor, or None; raise ValueError if it doesn't fit."""
+    if remainder is None:
+        return None
+    if remainder.dtype != torch.int8 or remainder.shape != codes.shape:
         raise ValueError(
-            f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of "
-            f"{tuple(codes.shape)}"
+            f"remainder is {remainder.dtype} of shape {tuple(remainder.shape)}: it must be "
+            f"torch.int8 of {tuple(codes.shape)}"
         )
-    return left
+    return remainder
 
 
 _aten = torch.ops.aten
-_FILLS: Final = {
-    getattr(getattr(_aten, name), overload)
-    for name in (
-        *(
-            "normal_",
-            "uniform_",
-            "log_normal_",
-            "exponential_",
-            "cauchy_",
-            "geometric_",
-            "random_",
-            "bernoulli_",
-        ),
-        *("fill_", "zero_"),
+_FILLS: Final = frozenset(
+    dispatch.overloads_of(
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "log_normal_",
+        "exponential_",
+        "cauchy_",
+        "geometric_",
+        "random_",
+        "bernoulli_",
     )
-    for overload in getattr(_aten, name).overloads()
-}
+)
 """Operators whose result does not depend on the values that they replace."""
 
 
@@ -50,16 +60,16 @@ def _is_whole(x: Any) -> bool:
 
 @dispatch.implements(_aten.detach.default, _aten.alias.default)
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor without its history."""
+    """Return the tensor without its history, on the same parts."""
     x = args[0]
     if isinstance(x, dispatch.View):
         return dispatch.view_of(x.base, x.replay, x)
-    twin = x.with_parts(
-        func if is_traced(x.codes) else lambda part: part
-    )  # the parts count their writes themselves
+    # in eager mode the twin has the very parts, which count the writes of both
+    twin = x.with_parts(func if is_traced(x.codes) else lambda part: part)
     twin.lent_from = x.lent_from
     note_gradient(x)
-    twin.arithmetic, twin.is_detached = x.arithmetic, True
+    twin.arithmetic = x.arithmetic
+    twin.is_detached = True
     return twin
 
 
@@ -69,7 +79,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_whole(x):
         return NotImplemented
     twin = x.with_parts(Tensor.clone)
-    twin.arithmetic, twin.is_detached = Arithmetic(), True
+    twin.arithmetic = Arithmetic()
+    twin.is_detached = True
     if hasattr(x, "writes_before"):
         twin.writes_before = twin._writes()
     return twin
@@ -77,24 +88,23 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dispatch.implements(_aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy on another device or with another apparent dtype; a plain tensor for any
-    other dtype.
-    """
+    """Copy to another device or apparent dtype; to any other dtype as a plain tensor."""
     x, dtype = args[0], kwargs.get("dtype")
-    if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
-        return lent(x, dtype)
+    if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and may_lend(x):
+        return lend(x, dtype)
     if x.is_share and dtype not in (None, *dispatch.DTYPES):
         raise TypeError(f"the dtype of a sharded FP8Tensor is float32 or bfloat16, not {dtype}")
     if not _is_whole(x) or dtype not in (None, *dispatch.DTYPES):
         return NotImplemented
-    places = {
+    options_of_parts = {
         name: value
         for name, value in kwargs.items()
         if name in ("device", "non_blocking", "pin_memory")
     }
-    twin = x.with_parts(lambda part: func(part, **places), dtype)
+    twin = x.with_parts(lambda part: func(part, **options_of_parts), dtype)
     twin.is_detached = True
-    if not x.requires_grad:  # else a weight that moves, as of Module.to
+    # A weight that moves, as by Module.to, is no copy: nobody averages it
+    if not x.requires_grad:
         twin.arithmetic = Arithmetic()
     return twin
 
@@ -109,51 +119,54 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_whole(x) and x.is_share and isinstance(source, dispatch.View):
         x.adopt(source)
         return x
-    not_waiting = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    if not_waiting and _is_whole(x) and not is_traced(x.codes) and _is_there(x, source):
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    # DDP copies like this, after sync, values that are there already
+    if non_blocking and _is_whole(x) and not is_traced(x.codes) and _has_values_of(x, source):
         return x
     copied = _replace(func, x, lambda values: values.copy_(dispatch.plain(source)), fresh=False)
-    done = root_arithmetic(x)
-    if done is not None and done.is_read:
+    arithmetic = root_arithmetic(x)
+    if arithmetic is not None and arithmetic.is_read:
         x.note_change("copy_")
     return copied
 
 
 def root_arithmetic(x: Any) -> Arithmetic | None:
-    """What arithmetic has done to the copy that ``x`` is, or views; None for no copy."""
-    done: Arithmetic | None = getattr(dispatch.root_of(x), "arithmetic", None)
-    return done
+    """Return what arithmetic has done to the copy that ``x`` is or views; None for no copy."""
+    arithmetic: Arithmetic | None = getattr(dispatch.root_of(x), "arithmetic", None)
+    return arithmetic
 
 
-def _is_there(x: Any, source: Any) -> bool:
-    """True if the tensor has these values already, to the sign of a zero, as when DDP
-    copies after a ``sync``.
-    """
-    values = source.dequantize() if isinstance(source, dispatch.EncodedTensor) else source
-    if values.shape != x.shape or values.device != x.device:
+def _has_values_of(x: Any, source: Any) -> bool:
+    """Return True if the tensor has the values of another already, to the sign of a zero."""
+    new = source.dequantize() if isinstance(source, dispatch.EncodedTensor) else source
+    if new.shape != x.shape or new.device != x.device:
         return False
-    own = x.dequantize().float()
-    return bool(
-        (
-            (own == values) & (own.signbit() == values.signbit()) | (own.isnan() & values.isnan())
-        ).all()
-    )
+    present = x.dequantize().float()
+    is_same = (present == new) & (present.signbit() == new.signbit())
+    is_nan = present.isnan() & new.isnan()
+    return bool((is_same | is_nan).all())
 
 
 @dispatch.implements(*_FILLS)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Fill a tensor at a fresh scale, which owes nothing to the values before."""
-    return _replace(
-        func,
-        args[0],
-        lambda values: func(values, *dispatch.plain(args[1:]), **dispatch.plain(kwargs)),
-        fresh=True,
-    )
+
+    def fill(values: Tensor) -> None:
+        func(values, *dispatch.plain(args[1:]), **dispatch.plain(kwargs))
+
+    return _replace(func, args[0], fill, fresh=True)
 
 
 def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
-    """Replace all values of a tensor, also through a view of all of them;
-    NotImplemented for a part of them.
+    """Replace all values of a tensor, also through a view of all of them.
+
+    Return NotImplemented for a view of a part of them, which leaves the scale alone.
+
+    Args:
+        func: the operator that replaces.
+        x: a tensor of codes or a view of one; for any other NotImplemented is returned.
+        put: writes the new values into a float32 tensor, of the shape of ``x``.
+        fresh: the new scale does not depend on the present one.
     """
     if not isinstance(x, dispatch.EncodedTensor):
         return NotImplemented
@@ -166,7 +179,10 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
         return NotImplemented
     root.check_writable()
     values = root._in_float32()
-    put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
+    viewed = values
+    for replay in reversed(replays):
+        viewed = replay(viewed)
+    put(viewed)
     refit_scale_(root, values, fresh=fresh)
     root.write(values, dispatch.name_of(func))
     return x
@@ -174,18 +190,19 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
 
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Broadcast every part of a whole tensor; format, seed and rounding are not sent."""
-    (x,), rest = args[0], args[1:]
-    if (
-        isinstance(x, dispatch.View) and x.numel() == x.base.numel()
-    ):  # flat, as DDP starts with a single parameter
+    tensors, options = args[0], args[1:]
+    (x,) = tensors
+    # DDP sends a single parameter as a flat view
+    if isinstance(x, dispatch.View) and x.numel() == x.base.numel():
         x = x.base
     if not _is_whole(x):
         dispatch.refuse_collective(func)
     for part in (x.kept_scale, x.counter):
-        func([part], *rest, **kwargs)[1].wait()
-    _, work = func([x.codes], *rest, **kwargs)
+        _, work = func([part], *options, **kwargs)
+        work.wait()
+    _, work = func([x.codes], *options, **kwargs)
     x._changed()
-    return args[0], work
+    return tensors, work
 
 
 if torch.distributed.is_available():
@@ -194,25 +211,23 @@ if torch.distributed.is_available():
 
 @dispatch.implements(_aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Memory for a meta tensor (``Module.to_empty``); for any other a plain tensor."""
+    """Return memory for a meta tensor (``Module.to_empty``); for any other a plain tensor."""
     x = args[0]
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
         return NotImplemented
-    made = x.with_parts(
-        lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype")
-    )
-    made.set_scale_(
-        1.0
-    )  # zeros at a valid scale: a scale without a value could not be told from another
-    return made
+    device = kwargs.get("device")
+    zeros = x.with_parts(lambda part: torch.zeros_like(part, device=device), kwargs.get("dtype"))
+    # zero is a valid code, and no valid scale
+    zeros.set_scale_(1.0)
+    return zeros
 
 
 @dispatch.implements(_aten.embedding.default)
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look up rows, decoding only these."""
-    x, rows = args[:2]
+    x, indices = args[:2]
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
-    return x.decoded_rows(lambda part: part.index_select(0, rows.reshape(-1))).view(
-        *rows.shape, x.shape[1]
-    )
+    flat_indices = indices.reshape(-1)
+    rows = x.decoded_rows(lambda part: part.index_select(0, flat_indices))
+    return rows.view(*indices.shape, x.shape[1])

@@ -1,5 +1,11 @@
-"""The parts of a tensor beside its codes: constant traits, scales, and the weight whose
-codes autocast lent it.
+"""What a tensor of codes has beside its codes.
+
+- ``Traits``: format, rounding, seed and other constants.
+- ``ScaledTensor``: the scales, and how they are read and written.
+- Loans: under autocast ``weight.to(torch.bfloat16)`` shares the codes of the weight.
+  ``lend`` makes such a tensor. It can be read until the weight changes
+  (``check_current``), and never written (``check_not_lent``).
+- ``Arithmetic``: what was done to a copy, to warn of running averages in codes.
 """
 
 import warnings
@@ -15,7 +21,7 @@ from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._encoded.dispatch import EncodedTensor, View, root_of
 from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced, largest_magnitude
-from fp8manifold._encoded.stored_scale import decoded_scale, other_scale
+from fp8manifold._encoded.stored_scale import decoded_scale, replacement_scale
 from fp8manifold._numerics.charts import RETRACTIONS, Retraction
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
@@ -23,21 +29,22 @@ from fp8manifold.random_bits import Draws
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: Final = ("nearest", "stochastic")
 DRAWS: Final = get_args(Draws)
-_REPEATED: Final = 4
-"""Changes of a copy by arithmetic that are a running average: merging a few weights takes
-fewer.
+_CHANGES_OF_AN_AVERAGE: Final = 4
+"""Changes of a copy by arithmetic that are a running average.
+
+Merging a few weights takes fewer.
 """
 
 
 class Traits(NamedTuple):
-    """Format, options and apparent dtype."""
+    """What a tensor of codes is, beside its numbers."""
 
     format: FloatFormat
     rounding: Rounding
     seed: int
     dtype: torch.dtype
     block_size: BlockSize
-    #: whether the name of the operator that writes is a key word of its draws
+    #: whether the random bits of a write depend on the name of the operator that writes
     by_operator: bool = True
     #: how the draws of one weight follow each other in an optimizer's steps; operators
     #: always draw independently
@@ -47,8 +54,9 @@ class Traits(NamedTuple):
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """The traits as plain values, the format by name: what can be compared, hashed
-        and unpickled.
+        """The traits as plain values, the format by name.
+
+        These can be compared, hashed and unpickled.
         """
         return (self.format.name, *self[1:])
 
@@ -72,67 +80,71 @@ class Traits(NamedTuple):
 _format_named = lru_cache(maxsize=256)(FloatFormat.from_string)
 
 
-def is_lent_here(x: Any) -> bool:
-    """True if a cast may share the codes: in a forward pass under autocast, of a tensor
-    neither sharded nor traced.
+def may_lend(x: Any) -> bool:
+    """Return True if a cast may share the codes, instead of copying them.
+
+    It may in a forward pass under autocast, of a tensor neither sharded nor traced.
     """
     root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
-    nesting = torch.autocast_increment_nesting() - 1
+    # torch tells the depth of autocast contexts only as it is changed
+    depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return (
-        nesting > 0 and torch.is_grad_enabled()
-    )  # a module that is cast has no gradients, and keeps what it gets
+    # A module that is cast has no gradients, and keeps what it gets
+    return depth > 0 and torch.is_grad_enabled()
 
 
-def lent(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor of codes, or a view of one, under another dtype, on the same memory."""
+def lend(x: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of codes, or a view of one, under another dtype, on the same memory."""
     if isinstance(x, View):
-        return View(lent(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
+        return View(lend(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
     twin = x.with_parts(lambda part: part, dtype)
     twin.remainder = None
-    twin.lent_from = x.lent_from or tuple((part, part._version) for part in (x.codes, x.kept_scale))
+    twin.lent_from = x.lent_from or tuple(
+        LentPart(part, part._version) for part in (x.codes, x.kept_scale)
+    )
     return twin
 
 
 def check_current(x: Any) -> None:
     """Raise RuntimeError if codes were lent by a cast, and have changed since."""
-    if x.lent_from is not None and any(part._version != version for part, version in x.lent_from):
+    if x.lent_from is None:
+        return
+    if any(lent.part._version != lent.version for lent in x.lent_from):
         raise RuntimeError(
             f"an {type(x).__name__} was cast under autocast, and the weight whose codes it shares "
-            f"has changed since: "
-            "take the optimizer's step after the backward pass and outside of autocast, or cast a "
-            "clone()"
+            "has changed since: take the optimizer's step after the backward pass and outside of "
+            "autocast, or cast a clone()"
         )
 
 
-def check_own(x: Any) -> None:
-    """Raise RuntimeError if codes are lent: writing to them would change the weight
-    that was cast.
-    """
+def check_not_lent(x: Any) -> None:
+    """Raise RuntimeError if codes are lent: writing to them would change the weight."""
     if x.lent_from is not None:
         raise RuntimeError(
             f"an {type(x).__name__} that was cast under autocast shares the codes of the weight: "
-            f"write to the weight, "
-            "or to a clone() of the cast"
+            "write to the weight, or to a clone() of the cast"
         )
+
+
+class LentPart(NamedTuple):
+    """Codes or scales of a tensor that was cast, and their version at that time."""
+
+    part: Tensor
+    version: int
 
 
 @dataclass
 class Arithmetic:
     """What arithmetic has done to a copy of a weight, whatever tensors share its memory."""
 
-    changes: int = 0  #: Times that its values were changed.
-    #: True if values were read that a later ``copy_`` may put back, changed.
+    #: times that its values were changed
+    changes: int = 0
+    #: True if values were read that a later ``copy_`` may put back, changed
     is_read: bool = False
-    #: True once the copy has had a gradient: a weight that an optimizer steps.
+    #: True once the copy has had a gradient: a weight that an optimizer steps
     is_trained: bool = False
-
-
-Lent = tuple[
-    tuple[Tensor, int], ...
-]  #: Parts of the tensor that was cast, and their versions then.
 
 
 class ScaledTensor(EncodedTensor):
@@ -140,18 +152,17 @@ class ScaledTensor(EncodedTensor):
 
     codes: Tensor
     kept_scale: Tensor
-    """The memory of the scales: uint8 exponents for blocks whose scales all are powers
-    of two, otherwise float32.
+    """The memory of the scales.
+
+    It has uint8 exponents for blocks whose scales all are powers of two, and otherwise
+    float32.
     """
     format: FloatFormat
     block_size: BlockSize
-    lent_from: Lent | None
-    """The parts that a cast under autocast shares, and their versions; None for any
-    other tensor.
-    """
-    stepped_by: "weakref.ref[Any] | None" = (
-        None  #: The optimizer whose state has something in units of the scale.
-    )
+    #: The parts that a cast under autocast shares; None for any other tensor.
+    lent_from: tuple[LentPart, ...] | None
+    #: The optimizer whose state has something in units of the scale.
+    stepped_by: "weakref.ref[Any] | None" = None
     #: What arithmetic has done to a copy of a weight; None for a tensor that is none.
     arithmetic: Arithmetic | None = None
     is_detached = False  #: True for what ``detach``, ``clone`` and ``to`` return.
@@ -175,28 +186,27 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def granularity(self) -> str:
-        """``tensor``, ``channel``, ``row``, ``block`` or ``square``: what shares a
-        scale.
-        """
+        """What shares a scale: ``tensor``, ``channel``, ``row``, ``block`` or ``square``."""
         if isinstance(self.block_size, tuple):
             return "square"
-        if self.block_size or not self.kept_scale.dim():
-            return "block" if self.block_size else "tensor"
+        if self.block_size:
+            return "block"
+        if not self.kept_scale.dim():
+            return "tensor"
         return "row" if any(size != 1 for size in self.kept_scale.shape[1:]) else "channel"
 
     def expanded_scale(self) -> Tensor:
-        """The scale in a shape that broadcasts against the values."""
+        """Return the scale in a shape that broadcasts against the values."""
         return expand_scale(self.scale, self.block_size, self.codes.shape)
 
     def largest(self) -> Tensor:
-        """The largest stored magnitude under each scale, in value; of the shape of
-        ``scale``.
-        """
+        """Return the largest stored magnitude under each scale, in the shape of ``scale``."""
         return largest_magnitude(self.codes, self.scale, self.format, self.block_size)
 
     def set_scale_(self, scale: float | Tensor) -> Self:
-        """Write other scales, also for tensors that share them; the codes stay, so
-        values change with the scales.
+        """Write other scales, also for tensors that share them.
+
+        The codes stay, so values change with the scales.
 
         Args:
             scale: positive normal, a number or a tensor that broadcasts to the shape of
@@ -215,14 +225,14 @@ class ScaledTensor(EncodedTensor):
             >>> w.set_scale_(1.0).tolist()
             [2.0, 2.0]
         """
-        check_own(self)
-        new = other_scale(self, scale, blocks=self.exponents is not None)
+        check_not_lent(self)
+        new = replacement_scale(self, scale, blocks=self.exponents is not None)
         if self.is_share and new.dtype is not self.kept_scale.dtype:
             raise RuntimeError(
                 "a sharded FP8Tensor has powers of two for scales: set other scales before "
                 "fully_shard"
             )
-        write_kept(self.kept_scale, new)
+        write_scale(self.kept_scale, new)
         self._changed()
         return self
 
@@ -247,22 +257,23 @@ class ScaledTensor(EncodedTensor):
     def note_change(self, operator: str) -> None:
         """Count a change of a copy that nothing trains, and warn at the fourth."""
         note_gradient(self)
-        done = self.arithmetic
-        if done is None or done.is_trained or is_traced(self.codes):
+        arithmetic = self.arithmetic
+        if arithmetic is None or arithmetic.is_trained or is_traced(self.codes):
             return
-        done.changes += 1
-        done.is_read = False
-        if done.changes == _REPEATED:
+        arithmetic.changes += 1
+        arithmetic.is_read = False
+        if arithmetic.changes == _CHANGES_OF_AN_AVERAGE:
             warnings.warn(
                 f"{operator} has changed a copy of a weight in {self.format.name} for the "
-                f"{_REPEATED}th time, rounded to codes each time: a running average has to be in "
-                "floats, as of fp8manifold.averaged_model(model) or p.detach().float()",
+                f"{_CHANGES_OF_AN_AVERAGE}th time, rounded to codes each time: a running average "
+                "has to be in floats, as of fp8manifold.averaged_model(model) or "
+                "p.detach().float()",
                 scaling.RepeatedRoundingWarning,
                 stacklevel=2,
             )
 
     def _changed(self) -> None:
-        """After every write."""
+        """Do what is due after every write."""
         raise NotImplementedError
 
 
@@ -273,14 +284,15 @@ def note_gradient(x: Any) -> None:
     x.arithmetic.is_trained = x.stepped_by is not None or (x.is_leaf and x.grad is not None)
 
 
-def write_kept(kept: Tensor, new: Tensor) -> None:
-    """Write scales, also for tensors that share the memory; in eager mode floats may
-    replace exponents.
+def write_scale(kept_scale: Tensor, new: Tensor) -> None:
+    """Write stored scales, also for tensors that share the memory.
+
+    In eager mode floats may replace exponents: the memory then becomes float32.
     """
-    if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
-        if is_traced(kept):
+    if kept_scale.dtype is torch.uint8 and new.dtype is not torch.uint8:
+        if is_traced(kept_scale):
             raise RuntimeError(
                 "compiled code can't set scales other than powers of two: set them in eager mode"
             )
-        kept.data = torch.empty(kept.shape, device=kept.device)
-    kept.copy_(decoded_scale(new) if kept.dtype is torch.float32 else new)
+        kept_scale.data = torch.empty(kept_scale.shape, device=kept_scale.device)
+    kept_scale.copy_(decoded_scale(new) if kept_scale.dtype is torch.float32 else new)

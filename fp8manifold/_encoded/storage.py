@@ -1,8 +1,15 @@
-"""Codes and scales as a store of weights: from floats, to floats, and the remainder of
-rounding.
+"""Codes and scales as a store of weights: from floats, to floats, and remainders.
 
-A scale is for the weights that its shape says, for 32 of a row, or for a square of 128
-x 128, partial at its ends.
+A weight is ``scale * decode(code)``. Some weights share a scale:
+
+- without a block size those that the scale's shape says: all for ``()``, one index of the
+  first dimension for ``(R, 1, .., 1)``, one row for ``(.., 1)``;
+- a block: 32 of a row;
+- a square: 128 x 128 of the last two dimensions, partial at its ends. Loops over rows take
+  its scale once for each run of a row (``runs_of``), as all runs are of equal length.
+
+``codes_of`` rounds floats to codes, and ``dequantize_codes`` decodes them. What rounding
+took away, the remainder, can be stored in 1/256 of a step (``remainder_of``).
 """
 
 import math
@@ -21,33 +28,41 @@ from fp8manifold.random_bits import named_word
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 
 BlockSize = int | tuple[int, int] | None
-"""The weights that share a scale: 32 of a row, 128 x 128 of the last two dimensions, or
-what the scale's shape says.
-"""
+"""The weights that share a scale: 32, ``(128, 128)``, or None for what its shape says."""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
 _SHORTEST_RUN: Final = 32
-_KNOWN: Final[dict[int, BlockSize]] = {0: None, BLOCK_SIZE: BLOCK_SIZE, SQUARE_SIZE**2: SQUARE}
+_BLOCK_SIZES: Final[dict[int, BlockSize]] = {
+    0: None,
+    BLOCK_SIZE: BLOCK_SIZE,
+    SQUARE_SIZE**2: SQUARE,
+}
+_NUMBERS: Final = {block_size: number for number, block_size in _BLOCK_SIZES.items()}
+REMAINDER_STEPS: Final = 256
+"""Parts of a chart step in which a remainder is counted."""
 
 
 def number_of(block_size: BlockSize) -> int:
-    """The block size as one number, which states store: the weights that share a scale,
-    or 0 without blocks.
+    """Return the block size as one number, which states store.
+
+    It is the number of weights that share a scale, or 0 without blocks.
     """
-    return next(number for number, known in _KNOWN.items() if known == block_size)
+    return _NUMBERS[block_size]
 
 
 def block_size_of(number: int) -> BlockSize:
-    """The inverse of :func:`number_of`."""
-    if number not in _KNOWN:
+    """Return the block size of a number: the inverse of :func:`number_of`."""
+    if number not in _BLOCK_SIZES:
         raise ValueError(
-            f"blocks of {number} weights are unknown: one of {', '.join(map(str, _KNOWN))}"
+            f"blocks of {number} weights are unknown: one of {', '.join(map(str, _BLOCK_SIZES))}"
         )
-    return _KNOWN[number]
+    return _BLOCK_SIZES[number]
 
 
 def run_length(columns: int) -> int:
-    """Weights in each of the equal runs of a row that share a scale: 32 to 128, 1, or a
-    row of up to 128.
+    """Return the length of the equal runs of a row whose weights share a square's scale.
+
+    It is 32 to 128, 1 if no such length divides 128 and ``columns``, or the whole row if
+    that has up to 128.
     """
     if columns <= SQUARE_SIZE:
         return max(columns, 1)
@@ -56,61 +71,67 @@ def run_length(columns: int) -> int:
 
 
 def runs_of(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The scales of squares, one for each run of :func:`run_length` weights,
-    contiguous.
+    """Return the scales of squares, one for each run of :func:`run_length` weights.
+
+    They are contiguous.
     """
     return runs_of_rows(spread_rows(scale, shape[-2]), shape[-1])
 
 
 def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
-    """The scales of runs, from those of rows: one for each square that a row runs
-    through.
+    """Return the scales of runs.
+
+    Args:
+        scale: of rows: one for each square that a row runs through.
+        columns: length of a row.
     """
-    length = run_length(columns)
     if columns <= SQUARE_SIZE:
         return scale.contiguous()
-    return scale.repeat_interleave(SQUARE_SIZE // length, -1)[..., : columns // length].contiguous()
+    length = run_length(columns)
+    runs = scale.repeat_interleave(SQUARE_SIZE // length, -1)
+    # the last square may be cut off
+    return runs[..., : columns // length].contiguous()
 
 
 def spread_rows(scale: Tensor, rows: int) -> Tensor:
-    """The scales of squares, one per row for each square that the row runs through."""
+    """Return the scales of squares, one per row for each square that the row runs through."""
     return _spread(scale, rows, -2)
 
 
 def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
+    """Repeat the scales of squares along a dimension of ``size`` weights."""
     if size % SQUARE_SIZE and (is_traced(scale) or torch.compiler.is_compiling()):
         # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins
         # loops: avoid // altogether
-        return scale.index_select(
-            dim, (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long()
-        )
+        squares = (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long()
+        return scale.index_select(dim, squares)
     return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)
 
 
-REMAINDER_STEPS: Final = 256  #: Parts of a chart step in which a remainder is counted.
-
-
 def is_traced(x: Tensor) -> bool:
-    """True if ``x`` is a tracer's tensor or has no memory, so that nothing may depend
-    on its values.
+    """Return True if nothing may depend on the values of ``x``.
+
+    It is a tracer's tensor then, or has no memory.
     """
     return type(x) is not Tensor or x.is_meta
 
 
 def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
-    """The scale in a shape that broadcasts against the values: blocks are spread out,
-    the rest stays as it is.
+    """Return the scale in a shape that broadcasts against the values.
+
+    Those of blocks and squares are repeated for every weight; others stay as they are.
     """
     if isinstance(block_size, tuple):
         return _spread(spread_rows(scale, shape[-2]), shape[-1], -1).contiguous()
-    return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
+    if block_size is None:
+        return scale
+    return scale.repeat_interleave(block_size, dim=-1).view(shape)
 
 
 def dequantize_codes(
     codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: BlockSize
 ) -> Tensor:
-    """``scale * decode(codes)``, the floats of stored weights: rounded to float32, and
-    from there to ``dtype``.
+    """Return ``scale * decode(codes)``: rounded to float32, and from there to ``dtype``.
 
     A scale is ``()``, or one per row ``(R, 1, .., 1)``, per block of the last axis, or
     per square of the last two.
@@ -123,30 +144,37 @@ def dequantize_codes(
 
 
 def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """``scale * decode(codes)`` of codes in memory, with a scale for each of equal runs
-    of them.
-    """
-    if (native := decoded(codes, fmt, dtype, scale)) is not None:
+    """Return ``scale * decode(codes)``, with a scale for each of equal runs of codes."""
+    native = decoded(codes, fmt, dtype, scale)
+    if native is not None:
         return native
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    if out.numel():
-        groups = scale.numel()
-        matrix, factors, target = (
-            codes.reshape(groups, -1),
-            scale.reshape(groups, 1),
-            out.view(groups, -1),
-        )
-        axis = 1 if groups == 1 else 0
-        length = max(BLOCK // matrix.shape[1 - axis], 1) if codes.is_cpu else matrix.shape[axis]
-        parts = (x.split(length, axis) for x in (matrix, factors.expand_as(matrix), target))
-        for some, factor, into in zip(*parts, strict=True):
-            torch.mul(decode_checked(some, fmt), factor, out=into)
-    return out
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if not values.numel():
+        return values
+    runs = scale.numel()
+    codes_by_run = codes.reshape(runs, -1)
+    scales_by_run = scale.reshape(runs, 1).expand_as(codes_by_run)
+    values_by_run = values.view(runs, -1)
+    # a CPU takes pieces that stay in its cache: of many runs, or of the columns of a single one
+    axis = 1 if runs == 1 else 0
+    length = codes_by_run.shape[axis]
+    if codes.is_cpu:
+        length = max(BLOCK // codes_by_run.shape[1 - axis], 1)
+    pieces_of_all = zip(
+        codes_by_run.split(length, axis),
+        scales_by_run.split(length, axis),
+        values_by_run.split(length, axis),
+        strict=True,
+    )
+    for piece, factors, target in pieces_of_all:
+        torch.mul(decode_checked(piece, fmt), factors, out=target)
+    return values
 
 
 def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
-    """Codes of values in units of their scale, in a graph: rounded to nearest, as no
-    draw can be counted there.
+    """Return codes of values in units of their scale, in a graph, rounded to nearest.
+
+    Stochastic rounding is refused: no draw can be counted in a graph.
     """
     if rounding == "stochastic" and not units.is_meta:
         raise RuntimeError(
@@ -158,8 +186,9 @@ def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
 
 
 def divided(w: Tensor, scale: Tensor) -> Tensor:
-    """``w / scale`` in the wider dtype of the two; torch would divide halves by a
-    scalar scale in their own.
+    """Return ``w / scale`` in the wider dtype of the two.
+
+    Torch would divide halves by a scalar scale in their own dtype.
     """
     return w.to(torch.promote_types(w.dtype, scale.dtype)) / scale
 
@@ -167,52 +196,68 @@ def divided(w: Tensor, scale: Tensor) -> Tensor:
 def codes_of(
     w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Codes of the values of ``w`` rounded to nearest, and the remainder if it is kept;
-    some rows at a time.
+    """Round ``w`` to nearest, some rows at a time.
+
+    Returns:
+        The codes, and the remainder, or None unless ``keep_remainder``.
     """
     if not has_values(w):
         codes = torch.empty_like(w, dtype=torch.uint8)
     elif not is_traced(w) and in_pieces(w):
-        codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-        left = torch.empty(w.shape, dtype=torch.int8, device=w.device) if keep_remainder else None
-        for rows in pieces(w):
-            own = scale[rows] if scale.dim() == w.dim() and scale.shape[0] > 1 else scale
-            codes[rows], part = codes_of(w[rows], own, fmt, keep_remainder=keep_remainder)
-            if left is not None and part is not None:
-                left[rows] = part
-        return codes, left
-    elif w.dim() > 2 and w.shape[0] == 1 and not is_traced(w) and w.numel():
-        codes, inner = codes_of(
-            w[0], scale[0] if scale.dim() else scale, fmt, keep_remainder=keep_remainder
-        )
-        return codes[None], None if inner is None else inner[None]
+        return _codes_by_pieces(w, scale, fmt, keep_remainder=keep_remainder)
+    elif not is_traced(w) and w.numel() and w.dim() > 2 and w.shape[0] == 1:
+        # a stack of one: what is in it may be taken in pieces
+        inner_scale = scale[0] if scale.dim() else scale
+        codes, remainder = codes_of(w[0], inner_scale, fmt, keep_remainder=keep_remainder)
+        return codes[None], None if remainder is None else remainder[None]
     else:
         codes = encode(divided(w, scale), fmt)
     return codes, remainder_of(w, codes, scale, fmt) if keep_remainder else None
 
 
+def _codes_by_pieces(
+    w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
+) -> tuple[Tensor, Tensor | None]:
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    remainder = torch.empty(w.shape, dtype=torch.int8, device=w.device) if keep_remainder else None
+    has_scale_per_row = scale.dim() == w.dim() and scale.shape[0] > 1
+    for rows in pieces(w):
+        row_scale = scale[rows] if has_scale_per_row else scale
+        codes[rows], row_remainder = codes_of(
+            w[rows], row_scale, fmt, keep_remainder=keep_remainder
+        )
+        if remainder is not None and row_remainder is not None:
+            remainder[rows] = row_remainder
+    return codes, remainder
+
+
 def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """The remainder ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127]: int8 of
-    ``w``'s shape, 0 for NaN.
+    """Return the remainder ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127].
+
+    It is int8 of ``w``'s shape, and 0 for NaN.
     """
     if not has_values(w):
         return torch.empty_like(w, dtype=torch.int8)
-    left = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)
-    return (left * REMAINDER_STEPS).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
+    steps = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)
+    return (steps * REMAINDER_STEPS).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
 
 
-def void_remainder(own: Any) -> None:
-    """Drop the remainder of a tensor whose codes have changed, also for state dicts,
-    which share its memory.
+def void_remainder(tensor: Any) -> None:
+    """Drop the remainder of a tensor whose codes have changed.
+
+    It becomes 0 also in state dicts, which share its memory.
     """
-    if own.remainder is not None:
-        own.remainder.zero_()
-        own.remainder = None
+    if tensor.remainder is not None:
+        tensor.remainder.zero_()
+        tensor.remainder = None
 
 
 def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """The codes, contiguous; the code of Inf, or one beyond the format's width, is
-    refused.
+    """Return the codes, contiguous.
+
+    Raises:
+        TypeError: other than uint8.
+        ValueError: the code of Inf, or one beyond the format's width.
     """
     check_codes(codes)
     if not is_traced(codes) and codes.numel():
@@ -231,33 +276,48 @@ def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
 def largest_magnitude(
     codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: BlockSize
 ) -> Tensor:
-    """The largest finite magnitude stored under each scale, in value; of the shape of
-    ``scale``.
+    """Return the largest finite magnitude under each scale, in value.
+
+    It has the shape of ``scale``.
     """
     if not codes.numel():
         return torch.zeros_like(scale)
-    groups = codes & (fmt.sign_bit - 1)
+    magnitudes = codes & (fmt.sign_bit - 1)
     if isinstance(block_size, tuple):
-        return (
-            decode_checked(square_amax(torch.where(groups > fmt.max_code, 0, groups)), fmt) * scale
-        )
-    groups = groups.view(-1, block_size or codes.numel() // scale.numel())
+        finite = torch.where(magnitudes > fmt.max_code, 0, magnitudes)
+        return decode_checked(square_amax(finite), fmt) * scale
+    groups = magnitudes.view(-1, block_size or codes.numel() // scale.numel())
     top = groups.amax(1)
-    if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
+    # NaN is rare, and not worth a pass of its own
+    if bool((top > fmt.max_code).any()):
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
     return decode_checked(top.view(scale.shape), fmt) * scale
 
 
-def next_codes(own: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
-    """Codes of values in units of the scale that ``operator`` writes; draws are
-    counted, and always independent.
+def next_codes(tensor: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
+    """Return codes of values that an operator writes into a tensor of codes.
+
+    The draws of stochastic rounding are counted in the tensor, and independent of each
+    other.
+
+    Args:
+        tensor: its format, seed and counter are used.
+        units: the values in units of the scale.
+        rounding: ``nearest`` or ``stochastic``.
+        operator: the name of what writes.
     """
-    if is_traced(own.codes):
-        return encode_in_graph(units, own.format, rounding)
+    if is_traced(tensor.codes):
+        return encode_in_graph(units, tensor.format, rounding)
     if rounding == "nearest":
-        return encode(units, own.format)
-    stream = named_word(operator) if own.by_operator else 0
-    key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
-    codes = encode(units, own.format, "stochastic", **key)
-    own.counter.add_(1)
+        return encode(units, tensor.format)
+    stream = named_word(operator) if tensor.by_operator else 0
+    codes = encode(
+        units,
+        tensor.format,
+        "stochastic",
+        seed=tensor.seed,
+        step=int(tensor.counter),
+        stream=stream,
+    )
+    tensor.counter.add_(1)
     return codes

@@ -1,5 +1,12 @@
-"""Scales of stored weights: made, checked, described; those of blocks as exponents if
-all are powers of two.
+"""Scales of stored weights: how they are chosen, checked, stored, changed and described.
+
+A scale is stored in float32, or for blocks and squares in one byte ``e`` that stands for
+``2^(e - 127)``, if all scales of the tensor are powers of two. ``as_kept`` gives the stored
+form of a float32 scale, and ``decoded_scale`` goes back. A scale changes in two ways:
+
+- ``refit_scale_`` before all values are replaced, which owe nothing to the present codes;
+- ``rewrite_with_residual``, for a weight whose optimizer has stored what codes could not
+  hold: codes and residual are written anew, and their sum stays.
 """
 
 import logging
@@ -22,32 +29,35 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import named_word, random_bits
 
-ONE: Final = 127  #: The byte of a scale of 1.
+ONE: Final = 127
+"""The byte of a scale of 1."""
 IN_BLOCKS: Final = ("block", "square")
-"""Granularities whose scales are stored as exponents, one byte each, if all are powers
-of two.
-"""
+"""Granularities whose scales are stored as exponents if all are powers of two."""
 _MANTISSA_BITS: Final = 23
 _FRACTION: Final = 2**_MANTISSA_BITS - 1
+_RESIDUAL_BITS: Final = 8
+_LOG: Final = logging.getLogger("fp8manifold")
 
 
 def are_powers_of_two(scale: Tensor) -> bool:
-    """True if a float32 scale has only powers of two, which can be stored as exponents;
-    False in a graph.
-    """
-    return scale.is_meta or not (
-        is_traced(scale) or bool((scale.view(torch.int32) & _FRACTION).any())
-    )
+    """Return True if a float32 scale has only powers of two; False in a graph."""
+    if scale.is_meta:
+        return True
+    if is_traced(scale):
+        return False
+    return not bool((scale.view(torch.int32) & _FRACTION).any())
 
 
 def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
-    """A float32 scale, checked, as it is stored: for blocks the bytes ``e`` of
-    ``2^(e - 127)`` if all are such.
+    """Return a float32 scale as it is stored: for ``blocks`` as exponents, if all have one.
+
+    Raises:
+        ValueError: an entry is not finite, or below 2^-126.
     """
     if not is_traced(scale):
-        wrong = ~((scale >= torch.finfo(torch.float32).tiny) & scale.isfinite())
-        if bool(wrong.any()):
-            entry = scale[wrong][0].item()
+        is_wrong = ~((scale >= torch.finfo(torch.float32).tiny) & scale.isfinite())
+        if bool(is_wrong.any()):
+            entry = scale[is_wrong][0].item()
             raise ValueError(
                 f"scale holds {entry:g}: every entry must be finite, and 2^-126 at least"
             )
@@ -55,61 +65,62 @@ def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
 
 
 def exponents_of(scale: Tensor) -> Tensor:
+    """Return the stored bytes of a scale of powers of two."""
     return (scale.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
 
 
-def decoded_scale(kept: Tensor) -> Tensor:
-    """A stored scale in float32; 0 for a byte of 0, which is memory without values."""
-    return (
-        (kept.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
-        if kept.dtype is torch.uint8
-        else kept
-    )
+def decoded_scale(kept_scale: Tensor) -> Tensor:
+    """Return a stored scale in float32; 0 for a byte of 0, which is memory without values."""
+    if kept_scale.dtype is not torch.uint8:
+        return kept_scale
+    return (kept_scale.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
 
 
-_LOG: Final = logging.getLogger("fp8manifold")
-
-
-def kept_fresh_scale(
+def fresh_scale(
     w: Tensor, fmt: FloatFormat, granularity: scaling.StoredGranularity, headroom: float | None
 ) -> Tensor:
-    """:func:`fp8manifold.storage_scale` as it is stored: uint8 for blocks, as all are powers of two."""
+    """Choose a scale for the values of ``w`` as :func:`fp8manifold.storage_scale` does.
+
+    It is returned as it is stored: these scales are powers of two, so those of blocks are
+    exponents.
+    """
     scale = scaling.storage_scale(w, fmt, granularity, headroom=headroom)
     return exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
-def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
-    """The headroom that a caller gives, or for None the usual one, at least 1."""
+def headroom_or_usual(fmt: FloatFormat, headroom: float | None) -> float:
+    """Return the headroom that a caller chose, or for None the usual one, at least 1."""
     return scaling.usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
-def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """A scale that the caller chose, as it is stored, in the granularity's shape."""
+def chosen_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
+    """Return a scale that the caller chose, as it is stored, in the granularity's shape."""
     scaling.check_is_scale(scale)
     blocks = granularity in IN_BLOCKS
     if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
-        kept = scale.to(w.device)
-        wrong = (kept == 0) | (kept == 255)  # 2^-127 and NaN
-        if not is_traced(kept) and bool(wrong.any()):
+        kept_scale = scale.to(w.device)
+        # 0 is 2^-127, which float32 has as a subnormal, and 255 is NaN
+        is_wrong = (kept_scale == 0) | (kept_scale == 255)
+        if not is_traced(kept_scale) and bool(is_wrong.any()):
             raise ValueError(
-                f"scale holds the exponent {int(kept[wrong][0])}: they are 1 to 254, from 2^-126 "
-                f"to 2^127"
+                f"scale holds the exponent {int(kept_scale[is_wrong][0])}: they are 1 to 254, "
+                "from 2^-126 to 2^127"
             )
     else:
-        kept = as_kept(scale_in_float32(scale, w.device), blocks=blocks)
+        kept_scale = as_kept(scale_in_float32(scale, w.device), blocks=blocks)
     shape = scaling.amax_of(torch.empty(w.shape, device="meta"), granularity).shape
-    if kept.shape == shape:
-        return kept
-    if kept.dim() == 0:
-        return kept.expand(shape).clone()
+    if kept_scale.shape == shape:
+        return kept_scale
+    if kept_scale.dim() == 0:
+        return kept_scale.expand(shape).clone()
     raise ValueError(
-        f"scale has shape {tuple(kept.shape)}: with granularity={granularity!r} a tensor of shape "
-        f"{tuple(w.shape)} needs {tuple(shape)}"
+        f"scale has shape {tuple(kept_scale.shape)}: with granularity={granularity!r} a tensor of "
+        f"shape {tuple(w.shape)} needs {tuple(shape)}"
     )
 
 
 def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
-    """A number or a tensor as float32."""
+    """Return a number or a tensor as float32; raise TypeError for exponents."""
     scaling.check_is_scale(scale)
     if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
         raise TypeError(
@@ -118,21 +129,24 @@ def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
-def other_scale(own: Any, scale: float | Tensor, *, blocks: bool = False) -> Tensor:
-    """A scale to take the place of a tensor's, which it has to fit, as it is stored."""
-    new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
+def replacement_scale(tensor: Any, scale: float | Tensor, *, blocks: bool = False) -> Tensor:
+    """Return a scale to take the place of a tensor's, as it is stored.
+
+    Raises:
+        ValueError: it does not broadcast to the present scale.
+    """
+    new = scale_in_float32(scale, tensor.device)
+    shape = tensor.kept_scale.shape
     if not scaling.broadcasts_to(new.shape, shape):
         raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
     return as_kept(new, blocks=blocks)
 
 
 def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
-    """Raise ValueError unless the largest stored magnitude under each scale is within
-    its range.
-    """
-    beyond = largest > scale * fmt.max * scaling.ROUNDING_OF_SCALES
-    if bool(beyond.any()):
-        top = float(largest[beyond].max())
+    """Raise ValueError unless the largest magnitude under each scale is in its range."""
+    is_beyond = largest > scale * fmt.max * scaling.ROUNDING_OF_SCALES
+    if bool(is_beyond.any()):
+        top = float(largest[is_beyond].max())
         raise ValueError(
             f"scale is too small: a stored value of {top:g} needs a scale of at least "
             f"{top / fmt.max:g}"
@@ -140,34 +154,49 @@ def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
 
 
 def describe_scale(scale: Tensor) -> str:
-    """``2^-5``, ``1.5*2^-7`` or ``2^-5..2^-3`` where there are several."""
+    """Return ``2^-5``, ``1.5*2^-7`` or ``2^-5..2^-3`` where there are several."""
     if is_traced(scale) or not scale.numel():
         return "?"
-    low, high = _ends(scale, "")
+    low, high = _describe_ends(scale, "")
     return low if scale.dim() == 0 else f"{low}..{high}"
 
 
 def describe_change(old: Tensor, new: Tensor) -> str:
-    """In words, how many scales change, and by how much."""
+    """Return how many scales change, and by how much, in words."""
     if not old.numel():
         return "no scale to change"
-    low, high = _ends(new / old, "+")
+    low, high = _describe_ends(new / old, "+")
     return f"{int((old != new).sum())} of {old.numel()} scales changed, by {low} to {high}"
 
 
+def _describe_ends(factors: Tensor, sign: str) -> tuple[str, str]:
+    """Return the least and the largest of positive numbers, with signed exponents for "+"."""
+    mantissas, exponents = torch.frexp(torch.stack(torch.aminmax(factors)))
+    low, high = mantissas.tolist()
+    exponent_of_low, exponent_of_high = exponents.tolist()
+    return (
+        _describe_factor(low, exponent_of_low, sign),
+        _describe_factor(high, exponent_of_high, sign),
+    )
+
+
+def _describe_factor(mantissa: float, exponent: int, sign: str) -> str:
+    # frexp's mantissas are in [0.5, 1)
+    power = f"2^{exponent - 1:{sign}d}"
+    factor = f"{2 * mantissa:.6g}"
+    return power if factor == "1" else f"{factor}*{power}"
+
+
 def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
-    """Warn of values to be stored that lie too far beyond the range to round to its
-    end.
-    """
+    """Warn of values to be stored that lie too far beyond the range to round to its end."""
     if is_traced(scale) or is_traced(values):
         return
     beyond = int((values.abs() > scale * (fmt.max + fmt.ulp_max / 2)).sum())
     if beyond:
         warnings.warn(
             f"{beyond} of {values.numel()} values are beyond the range of a stored {fmt.name} "
-            f"scale, and saturate: "
-            "raise the scale with adapt_scale_ or rescale_, or make a new FP8Parameter of the "
-            "values",
+            "scale, and saturate: raise the scale with adapt_scale_ or rescale_, or make a new "
+            "FP8Parameter of the values",
             scaling.SaturationWarning,
             stacklevel=2,
         )
@@ -182,9 +211,8 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
     if lost:
         warnings.warn(
             f"at {lost} of {amax.numel()} scales all values are below half a step of {fmt.name} "
-            f"near 0, and most "
-            "become 0: lower the scale first, with adapt_scale_ or rescale_, or make a new "
-            "FP8Parameter of the values",
+            "near 0, and most become 0: lower the scale first, with adapt_scale_ or rescale_, or "
+            "make a new FP8Parameter of the values",
             scaling.UnderflowWarning,
             stacklevel=2,
         )
@@ -194,83 +222,103 @@ def warn_of_rounding(fmt: FloatFormat) -> None:
     """Warn that values assigned to the ``data`` of a weight were rounded."""
     warnings.warn(
         f"values assigned to the data of a weight in {fmt.name} were rounded: merging an adapter "
-        f"this way may change "
-        "outputs, and unmerging it does not restore the weight; to round once, call "
-        "dequantize_model, merge_and_unload and quantize_model",
+        "this way may change outputs, and unmerging it does not restore the weight; to round "
+        "once, call dequantize_model, merge_and_unload and quantize_model",
         UserWarning,
         stacklevel=3,
     )
 
 
-def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
-    """Set the scale for values that replace all: a fresh one, or unless ``fresh`` the
-    present one if it suits them.
+def refit_scale_(tensor: Any, values: Tensor, *, fresh: bool) -> None:
+    """Set the scale of a tensor whose values are all about to be replaced.
+
+    Args:
+        tensor: its codes stay as they are.
+        values: the new values. The scale stays if they are not finite.
+        fresh: the new scale does not depend on the present one. Otherwise that one stays
+            if it suits the values, or if they are on its grid already.
     """
-    amax = scaling.amax_of(values, x.granularity)
+    amax = scaling.amax_of(values, tensor.granularity)
     if not bool(amax.isfinite().all()):
         return
-    old = x.scale
-    new = scaling.refitted_scale(amax, torch.where(amax > 0, 0.0, old) if fresh else old, x.format)
+    old = tensor.scale
+    present = torch.where(amax > 0, 0.0, old) if fresh else old
+    new = scaling.refitted_scale(amax, present, tensor.format)
     if torch.equal(new, old):
         return
-    points = round_to_grid(divided(values, x.expanded_scale()), x.format) * x.expanded_scale()
-    if fresh or not bool(((points == values) | (points.to(x.dtype) == values)).all()):
-        _LOG.info("%s of shape %s: %s", x.format.name, tuple(x.shape), describe_change(old, new))
-        x.set_scale_(new)
-
-
-def _ends(scale: Tensor, sign: str) -> list[str]:
-    """The least and the largest as a factor and a power of two."""
-    ends = zip(*map(Tensor.tolist, torch.frexp(torch.stack(torch.aminmax(scale)))), strict=True)
-    return [f"{2 * m:.6g}*".removeprefix("1*") + f"2^{e - 1:{sign}d}" for m, e in ends]
-
-
-_BITS = 8
-
-
-def entry_of(own: Any) -> dict[str, Any]:
-    """The state that its optimizer has for a tensor of codes; empty without an
-    optimizer.
-    """
-    optimizer = None if own.stepped_by is None else own.stepped_by()
-    entries = {} if optimizer is None else optimizer.state
-    return next(
-        (entry for p, entry in entries.items() if getattr(p, "codes", None) is own.codes), {}
+    if not fresh and _are_on_grid(tensor, values):
+        return
+    _LOG.info(
+        "%s of shape %s: %s", tensor.format.name, tuple(tensor.shape), describe_change(old, new)
     )
+    tensor.set_scale_(new)
 
 
-def largest_of(own: Any, left: Tensor | None) -> Tensor:
-    """The largest magnitude under each scale, in value, of codes and the residual
-    ``left`` together.
+def _are_on_grid(tensor: Any, values: Tensor) -> bool:
+    """Return True if a tensor has codes for these values, as it appears or in float32."""
+    scale = tensor.expanded_scale()
+    points = round_to_grid(divided(values, scale), tensor.format) * scale
+    return bool(((points == values) | (points.to(tensor.dtype) == values)).all())
+
+
+def optimizer_state_of(tensor: Any) -> dict[str, Any]:
+    """Return the state that its optimizer has for a tensor of codes.
+
+    It is empty without an optimizer.
     """
-    if left is None or not own.codes.numel():
-        largest: Tensor = own.largest()
+    optimizer = None if tensor.stepped_by is None else tensor.stepped_by()
+    if optimizer is None:
+        return {}
+    for parameter, state in optimizer.state.items():
+        if getattr(parameter, "codes", None) is tensor.codes:
+            return state  # type: ignore[no-any-return]
+    return {}
+
+
+def largest_with_residual(tensor: Any, residual: Tensor | None) -> Tensor:
+    """Return the largest magnitude under each scale of codes and residual, in value.
+
+    Args:
+        tensor: NaN is left out.
+        residual: what codes could not hold, int8 in 1/256 of a step; None for none.
+    """
+    if residual is None or not tensor.codes.numel():
+        largest: Tensor = tensor.largest()
         return largest
-    finite = (own.codes & (own.format.sign_bit - 1)) <= own.format.max_code
-    values = torch.where(finite, _units(own, left) * own.expanded_scale(), 0.0)
-    return scaling.amax_of(values, own.granularity).minimum(own.scale * own.format.max)
+    is_finite = (tensor.codes & (tensor.format.sign_bit - 1)) <= tensor.format.max_code
+    sums = _units_with_residual(tensor, residual) * tensor.expanded_scale()
+    amax = scaling.amax_of(torch.where(is_finite, sums, 0.0), tensor.granularity)
+    return amax.minimum(tensor.scale * tensor.format.max)
 
 
-def _units(own: Any, left: Tensor) -> Tensor:
-    """The sum of codes and residual in units of the scale, float32."""
-    joined = joined_codes(own.codes.to(torch.int32), left.to(torch.int32), own.format, _BITS)
-    return decode_signed(joined, own.format, _BITS)[0]
+def rewrite_with_residual(tensor: Any, residual: Tensor, new_scale: Tensor) -> None:
+    """Write codes and residual anew, in place, for another scale.
 
-
-def rewrite_together(own: Any, left: Tensor, new: Tensor) -> None:
-    """Write codes and residual (int8, 1/256 step) at other scales: their sum stays,
-    rounded at random to 1/256 step.
+    Their sum stays, rounded at random to 1/256 of a step; both stay as they are where the
+    scale stays. The scale itself is left to the caller.
     """
-    fmt, codes = own.format, own.codes
-    ratio = own.expanded_scale() / expand_scale(new, own.block_size, codes.shape)
-    stream = named_word("rescale_") if own.by_operator else 0
-    key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
+    fmt, codes = tensor.format, tensor.codes
+    ratio = tensor.expanded_scale() / expand_scale(new_scale, tensor.block_size, codes.shape)
+    # draws are independent of each other, as those of every operator
     draws = random_bits(
-        codes.shape, device=codes.device, **key
-    )  # independent, as of every operator
-    own.counter.add_(1)
-    rounded, rest = split_codes(
-        encode_signed(_units(own, left) * ratio, fmt, draws, _BITS), fmt, _BITS, codes
+        codes.shape,
+        device=codes.device,
+        seed=tensor.seed,
+        step=int(tensor.counter),
+        stream=named_word("rescale_") if tensor.by_operator else 0,
     )
-    left.copy_(torch.where(ratio == 1, left, rest.to(torch.int8)))
-    codes.copy_(torch.where(ratio == 1, codes, keep_nan_codes(rounded, codes, fmt)))
+    tensor.counter.add_(1)
+    units = _units_with_residual(tensor, residual) * ratio
+    joined = encode_signed(units, fmt, draws, _RESIDUAL_BITS)
+    new_codes, new_residual = split_codes(joined, fmt, _RESIDUAL_BITS, codes)
+    residual.copy_(torch.where(ratio == 1, residual, new_residual.to(torch.int8)))
+    codes.copy_(torch.where(ratio == 1, codes, keep_nan_codes(new_codes, codes, fmt)))
+
+
+def _units_with_residual(tensor: Any, residual: Tensor) -> Tensor:
+    """Return the sum of codes and residual in units of the scale, float32."""
+    joined = joined_codes(
+        tensor.codes.to(torch.int32), residual.to(torch.int32), tensor.format, _RESIDUAL_BITS
+    )
+    units, _ = decode_signed(joined, tensor.format, _RESIDUAL_BITS)
+    return units
