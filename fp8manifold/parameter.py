@@ -13,7 +13,7 @@ __all__ = ["FP8Parameter"]
 
 
 class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
-    r"""An :class:`FP8Tensor` to train, in any ``nn.Module`` and with geoopt's optimizers.
+    r"""An :class:`FP8Tensor` to train: a parameter for torch and for geoopt.
 
     .. math:: w = s \cdot \operatorname{decode}(code)
 

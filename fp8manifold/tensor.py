@@ -1,14 +1,15 @@
 """Weights that live in one byte each, usable as any tensor is.
 
-An ``FP8Tensor`` has no floats. It is a wrapper around four tensors, its parts: ``codes``
-(uint8), ``kept_scale``, ``counter`` (of stochastic writes) and ``remainder`` (or None). Its
-constants (format, rounding, seed, ...) are its ``Traits``.
+An ``FP8Tensor`` has no floats. It is a wrapper around four tensors, its parts:
+``codes`` (uint8), ``kept_scale``, ``counter`` (of stochastic writes) and ``remainder``
+(or None). Its constants (format, rounding, seed, ...) are its ``Traits``.
 
-- Making one: the constructor rounds floats, ``from_codes`` takes codes, and ``_wrap`` puts
-  the parts together.
+- Making one: the constructor rounds floats, ``from_codes`` takes codes, and ``_wrap``
+  puts the parts together.
 - Reading: ``dequantize`` decodes all, ``decoded_rows`` some rows.
-- Writing: ``write`` rounds values at the present scale, ``adopt`` copies another tensor's
-  codes, ``rescale_`` changes the scale. Each ends with ``_changed``, which tells autograd.
+- Writing: ``write`` rounds values at the present scale, ``adopt`` copies another
+  tensor's codes, ``rescale_`` changes the scale. Each ends with ``_changed``, which
+  tells autograd.
 
 What torch's operators do with it is in ``_encoded/dispatch.py``.
 """
@@ -204,7 +205,7 @@ class FP8Tensor(ScaledTensor):
     ) -> Self:
         """Make a tensor of codes and scales.
 
-        It holds them without a copy, except for scales of blocks that are powers of two.
+        It has them without a copy, except for scales of blocks that are powers of two.
 
         Args:
             codes: uint8, contiguous.
@@ -369,7 +370,7 @@ class FP8Tensor(ScaledTensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """Return a key that compiled code on disk is found by: all that it may depend on."""
+        """Return a key of all that compiled code on disk may depend on."""
         facts = (
             TRACED_AS,
             type(self).__name__,
@@ -383,7 +384,7 @@ class FP8Tensor(ScaledTensor):
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def dequantize(self) -> Tensor:
-        """Return the values as a plain tensor of the apparent dtype; not differentiable."""
+        """Return the values in the apparent dtype; no gradient flows through them."""
         check_current(self)
         return storage.dequantize_codes(
             self.codes, self.scale, self.format, self.dtype, self.block_size
@@ -396,13 +397,13 @@ class FP8Tensor(ScaledTensor):
         )
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
-        """Return the values of a view; of a view that takes rows, only these are decoded."""
+        """Return the values of a view, decoding only its rows if it is of rows."""
         if not takes_rows(replay) or self.dim() < 2 or storage.is_traced(self.codes):
             return super()._dequantized_view(replay)
         return self.decoded_rows(replay)
 
     def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the values of the rows (indices of dimension 0) that ``take`` takes."""
+        """Return the values of those rows (dimension 0) that ``take`` takes."""
         check_current(self)
         codes = take(self.codes).contiguous()
         if isinstance(self.block_size, tuple) and self.dim() == 2:
@@ -448,8 +449,8 @@ class FP8Tensor(ScaledTensor):
     def adopt(self, source: "FP8Tensor") -> None:
         """Take codes, scale and remainder of another tensor, in place and exactly.
 
-        ``copy_`` of a tensor does so. The counter becomes the larger one, so that no draw
-        is used twice, and in ``Module.load_state_dict`` that of the source.
+        ``copy_`` of a tensor does so. The counter becomes the larger one, so that no
+        draw is used twice, and in ``Module.load_state_dict`` that of the source.
 
         Raises:
             TypeError: the source has no codes.
@@ -605,7 +606,7 @@ class FP8Tensor(ScaledTensor):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle parts and constants, in types that ``torch.load(weights_only=True)`` takes."""
+        """Pickle parts and constants, in types that ``weights_only=True`` loads."""
         names, constants = self.__tensor_flatten__()
         parts = {name: getattr(self, name) for name in names}
         if self.remainder is not None:
@@ -633,7 +634,7 @@ class FP8Tensor(ScaledTensor):
 def _granularity_of_shape(
     granularity: scaling.StoredGranularity, w: Tensor
 ) -> scaling.StoredGranularity:
-    """Return the granularity, or a simpler name for the one that it is for the shape of ``w``."""
+    """Return the simplest granularity that is the same for the shape of ``w``."""
     if granularity not in ("channel", "row") or w.dim() > 2:
         return granularity
     return "channel" if w.dim() == 2 else "tensor"

@@ -4,10 +4,10 @@ Torch calls ``EncodedTensor.__torch_dispatch__`` for every operator that has an 
 argument, and ``_run`` takes the first way that fits:
 
 1. copy_, embedding, detach, ...: a handler that ``implements`` has registered;
-2. a view, as ``w[0]`` or ``w.t()``: a ``View``, which replays the operator when it is read;
+2. a view, as ``w[0]`` or ``w.t()``: a ``View``, which replays the operator when read;
 3. a factory, as ``zeros_like(w)``: a plain tensor;
-4. an operator that writes, as ``w.add_(g)``: ``_run_writing`` decodes w to float32, adds g
-   to that copy, and has ``w.write`` round the sum to codes, in place;
+4. an operator that writes, as ``w.add_(g)``: ``_run_writing`` decodes w to float32,
+   adds g to that copy, and has ``w.write`` round the sum to codes, in place;
 5. any other, as ``w + g``: on the decoded values; the result is a plain tensor.
 
 Handlers are in ``operators.py`` and ``_shards.py``; ``write`` is in ``tensor.py``.
@@ -102,7 +102,7 @@ _ARITHMETIC: Final = frozenset(
         *overloads_of(*(f"_foreach_{name}_" for name in _ARITHMETIC_NAMES)),
     ]
 )
-"""Operators whose results depend on the values of all arguments, as those of an average do."""
+"""Operators whose results depend on the values of all arguments, as an average does."""
 
 _FACTORIES: Final = frozenset(
     {
@@ -183,7 +183,7 @@ class EncodedTensor(torch.Tensor):
         """Note that arithmetic has changed the values, by an operator of that name."""
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Return the names of the parts that a compiler sees, and all other attributes."""
+        """Return the names of parts that a compiler sees, and all other attributes."""
         raise NotImplementedError
 
     @property
@@ -208,7 +208,7 @@ class EncodedTensor(torch.Tensor):
             raise RuntimeError(
                 f"an {type(self).__name__} {shapes}: resize layers before quantize_model"
             )
-        # ``x.data += y`` assigns a tensor of codes into which the sum was rounded already
+        # ``x.data += y`` assigns a tensor of codes that the sum was rounded into
         was_rounded = isinstance(values, EncodedTensor) and values._has_been_written()
         with torch.no_grad():
             self.copy_(values)
@@ -220,7 +220,7 @@ class EncodedTensor(torch.Tensor):
         return 0
 
     def _has_been_written(self) -> bool:
-        """Return True if this is a detached tensor or clone that has been written to since."""
+        """Return True if a detached tensor, or a clone of one, was written to since."""
         writes: int | None = getattr(self, "writes_before", None)
         return writes is not None and writes != self._writes()
 
@@ -305,7 +305,7 @@ _OPERATORS_OF_ROWS: Final = (
 
 
 def takes_rows(replay: Replay) -> bool:
-    """Return True if a view is of rows: of all entries under some indices of dimension 0."""
+    """Return True if a view takes all entries of some indices of dimension 0."""
     place = 1 if replay.func is _aten.split.Tensor else 0
     is_positional = len(replay.args) > place
     dimension = replay.args[place] if is_positional else replay.kwargs.get("dim", 0)
@@ -377,7 +377,7 @@ class View(EncodedTensor):
         self.base.note_change(operator)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Write into the base, where all other values are on the grid already and stay."""
+        """Write into the base, whose other values are on the grid and stay."""
         base_values = self.base._in_float32()
         self.replay(base_values).copy_(values)
         self.base.write(base_values, operator)
@@ -425,7 +425,7 @@ def _hidden_dispatch(
 
 
 def _run_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of the first argument, or a list of views if the operator makes several.
+    """Return a view of the first argument, or a list of views, as the operator does.
 
     A view under another dtype is of the decoded values.
     """
@@ -443,7 +443,7 @@ def _run_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def view_of(base: EncodedTensor, replay: Replay, layout: Tensor) -> View:
-    """Return ``replay(base)``, which has the shape, strides and offset of ``layout``."""
+    """Return ``replay(base)``, of the shape, strides and offset of ``layout``."""
     return View(base, replay, layout.shape, layout.stride(), layout.storage_offset())
 
 
@@ -469,7 +469,7 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 def _run_writing(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Tensor]
 ) -> Any:
-    """Run an operator on decoded copies of its targets, and encode what it writes there.
+    """Run an operator on decoded copies of its targets, and encode these afterwards.
 
     The copies are in float32. A fused optimizer, which wants one dtype for all, gets
     them in the apparent dtype.
@@ -525,7 +525,7 @@ def plain(tree: Any) -> Any:
 
 
 def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an operator in a backward pass, with encoded ones decoded.
+    """Return the arguments of an operator in a backward pass, decoded.
 
     In a graph they are decoded no earlier than the first plain argument, a gradient, is
     computed.
@@ -581,7 +581,7 @@ _COLLECTIVES: Final = (
 
 
 def check_not_sent(func: Any) -> None:
-    """Raise RuntimeError for any collective except a broadcast, which sends every part."""
+    """Raise RuntimeError for a collective; a broadcast is allowed, of all parts."""
     if func.namespace in _COLLECTIVES and func._schema.name != "c10d::broadcast_":
         refuse_collective(func)
 

@@ -25,7 +25,7 @@ from fp8manifold._encoded.stored_scale import refit_scale_
 
 
 def checked_remainder(remainder: Tensor | None, codes: Tensor) -> Tensor | None:
-    """Return the remainder of a saved tensor, or None; raise ValueError if it doesn't fit."""
+    """Return the remainder of a saved tensor; raise ValueError if it does not fit."""
     if remainder is None:
         return None
     if remainder.dtype != torch.int8 or remainder.shape != codes.shape:
@@ -88,7 +88,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dispatch.implements(_aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy to another device or apparent dtype; to any other dtype as a plain tensor."""
+    """Copy to a device or apparent dtype; to any other dtype as a plain tensor."""
     x, dtype = args[0], kwargs.get("dtype")
     if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and may_lend(x):
         return lend(x, dtype)
@@ -131,13 +131,13 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def root_arithmetic(x: Any) -> Arithmetic | None:
-    """Return what arithmetic has done to the copy that ``x`` is or views; None for no copy."""
+    """Return what arithmetic has done to the copy that ``x`` is, or views; or None."""
     arithmetic: Arithmetic | None = getattr(dispatch.root_of(x), "arithmetic", None)
     return arithmetic
 
 
 def _has_values_of(x: Any, source: Any) -> bool:
-    """Return True if the tensor has the values of another already, to the sign of a zero."""
+    """Return True if two tensors have the same values, to the sign of a zero."""
     new = source.dequantize() if isinstance(source, dispatch.EncodedTensor) else source
     if new.shape != x.shape or new.device != x.device:
         return False
@@ -189,7 +189,7 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
 
 
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Broadcast every part of a whole tensor; format, seed and rounding are not sent."""
+    """Broadcast every part of a whole tensor, but not format, seed and rounding."""
     tensors, options = args[0], args[1:]
     (x,) = tensors
     # DDP sends a single parameter as a flat view
@@ -211,7 +211,7 @@ if torch.distributed.is_available():
 
 @dispatch.implements(_aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return memory for a meta tensor (``Module.to_empty``); for any other a plain tensor."""
+    """Return memory for a meta tensor, as ``Module.to_empty`` asks for it."""
     x = args[0]
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
         return NotImplemented

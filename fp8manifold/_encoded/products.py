@@ -1,8 +1,8 @@
 """Operands of products on units of eight bits.
 
 An activation or gradient becomes rows of codes, each at a power-of-two scale of its own
-(``round_rows``, ``round_columns``, ``int8_rows``). A weight in codes has its bytes copied
-into the layout and the units that the product wants (``transpose_bytes``,
+(``round_rows``, ``round_columns``, ``int8_rows``). The bytes of a weight in codes are
+copied into the layout and the units that the product wants (``transpose_bytes``,
 ``codes_to_int8``).
 
 These are the definitions, in torch's operators: a CPU runs them, a compiler fuses them,
@@ -25,7 +25,7 @@ _MANTISSA: Final = 23
 
 
 def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Return the scales that take magnitudes to ``largest`` at most, and their inverses.
+    """Return scales that take magnitudes to ``largest`` at most, and their inverses.
 
     A scale is the least such power of two. It is 1 for a magnitude of 0. Where a
     magnitude is Inf or NaN, it is NaN and its inverse 0.
@@ -85,7 +85,7 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``x * fold`` (M, K) in int8, and a scale (M, 1) per row.
 
-    It is as :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one.
+    It is as :func:`round_rows`, to whole numbers from -127 to 127, ties to even.
     """
     if _has_kernels(x):
         return int8_rows_on_gpu(x, fold)

@@ -96,7 +96,7 @@ def may_lend(x: Any) -> bool:
 
 
 def lend(x: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor of codes, or a view of one, under another dtype, on the same memory."""
+    """Return a tensor of codes, or a view, under another dtype, on the same memory."""
     if isinstance(x, View):
         return View(lend(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
     twin = x.with_parts(lambda part: part, dtype)
@@ -137,7 +137,7 @@ class LentPart(NamedTuple):
 
 @dataclass
 class Arithmetic:
-    """What arithmetic has done to a copy of a weight, whatever tensors share its memory."""
+    """What arithmetic has done to a copy, through any of the tensors on its memory."""
 
     #: times that its values were changed
     changes: int = 0
@@ -186,7 +186,10 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def granularity(self) -> str:
-        """What shares a scale: ``tensor``, ``channel``, ``row``, ``block`` or ``square``."""
+        """What shares a scale.
+
+        It is ``tensor``, ``channel``, ``row``, ``block`` or ``square``.
+        """
         if isinstance(self.block_size, tuple):
             return "square"
         if self.block_size:
@@ -200,7 +203,7 @@ class ScaledTensor(EncodedTensor):
         return expand_scale(self.scale, self.block_size, self.codes.shape)
 
     def largest(self) -> Tensor:
-        """Return the largest stored magnitude under each scale, in the shape of ``scale``."""
+        """Return the largest magnitude under each scale, in the shape of ``scale``."""
         return largest_magnitude(self.codes, self.scale, self.format, self.block_size)
 
     def set_scale_(self, scale: float | Tensor) -> Self:
@@ -238,7 +241,7 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def is_bare(self) -> bool:
-        """True for what ``detach``, ``clone`` and ``to`` return, if it is no parameter."""
+        """True for a result of ``detach``, ``clone`` or ``to`` that is no parameter."""
         return self.is_detached and not getattr(self, "_is_param", False)
 
     def float(self, **options: Any) -> Tensor:

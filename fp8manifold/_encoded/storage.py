@@ -2,14 +2,14 @@
 
 A weight is ``scale * decode(code)``. Some weights share a scale:
 
-- without a block size those that the scale's shape says: all for ``()``, one index of the
-  first dimension for ``(R, 1, .., 1)``, one row for ``(.., 1)``;
+- without a block size those that the scale's shape says: all for ``()``, one index of
+  the first dimension for ``(R, 1, .., 1)``, one row for ``(.., 1)``;
 - a block: 32 of a row;
-- a square: 128 x 128 of the last two dimensions, partial at its ends. Loops over rows take
-  its scale once for each run of a row (``runs_of``), as all runs are of equal length.
+- a square: 128 x 128 of the last two dimensions, partial at their ends. Loops over rows
+  take its scale once for each run of a row (``runs_of``), as runs have one length.
 
-``codes_of`` rounds floats to codes, and ``dequantize_codes`` decodes them. What rounding
-took away, the remainder, can be stored in 1/256 of a step (``remainder_of``).
+``codes_of`` rounds floats to codes, and ``dequantize_codes`` decodes them. What
+rounding took away, the remainder, can be stored in 1/256 of a step (``remainder_of``).
 """
 
 import math
@@ -28,7 +28,7 @@ from fp8manifold.random_bits import named_word
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 
 BlockSize = int | tuple[int, int] | None
-"""The weights that share a scale: 32, ``(128, 128)``, or None for what its shape says."""
+"""The weights that share a scale: 32, ``(128, 128)``, or None if its shape says so."""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
 _SHORTEST_RUN: Final = 32
 _BLOCK_SIZES: Final[dict[int, BlockSize]] = {
@@ -59,10 +59,10 @@ def block_size_of(number: int) -> BlockSize:
 
 
 def run_length(columns: int) -> int:
-    """Return the length of the equal runs of a row whose weights share a square's scale.
+    """Return the length of equal runs of a row, each in one square.
 
-    It is 32 to 128, 1 if no such length divides 128 and ``columns``, or the whole row if
-    that has up to 128.
+    It is 32 to 128, or 1 if no such length divides 128 and ``columns``, or the whole
+    row if that has up to 128.
     """
     if columns <= SQUARE_SIZE:
         return max(columns, 1)
@@ -94,7 +94,7 @@ def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
 
 
 def spread_rows(scale: Tensor, rows: int) -> Tensor:
-    """Return the scales of squares, one per row for each square that the row runs through."""
+    """Return the scales of squares, one per row for each square that it crosses."""
     return _spread(scale, rows, -2)
 
 
@@ -131,7 +131,7 @@ def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Ten
 def dequantize_codes(
     codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: BlockSize
 ) -> Tensor:
-    """Return ``scale * decode(codes)``: rounded to float32, and from there to ``dtype``.
+    """Return ``scale * decode(codes)``, rounded to float32, and from that to ``dtype``.
 
     A scale is ``()``, or one per row ``(R, 1, .., 1)``, per block of the last axis, or
     per square of the last two.
@@ -144,7 +144,7 @@ def dequantize_codes(
 
 
 def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """Return ``scale * decode(codes)``, with a scale for each of equal runs of codes."""
+    """Return ``scale * decode(codes)``, with a scale for each of equal runs."""
     native = decoded(codes, fmt, dtype, scale)
     if native is not None:
         return native
@@ -155,7 +155,7 @@ def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dty
     codes_by_run = codes.reshape(runs, -1)
     scales_by_run = scale.reshape(runs, 1).expand_as(codes_by_run)
     values_by_run = values.view(runs, -1)
-    # a CPU takes pieces that stay in its cache: of many runs, or of the columns of a single one
+    # a CPU takes pieces that stay in its cache: some runs, or columns of a single one
     axis = 1 if runs == 1 else 0
     length = codes_by_run.shape[axis]
     if codes.is_cpu:

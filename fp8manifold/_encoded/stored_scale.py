@@ -1,12 +1,13 @@
-"""Scales of stored weights: how they are chosen, checked, stored, changed and described.
+"""Scales of stored weights: how they are chosen, checked, stored and changed.
 
-A scale is stored in float32, or for blocks and squares in one byte ``e`` that stands for
-``2^(e - 127)``, if all scales of the tensor are powers of two. ``as_kept`` gives the stored
-form of a float32 scale, and ``decoded_scale`` goes back. A scale changes in two ways:
+A scale is stored in float32, or for blocks and squares in one byte ``e`` that stands
+for ``2^(e - 127)``, if all scales of the tensor are powers of two. ``as_kept`` gives
+the stored form of a float32 scale, and ``decoded_scale`` goes back. Two ways to change
+a scale are here:
 
-- ``refit_scale_`` before all values are replaced, which owe nothing to the present codes;
-- ``rewrite_with_residual``, for a weight whose optimizer has stored what codes could not
-  hold: codes and residual are written anew, and their sum stays.
+- ``refit_scale_``, before all values are replaced: these owe nothing to the codes;
+- ``rewrite_with_residual``, for a weight whose optimizer has stored what codes could
+  not hold: codes and residual are written anew, and their sum stays.
 """
 
 import logging
@@ -49,7 +50,7 @@ def are_powers_of_two(scale: Tensor) -> bool:
 
 
 def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
-    """Return a float32 scale as it is stored: for ``blocks`` as exponents, if all have one.
+    """Return a float32 scale as it is stored: in ``blocks`` as exponents, if it can be.
 
     Raises:
         ValueError: an entry is not finite, or below 2^-126.
@@ -70,7 +71,7 @@ def exponents_of(scale: Tensor) -> Tensor:
 
 
 def decoded_scale(kept_scale: Tensor) -> Tensor:
-    """Return a stored scale in float32; 0 for a byte of 0, which is memory without values."""
+    """Return a stored scale in float32; 0 for a byte of 0 (memory without values)."""
     if kept_scale.dtype is not torch.uint8:
         return kept_scale
     return (kept_scale.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
@@ -81,20 +82,20 @@ def fresh_scale(
 ) -> Tensor:
     """Choose a scale for the values of ``w`` as :func:`fp8manifold.storage_scale` does.
 
-    It is returned as it is stored: these scales are powers of two, so those of blocks are
-    exponents.
+    It is returned as it is stored. These scales are powers of two, so those of blocks
+    are exponents.
     """
     scale = scaling.storage_scale(w, fmt, granularity, headroom=headroom)
     return exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
 def headroom_or_usual(fmt: FloatFormat, headroom: float | None) -> float:
-    """Return the headroom that a caller chose, or for None the usual one, at least 1."""
+    """Return the headroom that a caller chose, or for None the usual one from 1 up."""
     return scaling.usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
 def chosen_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """Return a scale that the caller chose, as it is stored, in the granularity's shape."""
+    """Return a scale that the caller chose, as stored, in the granularity's shape."""
     scaling.check_is_scale(scale)
     blocks = granularity in IN_BLOCKS
     if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
@@ -143,7 +144,7 @@ def replacement_scale(tensor: Any, scale: float | Tensor, *, blocks: bool = Fals
 
 
 def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
-    """Raise ValueError unless the largest magnitude under each scale is in its range."""
+    """Raise ValueError if the largest magnitude under a scale is beyond its range."""
     is_beyond = largest > scale * fmt.max * scaling.ROUNDING_OF_SCALES
     if bool(is_beyond.any()):
         top = float(largest[is_beyond].max())
@@ -170,7 +171,10 @@ def describe_change(old: Tensor, new: Tensor) -> str:
 
 
 def _describe_ends(factors: Tensor, sign: str) -> tuple[str, str]:
-    """Return the least and the largest of positive numbers, with signed exponents for "+"."""
+    """Return the least and the largest of positive numbers, in words.
+
+    With a ``sign`` of "+" exponents have a sign.
+    """
     mantissas, exponents = torch.frexp(torch.stack(torch.aminmax(factors)))
     low, high = mantissas.tolist()
     exponent_of_low, exponent_of_high = exponents.tolist()
@@ -188,7 +192,7 @@ def _describe_factor(mantissa: float, exponent: int, sign: str) -> str:
 
 
 def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
-    """Warn of values to be stored that lie too far beyond the range to round to its end."""
+    """Warn of values that lie too far beyond the range to round to its end."""
     if is_traced(scale) or is_traced(values):
         return
     beyond = int((values.abs() > scale * (fmt.max + fmt.ulp_max / 2)).sum())
@@ -235,8 +239,8 @@ def refit_scale_(tensor: Any, values: Tensor, *, fresh: bool) -> None:
     Args:
         tensor: its codes stay as they are.
         values: the new values. The scale stays if they are not finite.
-        fresh: the new scale does not depend on the present one. Otherwise that one stays
-            if it suits the values, or if they are on its grid already.
+        fresh: the new scale does not depend on the present one. Otherwise that one
+            stays if it suits the values, or if they are on its grid already.
     """
     amax = scaling.amax_of(values, tensor.granularity)
     if not bool(amax.isfinite().all()):
@@ -255,7 +259,7 @@ def refit_scale_(tensor: Any, values: Tensor, *, fresh: bool) -> None:
 
 
 def _are_on_grid(tensor: Any, values: Tensor) -> bool:
-    """Return True if a tensor has codes for these values, as it appears or in float32."""
+    """Return True if a tensor has codes for these values, or those in its dtype."""
     scale = tensor.expanded_scale()
     points = round_to_grid(divided(values, scale), tensor.format) * scale
     return bool(((points == values) | (points.to(tensor.dtype) == values)).all())
@@ -294,8 +298,8 @@ def largest_with_residual(tensor: Any, residual: Tensor | None) -> Tensor:
 def rewrite_with_residual(tensor: Any, residual: Tensor, new_scale: Tensor) -> None:
     """Write codes and residual anew, in place, for another scale.
 
-    Their sum stays, rounded at random to 1/256 of a step; both stay as they are where the
-    scale stays. The scale itself is left to the caller.
+    Their sum stays, rounded at random to 1/256 of a step. Where the scale stays, so do
+    both. The scale itself is left to the caller.
     """
     fmt, codes = tensor.format, tensor.codes
     ratio = tensor.expanded_scale() / expand_scale(new_scale, tensor.block_size, codes.shape)
