@@ -15,18 +15,10 @@ from _compared import short
 from _generated import digest
 from _study import against_baseline
 
-from nanogpt_bench.report.chart import (
-    CONFIG,
-    RULE_ORDER,
-    THEMES,
-    coloured,
-    ink,
-    over,
-    quantity,
-    svg,
-    theme_colours,
-)
 from nanogpt_bench.report.results import Result
+from nanogpt_bench.report.row_styles import RULE_ORDER, THEMES, theme_colours
+from nanogpt_bench.report.svg_figures import svg
+from nanogpt_bench.report.vega_spec import CONFIG, coloured, ink, over, quantity
 
 FOLDER = Path(__file__).parent.parent / "docs" / "_static"
 #: GitHub's dark background, which differs from that of a report's dark theme

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, Style, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.report.paired import difference_text
 from nanogpt_bench.report.results import Result, reference_name
+from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import loss_unit
 from nanogpt_bench.report.tables import run_heading
+from nanogpt_bench.report.vega_spec import Chart, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import one_line
 

@@ -5,10 +5,11 @@ a chart, as in the report.
 from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_styles
 from _markdown import markdown
 
-from nanogpt_bench.report.chart import figure, styles, svg
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import find_reference, references_of
+from nanogpt_bench.report.svg_figures import side_by_side, svg
 
 
 def ladder_of(file: Exported) -> Ladder | None:
@@ -34,7 +35,7 @@ def drawn_by(ladder: Ladder, file: Exported) -> str:
     every = styles(rows, *against)
     chart = ladder_chart(ladder, results, every)
     assert chart is not None
-    return svg(figure([chart], line_styles(ladder, results, every)))
+    return svg(side_by_side([chart], line_styles(ladder, results, every)))
 
 
 def _measured(file: Exported) -> list[Result]:

@@ -9,11 +9,11 @@ from _markdown import markdown
 from _paired import losses_of
 from _predictors import Predictor, early_points, rank_predictors
 
-from nanogpt_bench.report.chart import figure, svg
-from nanogpt_bench.report.charts import sensitivity_charts
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.setting_charts import sensitivity_charts
 from nanogpt_bench.report.studies import SensitivityMap
+from nanogpt_bench.report.svg_figures import side_by_side, svg
 
 END = 1.0
 """Share of a run's steps after which its metrics are read."""
@@ -56,7 +56,7 @@ def map_of(file: Exported) -> SensitivityMap:
 
 def drawn_map(file: Exported) -> str:
     """The map as the report draws it, as SVG."""
-    return svg(figure(sensitivity_charts([map_of(file)]), {}))
+    return svg(side_by_side(sensitivity_charts([map_of(file)]), {}))
 
 
 def warps(file: Exported) -> str:

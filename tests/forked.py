@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # which every optimizer imports: here once, rather than in each child
 import torch.distributed.tensor
 
-from nanogpt_bench.report import chart, page
+from nanogpt_bench.report import page, svg_figures
 
 
 def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) -> int:
@@ -57,7 +57,7 @@ def without_drawing() -> None:
     have drawn before.
     """
     empty = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"></svg>'
-    chart.svg, page.javascript = lambda spec: empty, lambda code: ""
+    svg_figures.svg, page.javascript = lambda spec: empty, lambda code: ""
 
 
 def finish(pid: int) -> int:

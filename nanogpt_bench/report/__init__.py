@@ -5,14 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.chart import drawn_in, styles, write_figures
 from nanogpt_bench.report.merged import merged_rows, with_given_up
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.results_file import is_export, read_export
+from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, shortfall, uncounted_lines
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.studies import Studies, read_studies
+from nanogpt_bench.report.svg_figures import drawn_in, write_figures
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run, find_runs, load_run

@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 
-from nanogpt_bench.report.chart import (
-    CONFIG,
-    DASHES,
-    THEMES,
-    Chart,
-    Spec,
-    Style,
-    javascript,
-    short,
-    theme_colours,
-)
+from nanogpt_bench.report.row_styles import DASHES, THEMES, Style, theme_colours
+from nanogpt_bench.report.svg_figures import javascript
+from nanogpt_bench.report.vega_spec import CONFIG, Chart, Spec, short
 
 # Only the page's own content may run or be shown: a report from somebody else can't
 # contact a server.

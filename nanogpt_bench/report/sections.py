@@ -13,24 +13,24 @@ from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors import CHARTED, charted
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
-from nanogpt_bench.report.chart import DOTTED, Chart, Style, ink, lines, over, quantity
-from nanogpt_bench.report.charts import (
+from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT
+from nanogpt_bench.report.curve_charts import (
     TITLES,
     lines_of,
     loss_charts,
     loss_range,
-    parallel_chart,
-    rate_chart,
-    sensitivity_charts,
     stall_chart,
     watched_charts,
 )
-from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT
 from nanogpt_bench.report.page import Section, chart_places, legend, table
+from nanogpt_bench.report.parallel_chart import parallel_chart
 from nanogpt_bench.report.results import Result
+from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, row_runs, uncounted_lines
+from nanogpt_bench.report.setting_charts import rate_chart, sensitivity_charts
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, shown_columns, tuning_cells
+from nanogpt_bench.report.vega_spec import DOTTED, Chart, ink, lines, over, quantity
 from nanogpt_bench.report.verdicts import class_name, describe_ending
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run

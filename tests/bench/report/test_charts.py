@@ -11,20 +11,15 @@ from bench_runs import refusal
 from run_folders import measured, rows_of, write_alerts, write_comparison, write_metrics, write_run
 
 from nanogpt_bench.failures import diagnose
-from nanogpt_bench.report import chart
-from nanogpt_bench.report.chart import styles, write_figures
-from nanogpt_bench.report.charts import (
-    ABOVE,
-    lines_of,
-    loss_charts,
-    loss_range,
-    parallel_chart,
-    rate_chart,
-    sensitivity_charts,
-)
+from nanogpt_bench.report import svg_figures
+from nanogpt_bench.report.curve_charts import lines_of, loss_charts, loss_range
+from nanogpt_bench.report.parallel_chart import ABOVE, parallel_chart
+from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
+from nanogpt_bench.report.setting_charts import rate_chart, sensitivity_charts
 from nanogpt_bench.report.studies import read_studies
+from nanogpt_bench.report.svg_figures import write_figures
 from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run
 
 
@@ -47,12 +42,14 @@ def test_every_figure_is_an_svg_that_shows_something(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: chart.svg({}), lambda: chart.javascript("")], ids=["svg", "javascript"]
+    "call",
+    [lambda: svg_figures.svg({}), lambda: svg_figures.javascript("")],
+    ids=["svg", "javascript"],
 )
 def test_a_forked_process_and_what_can_not_be_drawn_are_refused(call, monkeypatch):
     with refusal("a figure can't be drawn: "):
-        chart.svg({"mark": "none", "data": {"values": []}})
-    monkeypatch.setattr(chart, "_process", [os.getpid() + 1])
+        svg_figures.svg({"mark": "none", "data": {"values": []}})
+    monkeypatch.setattr(svg_figures, "_process", [os.getpid() + 1])
     with refusal("forked from one that drew"):
         call()
 

@@ -8,8 +8,8 @@ import yaml
 from laws import each
 from run_folders import measured, rows_of, write_run
 
-from nanogpt_bench.report.chart import styles
 from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import find_reference, reference_beside
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.report.verdicts import Evidence, Judgement, judge

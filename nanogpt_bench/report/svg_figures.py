@@ -1,0 +1,178 @@
+"""Figures: some of the page's charts side by side as SVG files.
+
+Vega draws them without a browser, in this process.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+from nanogpt_bench.report.row_styles import Style, theme_colours
+from nanogpt_bench.report.vega_spec import (
+    CONFIG,
+    Chart,
+    Spec,
+    coloured,
+    ink,
+    pen_of_row,
+    short,
+)
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.files import write_text
+
+#: id of the process that started Vega, whose threads do not survive a fork
+_process: list[int] = []
+# The charts in each figure, by name, without the numbers of several of a kind.
+CHARTS_OF_FIGURES: Mapping[str, Sequence[str]] = {
+    "loss_curves": ("val-step", "train-step"),
+    "stall": ("stall",),
+    "gradient_cosine": ("watch-grad-cosine",),
+    "learning_rates": ("rates",),
+}
+#: charts side by side
+ACROSS = 3
+# pixels
+#: width of a chart alone
+PIXELS = 800
+#: width of one chart of several
+PANEL_PIXELS = 340
+#: part of a chart's height for axis and title
+FRAME = 60
+LETTER_PIXELS = 7
+#: width of a key of the legend without its name
+KEY_PIXELS = 60
+#: width of the line in a key of the legend
+SAMPLE_PIXELS = 36
+#: letters of a name in the legend
+LONGEST_LABEL = 36
+
+
+@cache
+def javascript(code: str) -> str:
+    """Return Vega's code bundled with `code`; this takes seconds."""
+    _claim_process()
+    bundle: str = vl_convert.javascript_bundle(code)
+    return bundle
+
+
+def svg(spec: Mapping[str, Any]) -> str:
+    """Draw a description as SVG."""
+    _claim_process()
+    try:
+        drawn: str = vl_convert.vegalite_to_svg(dict(spec))
+    except ValueError as error:
+        raise BenchError(f"a figure can't be drawn: {one_line(error)}") from None
+    return drawn
+
+
+def _claim_process() -> None:
+    """Refuse a process that was forked from one in which Vega runs."""
+    if _process and _process[0] != os.getpid():
+        raise BenchError(
+            "charts can't be drawn in a process that was forked from one that drew: start it by "
+            "spawn"
+        )
+    _process[:] = [os.getpid()]
+
+
+def write_figures(charts: Sequence[Chart], styles: Mapping[str, Style], folder: Path) -> list[Path]:
+    """Draw every figure that has charts into `folder` as NAME.svg; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # All are drawn before any is written.
+    drawn = {}
+    for name, panels in figure_charts(charts).items():
+        drawn[name] = svg(side_by_side(panels, styles))
+    return [write_text(folder / f"{name}.svg", text) for name, text in drawn.items()]
+
+
+def drawn_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that have names of figures."""
+    names = re.compile(rf"({'|'.join(CHARTS_OF_FIGURES)}|sensitivity(_\d+)?)\.svg")
+    return sorted(path for path in folder.glob("*") if names.fullmatch(path.name))
+
+
+def figure_charts(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
+    """Return the charts of each figure by its name.
+
+    Each table of sensitivities is its own figure.
+    """
+    figures: dict[str, list[Chart]] = {}
+    for figure, kinds in CHARTS_OF_FIGURES.items():
+        panels = []
+        for kind in kinds:
+            panels += [chart for chart in charts if re.fullmatch(rf"{kind}(-\d+)?", chart.name)]
+        if panels:
+            figures[figure] = panels
+    tables = [chart for chart in charts if chart.name.startswith("sensitivity-")]
+    for number, chart in enumerate(tables):
+        figures[f"sensitivity_{number}" if number else "sensitivity"] = [chart]
+    return figures
+
+
+def side_by_side(charts: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
+    """Return charts side by side as one description, above one legend of their rows."""
+    across = min(ACROSS, len(charts))
+    width = PIXELS if across == 1 else PANEL_PIXELS
+    panels = [_panel(chart, width) for chart in charts]
+    parts: list[Spec] = [{"concat": panels, "columns": across, "spacing": 30}]
+    rows: dict[str, Style] = {}
+    for chart in charts:
+        rows.update({row: styles[row] for row in chart.rows})
+    if rows:
+        parts.append(_legend(rows, across * width))
+    spec = {"vconcat": parts, "config": CONFIG, "background": "white", "padding": 12}
+    drawn: Spec = coloured(short(spec), theme_colours("light"))
+    return drawn
+
+
+def _panel(chart: Chart, width: int) -> Spec:
+    return {
+        **chart.spec,
+        "title": chart.title,
+        "width": width,
+        "height": chart.height - FRAME,
+    }
+
+
+def _legend(styles: Mapping[str, Style], width: int) -> Spec:
+    """Return samples of the rows' lines with their names, as many side by side as fit."""
+    longest = max(len(label) for label in styles)
+    key_width = KEY_PIXELS + LETTER_PIXELS * min(longest, LONGEST_LABEL)
+    columns = max(1, width // key_width)
+    values = []
+    for number, row in enumerate(styles):
+        left = number % columns * key_width
+        top = 10 + number // columns * 20
+        values.append({"row": row, "x": left, "end": left + SAMPLE_PIXELS, "y": top})
+    text = {
+        "type": "text",
+        "align": "left",
+        "dx": 6,
+        "limit": key_width - 44,
+        "color": ink("ink"),
+    }
+    x = _place("x")
+    y = _place("y")
+    sample = {"x": x, "x2": {"field": "end"}, "y": y, **pen_of_row(styles)}
+    label = {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}}
+    # as many lines as the keys need, rounded up
+    lines = -(-len(styles) // columns)
+    return {
+        "data": {"values": values},
+        "width": width,
+        "height": 20 * lines,
+        "layer": [
+            {"mark": {"type": "rule"}, "encoding": sample},
+            {"mark": text, "encoding": label},
+        ],
+    }
+
+
+def _place(field: str) -> Spec:
+    """Return a field whose values are pixels."""
+    return {"field": field, "type": "quantitative", "scale": None, "axis": None}
