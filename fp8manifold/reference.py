@@ -1,9 +1,15 @@
-"""The definition of rounding, codes, spacing and chart: one number at a time, slowly,
-in exact rational arithmetic.
+"""The definition of rounding, codes, spacing and chart, in exact rational arithmetic.
 
-Every fast path of this library is tested against these functions. They take nothing
-from a format but its four stored fields, so that any object which has them will do:
-formats of more than eight bits too.
+One number is taken at a time, slowly. Every fast path of this library is tested against
+these functions::
+
+    chart       position = steps from zero to |x|, a Fraction: 56 + 1/2 for 1.0625 in E4M3
+    code        floor(position), plus 1 if the rounding moves its fraction on
+    overflow    a code past max_code is replaced by max_code, Inf or NaN
+    value       magnitude(code) = mantissa * 2^(exponent - M)
+
+They take nothing from a format but its four stored fields. Any object that has these will
+do, also one of more than eight bits.
 """
 
 import math
@@ -28,13 +34,12 @@ __all__ = [
     "ulp",
 ]
 
-DRAWS: Final = 1 << 24  #: The number of values of a random draw.
+#: The number of values of a random draw.
+DRAWS: Final = 1 << 24
 
 
 class Fields(Protocol):
-    """The facts of a format that the definition needs:
-    :class:`~fp8manifold.FloatFormat` has them.
-    """
+    """The facts of a format that the definition needs, as FloatFormat has them."""
 
     @property
     def exponent_bits(self) -> int: ...
@@ -52,7 +57,7 @@ def _fields(fmt: Fields | str) -> Fields:
 
 
 def sign_bit(fmt: Fields) -> int:
-    """The code whose only set bit is the sign; half the number of codes.
+    """Return the code whose only set bit is the sign: half the number of codes.
 
     Args:
         fmt: the format.
@@ -68,8 +73,9 @@ def sign_bit(fmt: Fields) -> int:
 
 
 def inf_code(fmt: Fields) -> int | None:
-    """The code of +Inf: the first of the top exponent (``ieee``), the last magnitude
-    (``p3109e``), or None.
+    """Return the code of +Inf, or None.
+
+    It is the first of the top exponent (``ieee``), or the last magnitude (``p3109e``).
 
     Args:
         fmt: the format.
@@ -83,13 +89,17 @@ def inf_code(fmt: Fields) -> int | None:
     """
     if fmt.layout == "ieee":
         return ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
-    return sign_bit(fmt) - 1 if fmt.layout == "p3109e" else None
+    if fmt.layout == "p3109e":
+        return sign_bit(fmt) - 1
+    return None
 
 
 @cache
 def nan_codes(fmt: Fields) -> tuple[int, ...]:
-    """The codes of NaN: those past Inf (``ieee``), the last magnitude (``fn``), none
-    (``finite``), or the code of -0.
+    """Return the codes of NaN, ascending.
+
+    They are those past Inf (``ieee``), the last magnitude (``fn``), none (``finite``),
+    or the code of -0 (``fnuz``, ``p3109e``, ``p3109f``).
 
     Args:
         fmt: the format.
@@ -101,18 +111,21 @@ def nan_codes(fmt: Fields) -> tuple[int, ...]:
         >>> nan_codes(as_format("E4M3")), nan_codes(as_format("E4M3FNUZ"))
         ((127, 255), (128,))
     """
-    sign, infinity = sign_bit(fmt), inf_code(fmt)
+    sign = sign_bit(fmt)
     if fmt.layout == "finite":
         return ()
     if fmt.layout in ("fnuz", "p3109e", "p3109f"):
         return (sign,)
-    magnitudes = range(sign - 1 if infinity is None else infinity + 1, sign)
-    return tuple(magnitudes) + tuple(m + sign for m in magnitudes)
+    infinity = inf_code(fmt)
+    first = sign - 1 if infinity is None else infinity + 1
+    positive = range(first, sign)
+    negative = range(first + sign, 2 * sign)
+    return (*positive, *negative)
 
 
 @cache
 def max_code(fmt: Fields) -> int:
-    """The largest code without a sign that is a finite number.
+    """Return the largest code without a sign that is a finite number.
 
     Args:
         fmt: the format.
@@ -124,15 +137,16 @@ def max_code(fmt: Fields) -> int:
         >>> max_code(as_format("E4M3"))
         126
     """
-    specials = {*nan_codes(fmt), inf_code(fmt)}
-    return max(m for m in range(sign_bit(fmt)) if m not in specials)
+    special_codes = {*nan_codes(fmt), inf_code(fmt)}
+    return max(code for code in range(sign_bit(fmt)) if code not in special_codes)
 
 
 def magnitude(code: int, fmt: Fields) -> Fraction:
-    """The value of a code without a sign, as if every code, at the top and past it,
-    were a finite number.
+    r"""Return the value of a code without a sign.
 
-    .. math:: 2^{\\max(E, 1) - bias} ([E > 0] + m / 2^M)
+    .. math:: 2^{\max(E, 1) - bias} ([E > 0] + m / 2^M)
+
+    Every code, at the top and past it, is read as a finite number.
 
     Args:
         code: exponent field ``E`` and mantissa field ``m``.
@@ -152,7 +166,7 @@ def magnitude(code: int, fmt: Fields) -> Fraction:
 
 
 def decode(code: int, fmt: Fields | str) -> float:
-    """The value of a code, as :func:`fp8manifold.decode` has it.
+    """Return the value of a code, as :func:`fp8manifold.decode` has it.
 
     Args:
         code: sign, exponent field and mantissa field.
@@ -171,19 +185,17 @@ def decode(code: int, fmt: Fields | str) -> float:
         raise ValueError(f"code={code} is out of range: 0 to {2 * sign_bit(fmt) - 1}")
     if code in nan_codes(fmt):
         return math.nan
-    return math.copysign(
-        math.inf if unsigned == inf_code(fmt) else float(magnitude(unsigned, fmt)), 0.5 - negative
-    )
+    value = math.inf if unsigned == inf_code(fmt) else float(magnitude(unsigned, fmt))
+    return -value if negative else value
 
 
 def ulp(x: float | Fraction, fmt: Fields | str) -> Fraction:
-    """The spacing of the format at ``x``: the stiffness S, as :func:`fp8manifold.ulp`
-    has it.
+    r"""Return the spacing of the format at ``x``, as :func:`fp8manifold.ulp` has it.
 
-    .. math:: S(x) = 2^{e(x) - M}, \\qquad e(x) = \\max(\\lfloor \\log_2 |x| \\rfloor, e_{min})
+    .. math:: S(x) = 2^{e(x) - M}, \qquad e(x) = \max(\lfloor \log_2 |x| \rfloor, e_{min})
 
     Args:
-        x: a number; beyond the range, Inf included, the spacing is that of the top
+        x: a number. Beyond the range, Inf included, the spacing is that of the top
             binade.
         fmt: a format or its name.
 
@@ -195,17 +207,17 @@ def ulp(x: float | Fraction, fmt: Fields | str) -> Fraction:
         (Fraction(1, 8), Fraction(1, 512))
     """
     fmt = _fields(fmt)
-    return _spacing(_binade(_within(x, fmt), fmt), fmt)
+    return _spacing(_exponent(_size_in_range(x, fmt), fmt), fmt)
 
 
 def to_chart(x: float | Fraction, fmt: Fields | str) -> Fraction:
-    """The number of representable steps from zero to ``x``, as
-    :func:`fp8manifold.to_chart` has it.
+    r"""Return the steps from zero to ``x``, as :func:`fp8manifold.to_chart` has them.
 
-    .. math:: \\varphi(x) = \\operatorname{sign}(x) \\left[ (e - e_{min}) 2^M + |x| / 2^{e - M} \\right], \\; e = e(x)
+    .. math:: \varphi(x) = \operatorname{sign}(x)
+              \left[ (e - e_{min}) 2^M + |x| / 2^{e - M} \right], \; e = e(x)
 
     Args:
-        x: a number; what is beyond the range, Inf included, goes to its end.
+        x: a number. What is beyond the range, Inf included, goes to its end.
         fmt: a format or its name.
 
     Raises:
@@ -216,16 +228,17 @@ def to_chart(x: float | Fraction, fmt: Fields | str) -> Fraction:
         Fraction(113, 2)
     """
     fmt = _fields(fmt)
-    position = _position(_within(x, fmt), fmt)
+    position = _position(_size_in_range(x, fmt), fmt)
     return position if x >= 0 else -position
 
 
 def from_chart(c: float | Fraction, fmt: Fields | str) -> Fraction:
-    """The value at a coordinate, linear between those of two codes, as
-    :func:`fp8manifold.from_chart` has it.
+    """Return the value at a coordinate, as :func:`fp8manifold.from_chart` has it.
+
+    It is linear between the values of two codes.
 
     Args:
-        c: a finite coordinate; what is beyond the largest code goes to the end of the
+        c: a finite coordinate. What is beyond the largest code goes to the end of the
             range.
         fmt: a format or its name.
 
@@ -237,35 +250,45 @@ def from_chart(c: float | Fraction, fmt: Fields | str) -> Fraction:
         Fraction(17, 16)
     """
     fmt = _fields(fmt)
-    low, fraction = divmod(min(abs(Fraction(c)), Fraction(max_code(fmt))), 1)
-    below, above = magnitude(low, fmt), magnitude(low + 1, fmt)
+    position = min(abs(Fraction(c)), Fraction(max_code(fmt)))
+    code, fraction = divmod(position, 1)
+    below = magnitude(code, fmt)
+    above = magnitude(code + 1, fmt)
     value = below + fraction * (above - below)
     return value if c >= 0 else -value
 
 
-@lru_cache(maxsize=4096)  # more than float64 has binades
-def _power(exponent: int) -> Fraction:
+# More entries than float64 has binades.
+@lru_cache(maxsize=4096)
+def _power_of_two(exponent: int) -> Fraction:
     return Fraction(2) ** exponent
 
 
 def _spacing(exponent: int, fmt: Fields) -> Fraction:
-    return _power(exponent - fmt.mantissa_bits)
+    return _power_of_two(exponent - fmt.mantissa_bits)
 
 
-def _binade(a: Fraction, fmt: Fields) -> int:
-    """``max(floor(log2 a), emin)``, and emin of zero."""
-    lowest = 1 - fmt.bias
-    guess = a.numerator.bit_length() - a.denominator.bit_length()
-    return max(guess if a >= _power(guess) else guess - 1, lowest) if a else lowest
+def _exponent(size: Fraction, fmt: Fields) -> int:
+    """Return ``max(floor(log2(size)), emin)``, and ``emin`` for zero."""
+    emin = 1 - fmt.bias
+    if not size:
+        return emin
+    # The lengths of two integers tell the logarithm of their quotient up to one.
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    if size < _power_of_two(exponent):
+        exponent -= 1
+    return max(exponent, emin)
 
 
-def _position(a: Fraction, fmt: Fields) -> Fraction:
-    """Steps from zero to a magnitude, as if the exponent had no upper end."""
-    e = _binade(a, fmt)
-    return (e - (1 - fmt.bias)) * (1 << fmt.mantissa_bits) + a / _spacing(e, fmt)
+def _position(size: Fraction, fmt: Fields) -> Fraction:
+    """Return the steps from zero to a magnitude, as if the exponent had no upper end."""
+    exponent = _exponent(size, fmt)
+    emin = 1 - fmt.bias
+    return (exponent - emin) * (1 << fmt.mantissa_bits) + size / _spacing(exponent, fmt)
 
 
-def _within(x: float | Fraction, fmt: Fields) -> Fraction:
+def _size_in_range(x: float | Fraction, fmt: Fields) -> Fraction:
+    """Return ``|x|``, or the largest value if that is smaller."""
     largest = magnitude(max_code(fmt), fmt)
     return largest if abs(x) == math.inf else min(abs(Fraction(x)), largest)
 
@@ -277,13 +300,14 @@ def encode(
     overflow: str = "saturate",
     bits: int | None = None,
 ) -> int:
-    """Round a number and return its code, as :func:`fp8manifold.encode` does.
+    r"""Round a number and return its code, as :func:`fp8manifold.encode` does.
 
     A magnitude between the codes ``c`` and ``c + 1``, a fraction ``f`` of the way, goes
     to ``c + 1`` where
 
-    .. math:: f > 1/2, \\text{ or } f = 1/2 \\text{ and } c \\text{ is odd (nearest)}; \\quad
-              f > 0 \\text{ and the sign is that of the mode (up, down)}; \\quad bits < 2^{24} f \\text{ (stochastic)}
+    .. math:: f > 1/2, \text{ or } f = 1/2 \text{ and } c \text{ is odd (nearest)}; \quad
+              f > 0 \text{ and the sign is that of the mode (up, down)}; \quad
+              bits < 2^{24} f \text{ (stochastic)}
 
     A negative number's draw is ``2^24 - 1 - bits``, so that one draw moves both signs
     in one direction on the line.
@@ -301,8 +325,10 @@ def encode(
             a format that has none.
 
     Example:
-        >>> encode(1.06, "E4M3"), encode(-1.06, "E4M3", "down"), encode(1.06, "E4M3", "stochastic", bits=0)
-        (56, 185, 57)
+        >>> encode(1.06, "E4M3"), encode(-1.06, "E4M3", "down")
+        (56, 185)
+        >>> encode(1.06, "E4M3", "stochastic", bits=0)
+        57
     """
     fmt = _fields(fmt)
     check_choice("rounding", rounding, ("nearest", "toward_zero", "up", "down", "stochastic"))
@@ -315,14 +341,18 @@ def encode(
     if math.isinf(x):
         code = _code_beyond(fmt, rounding, overflow, negative=negative, infinite=True)
     else:
-        low, fraction = divmod(_position(abs(Fraction(x)), fmt), 1)
-        code = low + _goes_on(low, fraction, rounding, bits, negative=negative)
+        code, fraction = divmod(_position(abs(Fraction(x)), fmt), 1)
+        if _moves_on(code, fraction, rounding, bits, negative=negative):
+            code += 1
         if code > max_code(fmt):
             code = _code_beyond(fmt, rounding, overflow, negative=negative, infinite=False)
-    signed = code + negative * sign_bit(fmt)
-    if code in nan_codes(fmt):
+    if code in nan_codes(fmt) or not negative:
         return code
-    return 0 if code == 0 and signed in nan_codes(fmt) else signed
+    signed_code = code + sign_bit(fmt)
+    # Where the code of -0 is NaN, -0 becomes +0.
+    if code == 0 and signed_code in nan_codes(fmt):
+        return 0
+    return signed_code
 
 
 def round_to_grid(
@@ -332,12 +362,14 @@ def round_to_grid(
     overflow: str = "saturate",
     bits: int | None = None,
 ) -> float:
-    """Round a number to a value of the format, as :func:`fp8manifold.round_to_grid`
-    does.
+    """Round a number to a value, as :func:`fp8manifold.round_to_grid` does.
 
     Args:
-        x: any number; NaN stays NaN.
-        fmt, rounding, overflow, bits: as in :func:`encode`.
+        x: any number. NaN stays NaN.
+        fmt: a format or its name.
+        rounding: ``nearest``, ``toward_zero``, ``up``, ``down`` or ``stochastic``.
+        overflow: ``saturate`` or ``inf_or_nan``, as in :func:`encode`.
+        bits: the draw of ``stochastic``: ``0 <= bits < 2**24``.
 
     Raises:
         ValueError: an unknown mode, or ``stochastic`` without ``bits``.
@@ -346,28 +378,35 @@ def round_to_grid(
         >>> round_to_grid(500.0, "E4M3"), round_to_grid(500.0, "E4M3", overflow="inf_or_nan")
         (448.0, nan)
     """
-    return x if math.isnan(x) else decode(encode(x, fmt, rounding, overflow, bits), fmt)
+    if math.isnan(x):
+        return x
+    return decode(encode(x, fmt, rounding, overflow, bits), fmt)
 
 
-def _goes_on(
+def _moves_on(
     code: int, fraction: Fraction, rounding: str, bits: int | None, *, negative: bool
 ) -> bool:
     """True if a magnitude between a code and the next one goes to the next one."""
     if rounding == "nearest":
-        return fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and code % 2 == 1)
+        half = Fraction(1, 2)
+        return fraction > half or (fraction == half and code % 2 == 1)
     if rounding == "stochastic":
         assert bits is not None
-        return (DRAWS - 1 - bits if negative else bits) < fraction * DRAWS
-    return fraction > 0 and rounding == ("down" if negative else "up")
+        draw = DRAWS - 1 - bits if negative else bits
+        return draw < fraction * DRAWS
+    away_from_zero = "down" if negative else "up"
+    return fraction > 0 and rounding == away_from_zero
 
 
 def _code_beyond(
     fmt: Fields, rounding: str, overflow: str, *, negative: bool, infinite: bool
 ) -> int:
-    """The code without a sign of a number beyond the largest value; Inf stays Inf where
-    rounding is inwards.
+    """Return the code without a sign of a number beyond the largest value.
+
+    Where rounding is towards zero, a finite number gets the largest value, and Inf
+    stays Inf.
     """
-    inwards = rounding == "toward_zero" or rounding == ("up" if negative else "down")
+    inwards = rounding in ("toward_zero", "up" if negative else "down")
     if overflow == "saturate" or fmt.layout == "finite" or (inwards and not infinite):
         return max_code(fmt)
     infinity = inf_code(fmt)
@@ -375,13 +414,13 @@ def _code_beyond(
 
 
 def _nan_code(fmt: Fields) -> int:
-    codes, infinity = nan_codes(fmt), inf_code(fmt)
+    codes = nan_codes(fmt)
+    infinity = inf_code(fmt)
     if not codes:
         raise ValueError(
             f"x is NaN, and E{fmt.exponent_bits}M{fmt.mantissa_bits} has no code for NaN"
         )
-    return (
-        codes[0]
-        if fmt.layout != "ieee" or infinity is None
-        else infinity + (1 << (fmt.mantissa_bits - 1))
-    )
+    if fmt.layout == "ieee" and infinity is not None:
+        # The quiet NaN has the top bit of the mantissa.
+        return infinity + (1 << (fmt.mantissa_bits - 1))
+    return codes[0]
