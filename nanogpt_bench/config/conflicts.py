@@ -230,11 +230,6 @@ def _peer(config: Config) -> Iterator[Conflict]:
         bool(optimizers) and name not in optimizers,
         f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(optimizers)}",
     )
-    yield Conflict(
-        "optimizer.name",
-        not optimizers and name.startswith("sdnq"),
-        f"steps SDNQ's own weights; it can't be used with model.storage {storage!r}",
-    )
     excluded = (
         "model.tie_weights",
         "model.pretrained",
@@ -265,11 +260,6 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
         "optimizer.name",
         name in PEERS and on_manifolds,
         f"steps float weights; it can't be used with storage {storage!r}",
-    )
-    yield Conflict(
-        "optimizer.name",
-        name == "optimi_adamw" and config.train.precision != "bf16-pure",
-        "sums up bfloat16 weights; give train.precision bf16-pure",
     )
     yield Conflict(
         "optimizer.moments",

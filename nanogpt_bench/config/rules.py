@@ -102,11 +102,6 @@ def _stiffness(text: str, k: float, stiffness_end: float | None = None) -> Rule:
 
 
 _TORCHAO: dict[str, Any] = {"needs": Package("torchao", "torchao")}
-_SDNQ: dict[str, Any] = {
-    "storage": "peer",
-    "peer": "sdnq-E2M5",
-    "needs": Package("sdnq", "sdnq"),
-}
 RULES: dict[str, Rule] = {
     "fp32": _on_floats("AdamW, everything in float32", precision="float32"),
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
@@ -136,12 +131,6 @@ RULES: dict[str, Rule] = {
         "torchao_adamwfp8",
         **_TORCHAO,
     ),
-    "optimi-kahan": _on_floats(
-        "optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
-        "optimi_adamw",
-        "bf16-pure",
-        needs=Package("optimi", "optimi"),
-    ),
     "torchao-int8": _on_floats(
         "torchao's AdamW8bit on its int8 weights, stochastic rounding, no master copy",
         "torchao_adamw8bit",
@@ -149,18 +138,6 @@ RULES: dict[str, Rule] = {
         storage="peer",
         peer="torchao-int8",
         **_TORCHAO,
-    ),
-    "sdnq-adamw": _on_floats(
-        "SDNQ's AdamW on its weights of one byte, averages of 8 bits, no master copy (GPL-3.0)",
-        "sdnq_adamw",
-        **_SDNQ,
-    ),
-    "sdnq-muon": _on_floats(
-        "SDNQ's Muon on hidden matrices, its AdamW (at float_lr) on the rest, as under sdnq-adamw",
-        "sdnq_muon",
-        lr=64e-3,
-        float_lr=2e-3,
-        **_SDNQ,
     ),
     "master": Rule(
         "master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"
@@ -221,13 +198,6 @@ RULES: dict[str, Rule] = {
         "StiffnessLion with k = 1, stochastic rounding",
         stiffness=1.0,
     ),
-    "madam": _one_byte(
-        "madam",
-        8e-2,
-        "stochastic",
-        "Madam (lr a share of the weight), stochastic rounding",
-        float_lr=1e-3,
-    ),
     "sgd-nearest": _one_byte("sgd", 2e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
     "sgd-stochastic": _one_byte(
         "sgd", 1e-1, "stochastic", "SGD with momentum 0.9, stochastic rounding"
@@ -274,7 +244,6 @@ WITH_TWIN = (
     "stiffness-anneal",
     "stiffness-lion",
     "stiffness-sgd",
-    "madam",
     "riemannian",
     "riemannian-sgd",
 )
@@ -348,8 +317,8 @@ def optimizer_of(settings: Mapping[str, Any]) -> str:
 
     They do so by its name, by a rule, or by a constraint.
 
-    >>> optimizer_of({"rule": "madam"}), optimizer_of({})
-    ('madam', 'adamw')
+    >>> optimizer_of({"rule": "riemannian"}), optimizer_of({})
+    ('riemannian_adam', 'adamw')
     """
     if settings.get("optimizer.name"):
         return str(settings["optimizer.name"])
@@ -435,11 +404,9 @@ def has_moments(storage: str | None, optimizer: str | None) -> bool:
 
 
 _UNITS = {
-    "sdnq_muon": "orthogonal matrices",
     "sgd": "gradients",
     "stiffness_sgd": "gradients",
     "stiffness_lion": "signs",
-    "madam": "a share of the weight",
     "riemannian_adam": "ULPs per step",
     "riemannian_sgd": "ULPs for a code gradient of 1",
 }

@@ -11,7 +11,7 @@ from nanogpt_bench.config.field import Section, section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
 
 #: optimizers of other packages, for float weights or for those packages' own weights
-PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw", "sdnq_muon", "sdnq_adamw")
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8")
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 _EXPONENT: dict[str, Any] = {"stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
@@ -22,17 +22,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": _SGD,
     "torchao_adamw8bit": _ADAM,
     "torchao_adamwfp8": _ADAM,
-    "optimi_adamw": _ADAM,
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
     "stiffness_lion": {**_ADAM, **_EXPONENT, "lr": 2.5e-4},
-    "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
     "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3, "retraction": None},
     "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1, "retraction": None},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9},
-    "sdnq_muon": {**_ADAM, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
-    "sdnq_adamw": _ADAM,
 }
 #: the library's own optimizers: a name without its underscores is a class of
 #: fp8manifold.optim
@@ -46,9 +42,6 @@ STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
 WITHOUT_FORMATS = ("float32", "peer")
 #: weights of other packages, and the optimizers that step them
 PEER_WEIGHTS = {
-    "sdnq-E2M5": ("sdnq_muon", "sdnq_adamw"),
-    "sdnq-E4M3": ("sdnq_muon", "sdnq_adamw"),
-    "sdnq-int8": ("sdnq_muon", "sdnq_adamw"),
     "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
 }
 #: storages whose points are a format's values: a step is rounded as it is written back
@@ -184,7 +177,7 @@ class ModelConfig(Section):
     peer: str | None = setting(
         None,
         "peer storage: the package whose weights the linear layers have, and their format (extra "
-        "sdnq, under GPL-3.0, or torchao); null: the rule's",
+        "torchao); null: the rule's",
         choices=tuple(PEER_WEIGHTS),
         of_rule=True,
         rows_by="--rules",
@@ -240,16 +233,16 @@ class OptimizerConfig(Section):
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam: ULPs per step; riemannian_sgd: ULPs for a "
-        "code gradient of 1; madam: a share of the weight); null: the rule's, named or given by "
-        "its settings, or the optimizer's",
+        "code gradient of 1); null: the rule's, named or given by its settings, or the "
+        "optimizer's",
         above=0.0,
         is_rate=True,
     )
     float_lr: float | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; "
-        "stiffness_muon, sdnq_muon: of all but hidden matrices; null: the rule's, or 1e-3 "
-        "(riemannian_sgd: 0.1; stiffness_muon, sdnq_muon: 4e-3)",
+        "riemannian_adam, riemannian_sgd: learning rate of float parameters; stiffness_muon: of all "
+        "but hidden matrices; null: the rule's, or 1e-3 (riemannian_sgd: 0.1; stiffness_muon: "
+        "4e-3)",
         above=0.0,
         is_rate=True,
     )
@@ -268,8 +261,8 @@ class OptimizerConfig(Section):
     )
     momentum: float | None = setting(
         None,
-        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, sdnq_muon: momentum; null: "
-        "0.9, for the last two 0.95",
+        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon: momentum; null: 0.9, for the "
+        "last 0.95",
         minimum=0.0,
         below=1.0,
     )
@@ -277,7 +270,7 @@ class OptimizerConfig(Section):
         None,
         "decay of parameters with two or more dimensions: decoupled, times lr per step "
         "(riemannian_*: times float_lr, quantised weights only; sgd on floats: added to the "
-        "gradient); null: 0.1, for madam and *sgd 0",
+        "gradient); null: 0.1, for *sgd 0",
         minimum=0.0,
     )
     grad_clip: float = setting(

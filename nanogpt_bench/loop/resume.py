@@ -36,7 +36,6 @@ from nanogpt_bench.monitors.points import Observer
 from nanogpt_bench.runs.environment import at, latest
 from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import SUMS
-from nanogpt_bench.setup.optimizers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import is_unused
 from nanogpt_bench.system.ranks import Ranks
@@ -64,16 +63,13 @@ def capture(
     """
     if not trainer.ranks.first:
         return None
-    optimizer_state = trainer.optimizer.state_dict()
-    if _is_optimizer_of(trainer, "sdnq"):
-        optimizer_state = sdnq_state(optimizer_state)
     # Dropout draws from torch's generators; other random numbers are functions of a
     # seed and a count.
     random_states = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         random_states["cuda"] = torch.cuda.get_rng_state(trainer.device)
     trees = {
-        "optimizer": {"state": optimizer_state},
+        "optimizer": {"state": trainer.optimizer.state_dict()},
         "observers": {type(observer).__name__: observer.state() for observer in observers},
         "random": random_states,
     }
@@ -112,10 +108,6 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
             torch.cuda.set_rng_state(states["cuda"], trainer.device)
 
 
-def _is_optimizer_of(trainer: Trainer, package: str) -> bool:
-    return (trainer.config.optimizer.name or "").startswith(package)
-
-
 def expected_bytes(trainer: Trainer) -> int:
     """Return roughly the bytes of a checkpoint.
 
@@ -146,8 +138,6 @@ def _restore_tree(
 
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
     state = _restore_tree(contents, "optimizer", classes)["state"]
-    if _is_optimizer_of(trainer, "sdnq"):
-        state = sdnq_state_back(state, trainer.optimizer)
     if trainer.config.optimizer.writeback_end is not None:
         # A checkpoint of the last steps has the last write-back.
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
@@ -157,7 +147,7 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:
     """Return the tensor subclasses that the optimizer's state may contain."""
-    if not _is_optimizer_of(trainer, "torchao"):
+    if not (trainer.config.optimizer.name or "").startswith("torchao"):
         return ()
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8

@@ -31,7 +31,7 @@ _PARTS = ("", "_scale", "_counter", "_traits", "_remainder")
 
 
 def is_packaged(value: Any) -> bool:
-    """Return whether a tensor is SDNQ's or torchao's.
+    """Return whether a tensor is torchao's.
 
     Such a tensor is a subclass with plain tensors inside, and a `dequantize`.
 
@@ -42,7 +42,7 @@ def is_packaged(value: Any) -> bool:
     tensor = value.data if isinstance(value, nn.Parameter) else value
     if not hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, fm.FP8Tensor):
         return False
-    return type(tensor).__module__.partition(".")[0] in ("sdnq", "torchao")
+    return type(tensor).__module__.partition(".")[0] == "torchao"
 
 
 def rows_of_outputs(layer: Any) -> Tensor:

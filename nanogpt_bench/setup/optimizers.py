@@ -2,8 +2,8 @@
 
 `build_optimizer` makes torch's, another package's, or the library's, by name:
 
-    float storage: torch.optim.AdamW and SGD, torchao, optimi, SDNQ,
-                   StiffnessAdamW and StiffnessMuon
+    float storage: torch.optim.AdamW and SGD, torchao's, StiffnessAdamW and
+                   StiffnessMuon
     manifolds:     a class of fp8manifold.optim. There adamw and sgd are StiffnessAdamW
                    and StiffnessSGD with k = 0, which round once in a step
 
@@ -12,7 +12,7 @@ here, too.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, PEERS, Config, OptimizerConfig
-from nanogpt_bench.model.weights import constrained_weights, is_packaged, parts_of, quantized_layers
+from nanogpt_bench.model.weights import constrained_weights, quantized_layers
 from nanogpt_bench.setup.surgery import rate_of
 from nanogpt_bench.system.errors import BenchError, refusals
 
@@ -168,25 +168,11 @@ def _torch_optimizer(name: str, model: nn.Module, settings: OptimizerConfig) -> 
 
 
 def _peer_optimizer(name: str, model: nn.Module, settings: OptimizerConfig) -> Any:
+    """Return torchao's optimizer of a name, whose step needs torch.compile."""
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    adam = _adam_options(settings)
-    match name:
-        # The steps of torchao's need torch.compile.
-        case "torchao_adamw8bit":
-            return import_module("torchao.optim").AdamW8bit(groups, **adam)
-        case "torchao_adamwfp8":
-            return import_module("torchao.optim").AdamWFp8(groups, **adam)
-        case "optimi_adamw":
-            return import_module("optimi").AdamW(groups, **adam, kahan_sum=True)
-        case "sdnq_adamw":
-            # It has no eps, and bounds an update by 1.
-            options = {"lr": settings.lr, "betas": adam["betas"]}
-            groups = [group | options for group in groups]
-            return import_module("sdnq.optim").AdamW(groups, use_quantized_buffers=True)
-    # The library's Muon chooses the hidden matrices.
-    muon = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0)
-    groups = [_sdnq_group(group, settings) for group in muon.param_groups]
-    return import_module("sdnq.optim").Muon(groups, use_quantized_buffers=True)
+    torchao = import_module("torchao.optim")
+    kind = torchao.AdamW8bit if name == "torchao_adamw8bit" else torchao.AdamWFp8
+    return kind(groups, **_adam_options(settings))
 
 
 def _library_optimizer(name: str, model: nn.Module, config: Config, batches: Batches | None) -> Any:
@@ -234,7 +220,7 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
     >>> peak_lr({"direction": "adam"}, settings), peak_lr({}, settings)
     (0.004, 0.002)
     """
-    is_adam_in_muon = group.get("direction") == "adam" or group.get("use_muon") is False
+    is_adam_in_muon = group.get("direction") == "adam"
     lr = settings.float_lr if is_adam_in_muon else settings.lr
     return lr or 0.0
 
@@ -266,29 +252,6 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return groups
 
 
-#: the rate of SDNQ's Muon over the library's for equal steps. SDNQ's update, a matrix
-#: (m, n) of orthogonal rows or columns, has an RMS of 1 / sqrt(max(m, n)), the
-#: library's one of 0.2. The factor is the mean over the 0.8M model's matrices
-_SDNQ_RATE = 4.0
-
-
-def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, Any]:
-    """Return SDNQ's group of parameters for one of the library's Muon."""
-    if group["direction"] == "muon":
-        lr, beta1 = settings.lr, settings.momentum
-        weight_decay = group["weight_decay"] / _SDNQ_RATE
-    else:
-        lr, beta1 = settings.float_lr, settings.beta1
-        weight_decay = group["weight_decay"]
-    return {
-        "params": group["params"],
-        "use_muon": group["direction"] == "muon",
-        "lr": lr,
-        "betas": (beta1, settings.beta2),
-        "weight_decay": weight_decay,
-    }
-
-
 def _stiffness(config: Config) -> float | Callable[[int], float]:
     """Return the exponent k, or its schedule.
 
@@ -316,9 +279,6 @@ def stiffness_at(config: Config, step: int) -> float | None:
     return float(exponent(step)) if callable(exponent) else exponent
 
 
-#: SDNQ's names of its formats
-SDNQ_FORMATS = {"E2M5": "float8_e2m5fn", "E4M3": "float8_e4m3fn", "int8": "int8"}
-
 Model = TypeVar("Model", bound=nn.Module)
 #: FP8 products take sizes that are multiples of this
 MULTIPLE = 16
@@ -334,76 +294,13 @@ def keep_peer_weights(model: Model, config: Config) -> Model:
     peer = config.model.peer
     if peer is None:
         return model
-    package, _, fmt = peer.partition("-")
     kinds = (ImportError, ValueError, TypeError, AssertionError, NotImplementedError)
     with refusals(f"model.peer: {peer!r}", *kinds):
-        if package == "sdnq":
-            from sdnq.training import sdnq_training_post_load_quant
+        from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+        from torchao.quantization import quantize_
 
-            # SDNQ's defaults (a scale per 32 weights, products of floats), in small
-            # layers, too.
-            model = sdnq_training_post_load_quant(
-                model,
-                weights_dtype=SDNQ_FORMATS[fmt],
-                add_skip_keys=False,
-                minimum_allowed_numel=0,
-                minimum_allowed_channel_size=0,
-            )
-        else:
-            from torchao.prototype.quantized_training import int8_weight_only_quantized_training
-            from torchao.quantization import quantize_
-
-            quantize_(model, int8_weight_only_quantized_training())
+        quantize_(model, int8_weight_only_quantized_training())
     return model
-
-
-def sdnq_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of an SDNQ optimizer for a checkpoint.
-
-    SDNQ's tensors become mappings of their parts.
-    """
-    plain: dict[int, dict[str, Any]] = {}
-    for index, entries in state["state"].items():
-        plain[index] = {}
-        for name, value in entries.items():
-            plain[index][name] = parts_of(value) if is_packaged(value) else value
-    return {**state, "state": plain}
-
-
-def sdnq_state_back(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return the state that `sdnq_state` took apart.
-
-    Its parts are in new tensors that the optimizer makes.
-    """
-    places: list[tuple[dict[str, Any], nn.Parameter]] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            places.append((group, parameter))
-    entries_by_index: dict[int, dict[str, Any]] = {}
-    for index, entries in state["state"].items():
-        group, parameter = places[index]
-        entries_by_index[index] = _filled_state(optimizer, group, parameter, entries)
-    return {**state, "state": entries_by_index}
-
-
-@torch.no_grad()
-def _filled_state(
-    optimizer: Any, group: dict[str, Any], parameter: nn.Parameter, entries: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a parameter's new state with the values of saved entries."""
-    gradient = parameter.grad
-    parameter.grad = torch.zeros(parameter.shape, device=parameter.device)
-    try:
-        fresh = optimizer.init_state(parameter, group, {})
-    finally:
-        parameter.grad = gradient
-    for name, value in entries.items():
-        if isinstance(value, Mapping):
-            for part, tensor in parts_of(fresh[name]).items():
-                tensor.copy_(value[part])
-        else:
-            fresh[name] = value
-    return dict(fresh)
 
 
 def train_in_float8(model: Model, config: Config, device: torch.device) -> Model:

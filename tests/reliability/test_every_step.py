@@ -28,7 +28,6 @@ OWN = (
     "stiffness_adamw",
     "stiffness_sgd",
     "stiffness_lion",
-    "madam",
     "riemannian_adam",
 )
 OWN = (*OWN, "riemannian_sgd", "fisher")
@@ -71,7 +70,7 @@ def sample_of_own():
     """
     pairs = itertools.product(OWN, WRITEBACKS)
     # errors need an average that can hold them
-    pairs = [(o, w) for o, w in pairs if w != "momentum" or o not in ("madam", "stiffness_lion")]
+    pairs = [(o, w) for o, w in pairs if w != "momentum" or o != "stiffness_lion"]
     for index, (optimizer, writeback) in enumerate(pairs):
         storage = "grid" if index % 3 == 2 else "fp8"
         granularity = GRANULARITIES[index % (2 if storage == "grid" else 3)]
@@ -125,7 +124,7 @@ CLASSIFYING = {
 OTHERS = {
     **{
         f"{name}-continuous": {"optimizer.name": name, "model.storage": "continuous", **E4M3}
-        for name in ("stiffness_adamw", "stiffness_sgd", "riemannian_adam", "madam")
+        for name in ("stiffness_adamw", "stiffness_sgd", "riemannian_adam")
     },
     "master-global": {"model.formats": f"{{attn: {GLOBAL}, mlp: {GLOBAL}}}"},
     **{

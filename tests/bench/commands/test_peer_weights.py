@@ -16,15 +16,8 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import forward_weight, is_packaged, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
 
-#: rule, weights, and the bytes of a quantised weight with its averages, of layers that
-#: SDNQ finds large enough
-PEERS = (
-    ("sdnq-muon", "sdnq-E2M5", 1.125 + 1.25),
-    ("sdnq-muon", "sdnq-E4M3", 1.125 + 1.25),
-    ("sdnq-muon", "sdnq-int8", 1.125 + 1.25),
-    ("sdnq-adamw", "sdnq-E2M5", 1.125 + 2.5),
-    ("torchao-int8", "torchao-int8", 1.0 + 2.0 * (1 + 4 / 256)),
-)
+#: rule, weights, and the bytes of a quantised weight with its averages
+PEERS = (("torchao-int8", "torchao-int8", 1.0 + 2.0 * (1 + 4 / 256)),)
 # torchao tells torch twice what torch now knows by itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torchao.*", "ignore:.*Enum.*", "ignore::DeprecationWarning"
@@ -75,7 +68,7 @@ def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, peer_config
         for value in trainer.optimizer.state[weight].values()
         if isinstance(value, torch.Tensor)
     ]
-    rows = 0 if peer.startswith("sdnq") else 4 / weight.shape[1]
+    rows = 4 / weight.shape[1]
     tables = memory_of([value.qmap for value in state if hasattr(value, "qmap")])
     counts = sum(4 for value in state if value.dim() == 0)
     found = memory_of([weight, *state]) - tables - counts
@@ -86,7 +79,7 @@ def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, peer_config
 @each(("rule", "peer"), [peer[:2] for peer in PEERS])
 def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
     sizes = []
-    for given in ((rule, peer), ("muon" if rule.endswith("muon") else "fp32", "null")):
+    for given in ((rule, peer), ("fp32", "null")):
         trainer = trainer_of(peer_config(*given, 128))
         layers = {
             name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"
@@ -102,10 +95,9 @@ def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
 
 @each("name", PEER_WEIGHTS)
 def test_what_layers_hold_is_the_packages_own(name, peer_config):
-    rule = "sdnq-adamw" if name.startswith("sdnq") else "torchao-int8"
     peers, floats = (
         linear_layers(trainer_of(config).model)
-        for config in (peer_config(rule, name), peer_config("fp32"))
+        for config in (peer_config("torchao-int8", name), peer_config("fp32"))
     )
     assert peers
     for key, layer in peers.items():

@@ -31,11 +31,11 @@ NEAREST, STOCHASTIC = (f"rule={rule} {E4M3}" for rule in ("nearest", "stochastic
 #: settings, and those that are refused beside them, each alone
 REFUSED = {
     "": "model.headroom=4 model.granularity=tensor rule=nearest model.storage=master "
-    "model.storage=peer model.peer=sdnq-E2M4 train.parallel=fsdp train.recompute=true "
+    "model.storage=peer model.peer=torchao-int4 train.parallel=fsdp train.recompute=true "
     "optimizer.writeback=nearest optimizer.moments=8bit optimizer.momentum=0.5 "
     "optimizer.float_lr=1 optimizer.stiffness=1 optimizer.constrained_lr=0.5 "
     "optimizer.retraction=euclidean "
-    "optimizer.name=riemannian_adam optimizer.name=optimi_adamw optimizer.name=sdnq_muon",
+    "optimizer.name=riemannian_adam optimizer.name=sdnq_muon",
     LABELS: f"{GIVEN} model.tie_weights=true data.train_tokens=500 eval.also=other "
     f"train.parallel=ddp",
     f"{LABELS} {FP8}": "optimizer.name=fisher",
@@ -51,7 +51,7 @@ REFUSED = {
     "shadow.enabled=true runtime.compile=true",
     f"{PEER} model.storage=peer": STIEFEL,
     "rule=fp32": "optimizer.writeback_end=residual8 optimizer.draws=dither model.products=fp8 "
-    "model.peer=sdnq-int8 train.step_in_backward=true",
+    "model.peer=torchao-int8 train.step_in_backward=true",
     "rule=sgd": "optimizer.beta1=0.5",
     STOCHASTIC: "optimizer.stiffness_schedule=cosine optimizer.clip_by=exact "
     "optimizer.retraction=euclidean",
@@ -84,7 +84,7 @@ CASES = [
     for word in words.split()
 ]
 #: what is refused because something else is not given, or by another name
-CASES += [("optimizer.grad_clip", WITHIN), ("optimizer.name", "model.peer=sdnq-int8")]
+CASES += [("optimizer.grad_clip", WITHIN), ("optimizer.name", "model.peer=torchao-int8")]
 CASES += [("model.formats", f"rule=fp32 {E4M3}")]
 
 

@@ -33,10 +33,10 @@ OF_A_RUN = [
     ("{task: classify, model: {pooling: mean}}", "{task: classify, model: {pooling: last}}"),
     (
         "{rule: fisher, optimizer: {damping: 0.1, eps: 1.0e-8}}",
-        "{rule: madam, optimizer: {damping: 0.1}}",
+        "{rule: riemannian, optimizer: {damping: 0.1}}",
     ),
     (
-        "{rule: madam, optimizer: {damping: 0.00390625}}",
+        "{rule: riemannian, optimizer: {damping: 0.00390625}}",
         "{rule: fisher, optimizer: {damping: 0.00390625}}",
     ),
     ("{model: {constrained: [attn.qkv, attn.proj]}}", "{model: {constrained: [attn]}}"),

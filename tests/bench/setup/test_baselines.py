@@ -21,7 +21,6 @@ BASELINES = {
     "bf16_baseline.yaml": ("bf16-mixed", 12.0),
     "bf16_pure.yaml": ("bf16-pure", 6.0),
     "bf16_stochastic.yaml": ("bf16-stochastic", 4.0),
-    "optimi_kahan.yaml": ("optimi-kahan", 8.0),
     "torchao_float8.yaml": ("torchao-float8", 12.0),
     "torchao_adamw8bit.yaml": ("torchao-adamw8bit", 6.0),
     "torchao_adamwfp8.yaml": ("torchao-adamwfp8", 6.0),

@@ -61,7 +61,6 @@ BUILT = {
 BUILT |= {
     "stiffness_adamw": fm.optim.StiffnessAdamW,
     "stiffness_sgd": fm.optim.StiffnessSGD,
-    "madam": fm.optim.Madam,
 }
 BUILT |= {"riemannian_adam": fm.optim.RiemannianAdam, "riemannian_sgd": fm.optim.RiemannianSGD}
 
@@ -89,7 +88,7 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them():
     ("name", "option", "value"),
     [
         *((name, "momentum", 0.5) for name in ("stiffness_sgd", "riemannian_sgd")),
-        *((name, "float_lr", 0.25) for name in ("riemannian_sgd", "madam")),
+        ("riemannian_sgd", "float_lr", 0.25),
         ("stiffness_lion", "stiffness", 0.5),
         *((name, "stiffness", 0.0) for name in ("sgd", "stiffness_sgd")),  # that of their own
     ],
@@ -101,7 +100,7 @@ def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value
 
 def test_a_combination_the_library_refuses_is_one_line():
     for words, parts in (
-        ("madam", ["'momentum'", "Madam"]),
+        ("stiffness_lion", ["'momentum'", "StiffnessLion"]),
         ("adamw --optimizer.moments=8bit", ["momentum", "8bit"]),
     ):
         with refusal("^optimizer: ") as caught:
@@ -133,7 +132,7 @@ def test_the_retraction_reaches_the_optimizer(name):
     assert {group["retraction"] for group in on_one_byte(name).param_groups} == {None}
 
 
-@each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
+@each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw"])
 def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
     asked = on_one_byte(name, "--optimizer.draws=dither")
     assert {group["draws"] for group in asked.param_groups} == {"dither"}
@@ -148,7 +147,7 @@ SIMULATED = [name for name in QUANTISED if RULES[name].products is None]
 HELD = {
     **dict.fromkeys(("nearest", "stochastic", "momentum", "stiffness", "riemannian"), 9.0),
     **dict.fromkeys(
-        ("stiffness-lion", "madam", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0
+        ("stiffness-lion", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0
     ),
     **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
     "residual8": 10.0,

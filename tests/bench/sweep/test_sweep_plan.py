@@ -165,10 +165,6 @@ STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml")
 )
 def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
     sweep = read_sweep(path)
-    if "sdnq" in path.read_text(encoding="utf-8"):
-        pytest.importorskip(
-            "sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0"
-        )
     if sweep.tune is not None:
         tuning = Tuning(sweep, SweepRecord(tmp_path, "tune"))
         assert len(tuning.checked()) >= (2 if sweep.axes else 1) * (

@@ -351,10 +351,6 @@ STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml")
     ids=lambda path: path.name,
 )
 def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, path):
-    if "sdnq" in path.read_text():
-        pytest.importorskip(
-            "sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0"
-        )
     train_here(monkeypatch)
     for name in ("stdlib", "stdlib_pairs", "packages"):
         shutil.copytree(corpus_dir, f"data/{name}")

@@ -17,7 +17,7 @@ from nanogpt_bench.model.weights import quantized_layers
 QUANTIZED = [name for name in available_rules() if RULES[name].storage not in WITHOUT_FORMATS]
 ON_GRID = [name for name in QUANTIZED if RULES[name].storage in ROUNDED]
 #: larger than the defaults, for runs of few steps; the unit is the optimizer's
-LR = {"riemannian_adam": 0.5, "riemannian_sgd": 2e3, "sgd": 0.1, "madam": 0.1}
+LR = {"riemannian_adam": 0.5, "riemannian_sgd": 2e3, "sgd": 0.1}
 LR |= {
     "stiffness_sgd": 0.005,
     "stiffness_lion": 0.003,
