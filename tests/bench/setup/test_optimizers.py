@@ -146,9 +146,7 @@ SIMULATED = [name for name in QUANTISED if RULES[name].products is None]
 #: scales left out
 HELD = {
     **dict.fromkeys(("nearest", "stochastic", "momentum", "stiffness", "riemannian"), 9.0),
-    **dict.fromkeys(
-        ("stiffness-lion", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0
-    ),
+    **dict.fromkeys(("stiffness-lion", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0),
     **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
     "residual8": 10.0,
     "muon-stochastic": 2.0,
