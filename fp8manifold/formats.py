@@ -1,5 +1,18 @@
-"""Float formats of at most eight bits: four stored facts, everything else derived. No
-tensor code lives here.
+"""Float formats of at most eight bits: four stored facts, everything else derived.
+
+Codes in order, here of E4M3 with bias 7 (s EEEE mmm). A code is the number of steps from
+zero, and the top ones are what the layout says::
+
+    0 0000 000     0                        zero
+    0 0000 001     1 * 2^-9                 subnormal: 2^(1 - bias) * m / 2^M
+    0 0000 111     7 * 2^-9
+    0 0001 000     2^-6                     normal: 2^(E - bias) * (1 + m / 2^M)
+    0 0001 001     2^-6 * (1 + 1/8)
+    0 1111 110     448                      max_code = 126
+    0 1111 111     NaN in layout fn         480 in layout finite
+    1 ....         the same with a minus    1 0000 000 is -0, or the NaN of fnuz, p3109
+
+No tensor code lives here.
 """
 
 import difflib
@@ -20,39 +33,38 @@ LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
 - ``finite``: every code is a number;
 - ``p3109e``, ``p3109f``: IEEE P3109 extended (with Inf) and finite, NaN in place of -0.
 """
+_LAYOUTS_WITH_NEGATIVE_ZERO: Final = ("ieee", "fn", "finite")
+_LAYOUTS_WITH_INF: Final = ("ieee", "p3109e")
+# by (exponent bits, mantissa bits)
 _DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
-_LARGEST_EXPONENT: Final = (
-    100  # float32 holds 1.5 * 2^23 times the power of two of any value, as exact rounding needs
-)
-_SMALLEST_EXPONENT: Final = (
-    -102
-)  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
-_LARGEST_ULP_EXPONENT: Final = (
-    24  # the smallest float32 is still a nonzero fraction of the smallest ulp
-)
-_LONGEST_NAME: Final = (
-    40  # characters of a name that is read; an error quotes no more of a longer one
-)
+# Exact rounding needs 1.5 * 2^23 times the power of two of any value to be a float32.
+_LARGEST_EXPONENT: Final = 100
+# A random draw resolves 2^-24 of the smallest ulp, which must be a float32.
+_SMALLEST_EXPONENT: Final = -102
+# The smallest float32 must still be a nonzero fraction of the smallest ulp.
+_LARGEST_ULP_EXPONENT: Final = 24
+# Characters of a name that is read. An error quotes no more of a longer one.
+_LONGEST_NAME: Final = 40
 _EXMY = re.compile(r"E([0-9]+)M([0-9]+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?[0-9]+))?")
 _P3109 = re.compile(r"P3109_([0-9]+)P([0-9]+)(F)?")
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary float format with a sign bit, ``exponent_bits`` and ``mantissa_bits``.
+    r"""A binary float format with a sign bit, ``exponent_bits`` and ``mantissa_bits``.
 
     A code with exponent field ``E`` and mantissa field ``m`` stands for
 
-    .. math:: (-1)^s \\, 2^{E - bias} (1 + m / 2^M) \\text{ for } E > 0, \\qquad
-              (-1)^s \\, 2^{1 - bias} \\, m / 2^M \\text{ for } E = 0.
+    .. math:: (-1)^s \, 2^{E - bias} (1 + m / 2^M) \text{ for } E > 0, \qquad
+              (-1)^s \, 2^{1 - bias} \, m / 2^M \text{ for } E = 0.
 
     Args:
         exponent_bits: width of the exponent field, at least 1.
-        mantissa_bits: width of the mantissa field, at least 0; sign, exponent and
+        mantissa_bits: width of the mantissa field, at least 0. Sign, exponent and
             mantissa fill at most 8 bits.
-        bias: exponent bias; by default ``2^(E-1) - 1``, and ``2^(E-1)`` for the layouts
+        bias: exponent bias, by default ``2^(E-1) - 1``, and ``2^(E-1)`` for the layouts
             without -0.
-        layout: one of :data:`~fp8manifold.formats.LAYOUTS`; by default that of the
+        layout: one of :data:`~fp8manifold.formats.LAYOUTS`, by default that of the
             named format, or ``finite``.
 
     Raises:
@@ -88,15 +100,19 @@ class FloatFormat:
                 f"exponent_bits={e}, mantissa_bits={m}: need exponent_bits >= 1, mantissa_bits >= "
                 f"0 and at most 8 bits in all (sign + exponent + mantissa = {e + m + 1})"
             )
-        layout = _DEFAULT_LAYOUTS.get((e, m), "finite") if layout is None else layout
+        if layout is None:
+            layout = _DEFAULT_LAYOUTS.get((e, m), "finite")
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} is unknown: one of {', '.join(LAYOUTS)}")
-        facts = {"exponent_bits": e, "mantissa_bits": m, "layout": layout}
-        facts["bias"] = _default_bias(e, layout) if bias is None else bias
-        for field, fact in facts.items():
-            object.__setattr__(self, field, fact)
+        if bias is None:
+            bias = _default_bias(e, layout)
+        object.__setattr__(self, "exponent_bits", e)
+        object.__setattr__(self, "mantissa_bits", m)
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "layout", layout)
         self._check_range()
-        object.__setattr__(self, "_name", _name_of(self))  # each pass of a layer reads it
+        # Each pass of a layer reads it.
+        object.__setattr__(self, "_name", _shortest_name(self))
 
     def _check_range(self) -> None:
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
@@ -114,17 +130,17 @@ class FloatFormat:
 
     @classmethod
     def from_string(cls, name: str) -> "FloatFormat":
-        """Read a format's name: ``ExMy`` with an optional layout suffix, or
-        ``P3109_KpP``.
+        """Return the format of a name.
 
         Args:
-            name: case-insensitive. ``E4M3``, ``E4M3FNUZ``, ``E3M4IEEE``, ``E5M2FN``,
-                ``E1M6FINITE``, ``P3109_8P4`` (extended), ``P3109_8P4F`` (finite);
+            name: ``ExMy`` with an optional layout, or ``P3109_KpP``, in any case of
+                letters. ``E4M3``, ``E4M3FNUZ``, ``E3M4IEEE``, ``E5M2FN``,
+                ``E1M6FINITE``, ``P3109_8P4`` (extended), ``P3109_8P4F`` (finite).
                 ``_B<n>`` at the end sets another bias.
 
         Raises:
             TypeError: ``name`` is not a string.
-            ValueError: it can't be read; the message names what was expected and the
+            ValueError: it can't be read. The message names what was expected and the
                 nearest known name.
 
         Example:
@@ -137,16 +153,18 @@ class FloatFormat:
         if len(text) > _LONGEST_NAME:
             raise ValueError(_unreadable(f"{name[:_LONGEST_NAME]}...", text[:_LONGEST_NAME], ""))
         try:
-            if match := _EXMY.fullmatch(text):
-                e, m, layout, bias = match.groups()
-                return cls(
-                    int(e), int(m), int(bias) if bias else None, layout.lower() if layout else None
-                )
-            if match := _P3109.fullmatch(text):
-                width, precision, finite = int(match[1]), int(match[2]), match[3]
-                return cls(
-                    width - precision, precision - 1, layout="p3109f" if finite else "p3109e"
-                )
+            match = _EXMY.fullmatch(text)
+            if match:
+                e, m, layout_suffix, bias_suffix = match.groups()
+                bias = int(bias_suffix) if bias_suffix else None
+                layout = layout_suffix.lower() if layout_suffix else None
+                return cls(int(e), int(m), bias, layout)
+            match = _P3109.fullmatch(text)
+            if match:
+                width = int(match[1])
+                precision = int(match[2])
+                layout = "p3109f" if match[3] else "p3109e"
+                return cls(width - precision, precision - 1, layout=layout)
         except ValueError as error:
             raise ValueError(_unreadable(name, text, f"; {error}")) from None
         raise ValueError(_unreadable(name, text, ""))
@@ -172,9 +190,7 @@ class FloatFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal number, which the subnormals share:
-        ``1 - bias``.
-        """
+        """Exponent of the smallest normal number and the subnormals, ``1 - bias``."""
         return 1 - self.bias
 
     @property
@@ -185,47 +201,49 @@ class FloatFormat:
     @property
     def max_code(self) -> int:
         """Code of the largest finite value, and so the number of steps from zero to it."""
-        magnitudes = self.sign_bit
+        last_code = self.sign_bit - 1
         if self.layout == "ieee":
-            return magnitudes - (1 << self.mantissa_bits) - 1
-        return magnitudes - (2 if self.layout in ("fn", "p3109e") else 1)
+            # the codes of the top exponent
+            return last_code - (1 << self.mantissa_bits)
+        if self.layout in ("fn", "p3109e"):
+            # the one NaN, or Inf
+            return last_code - 1
+        return last_code
 
     @property
     def nan_codes(self) -> tuple[int, ...]:
         """Codes that stand for NaN, ascending; empty where the layout has none."""
-        if self.layout == "ieee":
-            positive = range(self.sign_bit - (1 << self.mantissa_bits) + 1, self.sign_bit)
-        elif self.layout == "fn":
-            positive = range(self.sign_bit - 1, self.sign_bit)
-        else:
-            return () if self.layout == "finite" else (self.sign_bit,)
-        return (*positive, *(code + self.sign_bit for code in positive))
+        if self.layout == "finite":
+            return ()
+        if self.layout not in ("ieee", "fn"):
+            return (self.sign_bit,)
+        first = self.max_code + (2 if self.layout == "ieee" else 1)
+        positive = range(first, self.sign_bit)
+        negative = range(first + self.sign_bit, 2 * self.sign_bit)
+        return (*positive, *negative)
 
     @property
     def nan_code(self) -> int | None:
         """The code a NaN is encoded to (the positive quiet NaN), or None."""
         if not self.nan_codes:
             return None
-        return (
-            self.max_code + 1 + (1 << (self.mantissa_bits - 1))
-            if self.layout == "ieee"
-            else self.nan_codes[0]
-        )
+        if self.layout == "ieee":
+            # past Inf, with the top bit of the mantissa
+            return self.max_code + 1 + (1 << (self.mantissa_bits - 1))
+        return self.nan_codes[0]
 
     @property
     def inf_code(self) -> int | None:
-        """Code of +Inf, or None where the layout has no Inf; -Inf has the sign bit set
-        as well.
-        """
-        return self.max_code + 1 if self.layout in ("ieee", "p3109e") else None
+        """Code of +Inf, or None where the layout has no Inf."""
+        return self.max_code + 1 if self.layout in _LAYOUTS_WITH_INF else None
 
     @property
     def has_negative_zero(self) -> bool:
         """True if the code with only the sign bit set is -0."""
-        return self.layout in ("ieee", "fn", "finite")
+        return self.layout in _LAYOUTS_WITH_NEGATIVE_ZERO
 
     def decode_code(self, code: int) -> float:
-        """The value of one code, exactly: a finite float, ``inf`` or ``nan``.
+        """Return the value of one code, exactly: a finite float, ``inf`` or ``nan``.
 
         Args:
             code: ``0 <= code < 2**bits``.
@@ -243,25 +261,21 @@ class FloatFormat:
             )
         if code in self.nan_codes:
             return math.nan
-        magnitude, sign = code & (self.sign_bit - 1), -1.0 if code & self.sign_bit else 1.0
+        sign = -1.0 if code & self.sign_bit else 1.0
+        magnitude = code & (self.sign_bit - 1)
         if magnitude == self.inf_code:
             return sign * math.inf
-        exponent, mantissa = (
-            magnitude >> self.mantissa_bits,
-            magnitude & ((1 << self.mantissa_bits) - 1),
-        )
-        if exponent:
+        field, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
+        if field:
+            # the leading 1 of a normal number
             mantissa += 1 << self.mantissa_bits
-        return sign * mantissa * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
+        return sign * mantissa * 2.0 ** (max(field, 1) - self.bias - self.mantissa_bits)
 
     @cached_property
     def values(self) -> list[float]:
         """All finite values in code order, -0 included where the format has it."""
-        return [
-            value
-            for code in range(2 * self.sign_bit)
-            if math.isfinite(value := self.decode_code(code))
-        ]
+        decoded = [self.decode_code(code) for code in range(2 * self.sign_bit)]
+        return [value for value in decoded if math.isfinite(value)]
 
     @property
     def finite_codes(self) -> int:
@@ -276,13 +290,11 @@ class FloatFormat:
     @property
     def min_normal(self) -> float:
         """The smallest positive normal value, ``2^emin``."""
-        return 2.0 ** (self.emin)
+        return 2.0**self.emin
 
     @property
     def min_subnormal(self) -> float | None:
-        """The smallest positive subnormal value, or None in a format without mantissa
-        bits.
-        """
+        """The smallest positive subnormal value, or None without mantissa bits."""
         return self.ulp_min if self.mantissa_bits else None
 
     @property
@@ -296,23 +308,24 @@ class FloatFormat:
         return 2.0 ** (self.emax - self.mantissa_bits)
 
 
-FormatLike = FloatFormat | str  #: A format or its name.
+#: A format or its name.
+FormatLike = FloatFormat | str
 
 
-def _name_of(fmt: FloatFormat) -> str:
+def _shortest_name(fmt: FloatFormat) -> str:
     e, m = fmt.exponent_bits, fmt.mantissa_bits
-    if fmt.layout in ("p3109e", "p3109f"):
-        name = f"P3109_{fmt.bits}P{m + 1}" + ("F" if fmt.layout == "p3109f" else "")
-        if fmt.bias == _default_bias(e, fmt.layout):
-            return name
-    default = fmt.layout == _DEFAULT_LAYOUTS.get((e, m), "finite")
-    suffix = "" if default else fmt.layout.upper()
-    bias = "" if fmt.bias == _default_bias(e, fmt.layout) else f"_B{fmt.bias}"
-    return f"E{e}M{m}{suffix}{bias}"
+    has_default_bias = fmt.bias == _default_bias(e, fmt.layout)
+    if fmt.layout in ("p3109e", "p3109f") and has_default_bias:
+        finite_suffix = "F" if fmt.layout == "p3109f" else ""
+        return f"P3109_{fmt.bits}P{m + 1}{finite_suffix}"
+    has_default_layout = fmt.layout == _DEFAULT_LAYOUTS.get((e, m), "finite")
+    layout_suffix = "" if has_default_layout else fmt.layout.upper()
+    bias_suffix = "" if has_default_bias else f"_B{fmt.bias}"
+    return f"E{e}M{m}{layout_suffix}{bias_suffix}"
 
 
 def as_format(fmt: FormatLike) -> FloatFormat:
-    """A format from itself or from its name."""
+    """Return a format from itself or from its name."""
     if isinstance(fmt, FloatFormat):
         return fmt
     if not isinstance(fmt, str):
@@ -323,7 +336,8 @@ def as_format(fmt: FormatLike) -> FloatFormat:
 
 
 def _default_bias(exponent_bits: int, layout: str) -> int:
-    return (1 << (exponent_bits - 1)) - (1 if layout in ("ieee", "fn", "finite") else 0)
+    half_of_fields = 1 << (exponent_bits - 1)
+    return half_of_fields - 1 if layout in _LAYOUTS_WITH_NEGATIVE_ZERO else half_of_fields
 
 
 _ALSO_CALLED: Final = {
@@ -342,30 +356,34 @@ _WIDTHS: Final = re.compile(r"(?:FLOAT|MXFP|FP|F)[468](?=E\d)")
 """What other libraries write before ExMy."""
 
 
-def _meant(text: str) -> str:
+def _nearest_name(text: str) -> str:
     """Return the format that a text probably names, and for a uniform grid why."""
     letters = re.sub(r"[^A-Z0-9]", "", text).removeprefix("TORCH")
     spelled = _WIDTHS.sub("", letters)
     if spelled in _ALSO_CALLED:
-        known = _ALSO_CALLED[spelled]
-        uniform = ", whose numbers are evenly spaced" if known.startswith("E1M") else ""
-        return f"{known!r}{uniform}"
+        name = _ALSO_CALLED[spelled]
+        uniform = ", whose numbers are evenly spaced" if name.startswith("E1M") else ""
+        return f"{name!r}{uniform}"
     if spelled != text and _EXMY.fullmatch(spelled):
         try:
             return repr(FloatFormat.from_string(spelled).name)
-        except ValueError:  # of more than eight bits
+        except ValueError:
+            # a format of more than eight bits
             pass
-    # names of P3109 have an underscore
+    # Names of P3109 have an underscore.
     likely = text if text.startswith("P3109") else spelled
     return repr(difflib.get_close_matches(likely, NAMED_FORMATS, n=1, cutoff=0.0)[0])
 
 
-def _unreadable(name: str, text: str, why: str) -> str:
-    why = "" if "at most 8 bits" in why else why  # "x + y <= 7" below says it as well
+def _unreadable(name: str, text: str, reason: str) -> str:
+    """Return the message for a name that can't be read."""
+    if "at most 8 bits" in reason:
+        # "x + y <= 7" says it as well.
+        reason = ""
     return (
-        f"unknown float format {name!r}; did you mean {_meant(text)}? allowed: ExMy with x >= 1 "
-        f"and x + y <= 7, with or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; P3109_8P1 to "
-        f"P3109_8P7, with or without F{why}"
+        f"unknown float format {name!r}; did you mean {_nearest_name(text)}? allowed: ExMy with "
+        "x >= 1 and x + y <= 7, with or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; "
+        f"P3109_8P1 to P3109_8P7, with or without F{reason}"
     )
 
 
