@@ -218,23 +218,18 @@ class QuantizedLinear(nn.Linear):
         # read from the dictionary: attribute access looks there last
         parameters = self._parameters
         weight_parameter = parameters.get("weight")
-        # a parametrised bias is no parameter
-        if (
-            type(weight_parameter) is FP8Parameter
-            and "bias" in parameters
-            and not self._has_scalers()
-        ):
-            # nothing is drawn, remembered or announced
-            return linear(input, weight_parameter, parameters["bias"])
-        return self._fake_quantized_forward(input)
-
-    def _has_scalers(self) -> bool:
-        return (
+        has_scalers = (
             self.weight_scaler is not None
             or self.activation_scaler is not None
             or self.activation_gradient_scaler is not None
             or self.weight_gradient_scaler is not None
         )
+        # a parametrised bias is no parameter
+        has_bias_entry = "bias" in parameters
+        if type(weight_parameter) is FP8Parameter and has_bias_entry and not has_scalers:
+            # nothing is drawn, remembered or announced
+            return linear(input, weight_parameter, parameters["bias"])
+        return self._fake_quantized_forward(input)
 
     def _fake_quantized_forward(self, x: Tensor) -> Tensor:
         """Return the output for a quantised weight, input or gradient."""
@@ -450,10 +445,8 @@ class QuantizedLinear(nn.Linear):
 
     def _why_no_graph(self) -> str:
         """Return why torch.compile can't hold the layer in a graph, or ""."""
-        has_only_stored_weights = (
-            self.storage != "master" and self._units is None and self.activation_scaler is None
-        )
-        if _IS_OLD_TORCH and not has_only_stored_weights:
+        # asked first, so that other releases of torch guard nothing for it
+        if _IS_OLD_TORCH and not self._has_only_stored_weights():
             return "torch 2.8 has no graph of a quantised layer with more than stored weights"
         for scaler in (self.weight_scaler, self.activation_scaler):
             if scaler is not None and getattr(scaler, "policy", "") == "static":
@@ -466,6 +459,9 @@ class QuantizedLinear(nn.Linear):
         if torch.is_grad_enabled() and gradients != (None, None):
             return "no graph holds a format of gradients, which is measured in the backward pass"
         return ""
+
+    def _has_only_stored_weights(self) -> bool:
+        return self.storage != "master" and self._units is None and self.activation_scaler is None
 
     def _draw(self) -> int:
         """Return the number of the next forward pass; 0 if no bits are drawn in it."""

@@ -1,16 +1,23 @@
-"""One-byte weights in state dicts: codes, scales, a count, the remainder of rounding,
-and traits as numbers.
+"""One-byte weights in state dicts.
+
+A weight ``w`` is five plain tensors: ``w`` has the codes, ``w_scale`` the scales,
+``w_counter`` the count of stochastic writes, ``w_remainder`` the remainder of the first
+rounding (if there is one), and ``w_traits`` the rest of it as numbers.
 
 Codes stand under the weight's own name, which torch's and other libraries' savers know.
 They have one dimension more than the weight, of size 1: whoever takes them for numbers
 (``load_state_dict(strict=False)``, accelerate, diffusers, transformers without this
 library) finds another shape, and refuses it.
+
+`write_parts` puts the parts in the place of a weight, and `gather_parts` puts the
+weight in the place of its parts. A module that is given a parameter in codes gets hooks
+that do this (`_register`); a quantised layer calls them itself.
 """
 
 import json
 from collections.abc import Mapping
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,39 +36,37 @@ from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
-_LEFT: Final = "_remainder"
-PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
-"""Suffixes of a weight's name for its parts; the last exists if a weight has a
-remainder.
-"""
+#: Suffixes of a weight's name for its parts; the last is there if it has a remainder.
+PARTS: Final = ("", "_scale", "_counter", "_traits", "_remainder")
+#: Dimensions that codes in a state have beyond the weight's; none in earlier versions.
 _ADDED_DIMENSIONS: Final = 1
-"""Dimensions that codes in a state have beyond the weight's; none in earlier versions."""
-_NUMBERS: Final = 10
-"""Traits that earlier versions wrote."""
-_EARLIER: Final = "fp8:"
-TAKES_PARTS: Final = (
-    "_fp8_takes_parts"  #: An attribute of classes that save and load parts themselves.
-)
+#: Traits that earlier versions wrote.
+_EARLIER_TRAITS: Final = 10
+#: Start of the keys under which earlier versions wrote traits into a file's header.
+_EARLIER_KEY: Final = "fp8:"
+#: An attribute of classes that save and load parts themselves.
+TAKES_PARTS: Final = "_fp8_takes_parts"
+#: An attribute of modules whose parameters in codes load floats at a fresh scale.
 AT_OWN_SCALE: Final = "_fp8_at_own_scale"
-"""An attribute of modules whose parameters in codes load floats at a fresh scale."""
 _REGISTERED: Final = "_fp8_in_states"
-#: draws and retraction, which share one number, so that states keep their shapes
+#: Draws and retraction, which share one number, so that states keep their shapes.
 _STEPS: Final = tuple((draws, retraction) for retraction, draws in product(RETRACTIONS, DRAWS))
 
 
 def is_in_codes(value: Any) -> bool:
-    """True for a tensor of codes, or one of which this process holds codes."""
+    """Return True for a tensor of codes, or one of which this process holds codes."""
     return isinstance(local_of(value), FP8Tensor)
 
 
 def holds_codes(saved: Any) -> bool:
-    """True if a state has codes for a weight, with or without their scales."""
+    """Return True if a state has codes for a weight, with or without their scales."""
     return is_in_codes(saved) or saved.dtype == torch.uint8 or saved.dtype in FLOAT8.values()
 
 
 def name_parts(module: nn.Module, name: str) -> None:
-    """Give a module attributes with the names of a weight's parts: torch looks up names
-    of a state in the model.
+    """Give a module attributes with the names of a weight's parts.
+
+    Torch looks up the names of a state in the model.
     """
     for suffix in PARTS[1:]:
         if not hasattr(module, name + suffix):
@@ -69,8 +74,9 @@ def name_parts(module: nn.Module, name: str) -> None:
 
 
 def _register(module: nn.Module, name: str, parameter: Any) -> None:
-    """Let a module that is given a parameter in codes save and load it as parts;
-    quantised layers do it themselves.
+    """Let a module that is given a parameter in codes save and load it as parts.
+
+    Quantised layers do it themselves.
     """
     if isinstance(parameter, FP8Parameter) and not hasattr(type(module), TAKES_PARTS):
         name_parts(module, name)
@@ -84,149 +90,252 @@ register_module_parameter_registration_hook(_register)
 
 
 def _write_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook of a module's state dict: a function of the module, so that copies and
-    pickles keep it.
+    """Write the parts, as a hook of a module's state dict.
+
+    It is a function of this module, so that copies and pickles keep it.
     """
-    if not hasattr(
-        type(module), TAKES_PARTS
-    ):  # a quantised layer has taken over the hooks of the layer it replaced
+    # a quantised layer has taken over the hooks of the layer it replaced
+    if not hasattr(type(module), TAKES_PARTS):
         write_parts(module, state, prefix)
 
 
 def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Put parts in the place of every parameter in codes that a module has written;
-    with ``keep_vars`` it stays.
+    """Put parts in the place of every parameter in codes that a module has written.
+
+    With ``keep_vars`` the parameter itself stays.
     """
-    for name, own in module._parameters.items():
-        if is_in_codes(own) and state.get(prefix + name, own) is not own:
-            assert own is not None
-            parts = parts_of(prefix + name, own)
-            if taken := [key for key in parts if key in state and key != prefix + name]:
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        if parameter is None or not is_in_codes(parameter):
+            continue
+        if state.get(key, parameter) is parameter:
+            continue
+        parts = parts_of(key, parameter)
+        for part_key in parts:
+            if part_key in state and part_key != key:
                 raise ValueError(
-                    f"{prefix + name} is in codes, and {taken[0]} has the name of one of its "
-                    f"parts: rename {taken[0]}"
+                    f"{key} is in codes, and {part_key} has the name of one of its parts: rename "
+                    f"{part_key}"
                 )
-            state.update(parts)
+        state.update(parts)
 
 
-def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """A hook before a module loads: parts become weights, and so do floats at a fresh
-    scale if we quantised it.
+def _read_parts(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    """Gather the parts, as a hook before a module loads.
+
+    Parts become weights. Floats become codes at a fresh scale if this library quantised
+    the parameter.
     """
-    for name, own in module._parameters.items():
-        if own is None or not is_in_codes(own) or hasattr(type(module), TAKES_PARTS):
+    if hasattr(type(module), TAKES_PARTS):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is None or not is_in_codes(parameter):
             continue
         key = prefix + name
-        if (
-            key not in state
-        ):  # a tied weight, which safetensors wrote by another name, but for its new tensor of traits
+        if key not in state:
+            # a tied weight, which safetensors wrote by another name, but for its new
+            # tensor of traits
             state.pop(key + "_traits", None)
-            args[-3].extend(
-                part for part in parts_of(key, own) if part not in (key, key + "_traits")
-            )
+            parts = parts_of(key, parameter)
+            missing_keys += [part for part in parts if part not in (key, key + "_traits")]
             continue
         try:
-            gather_parts(state, key, own)
+            gather_parts(state, key, parameter)
         except ValueError as error:
-            args[-1].append(str(error))
+            error_messages.append(str(error))
             for suffix in PARTS:
                 state.pop(key + suffix, None)
             continue
-        saved = state.get(key)
-        if not isinstance(saved, Tensor) or not isinstance(own, FP8Parameter):
-            continue
-        if isinstance(saved, FP8Tensor):
-            if saved.format != own.format:
-                args[-1].append(
-                    f"{key} is of {saved.format.name}, but this parameter is of {own.format.name}"
-                )
-        elif hasattr(module, AT_OWN_SCALE) and saved.shape == own.shape:
-            how: Any = {
-                name: getattr(own, name)
-                for name in ("granularity", "rounding", "draws", "retraction", "seed")
-            }
-            state[key] = FP8Parameter(saved.detach().to(own.dtype), own.format, **how)
+        refusal = _prepare_values(module, parameter, state, key)
+        if refusal is not None:
+            error_messages.append(refusal)
+
+
+def _prepare_values(
+    module: nn.Module, parameter: Tensor, state: dict[str, Any], key: str
+) -> str | None:
+    """Encode floats for a parameter of a module that loads them at a fresh scale.
+
+    Returns:
+        Why codes can't be loaded into the parameter, or None.
+    """
+    saved = state.get(key)
+    if not isinstance(saved, Tensor) or not isinstance(parameter, FP8Parameter):
+        return None
+    if not isinstance(saved, FP8Tensor):
+        if hasattr(module, AT_OWN_SCALE) and saved.shape == parameter.shape:
+            state[key] = _encoded_like(saved, parameter)
+        return None
+    if saved.format == parameter.format:
+        return None
+    return f"{key} is of {saved.format.name}, but this parameter is of {parameter.format.name}"
+
+
+def _encoded_like(values: Tensor, parameter: FP8Parameter) -> FP8Parameter:
+    granularity: Any = parameter.granularity
+    return FP8Parameter(
+        values.detach().to(parameter.dtype),
+        parameter.format,
+        granularity=granularity,
+        rounding=parameter.rounding,
+        draws=parameter.draws,
+        retraction=parameter.retraction,
+        seed=parameter.seed,
+    )
 
 
 def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The parts by name, on the weight's memory; those that have rows are spread over
-    processes like the weight.
+    """Return the parts of a weight by name, on its memory.
+
+    Those that have rows are spread over processes like the weight.
     """
-    held: FP8Tensor = local_of(weight)
-    scale = spread(weight, held.kept_scale) if held.kept_scale.dim() else held.kept_scale
-    numbers = _numbers(held._traits(), floats=held.exponents is None)
-    traits = torch.tensor([*numbers, _ADDED_DIMENSIONS], device=held.device)
-    left = [] if held.remainder is None else [spread(weight, held.remainder)]
-    codes = spread(weight, held.codes.unsqueeze(-1))
-    parts = (codes, scale, held.counter, traits, *left)
-    return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)}
-
-
-def _numbers(traits: Traits, *, floats: bool) -> list[int]:
-    fmt, size = traits.format, number_of(traits.block_size)
-    return [
-        *(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)),
-        *(ROUNDINGS.index(traits.rounding), traits.seed, DTYPES.index(traits.dtype)),
-        *(
-            -size if floats else size,
-            int(traits.by_operator),
-            _STEPS.index((traits.draws, traits.retraction)),
+    local: FP8Tensor = local_of(weight)
+    traits = [*_numbers_of(local._traits(), floats=local.exponents is None), _ADDED_DIMENSIONS]
+    parts = {
+        name: spread(weight, local.codes.unsqueeze(-1)),
+        name + "_scale": (
+            spread(weight, local.kept_scale) if local.kept_scale.dim() else local.kept_scale
         ),
-    ]
+        name + "_counter": local.counter,
+        name + "_traits": torch.tensor(traits, device=local.device),
+    }
+    if local.remainder is not None:
+        parts[name + "_remainder"] = spread(weight, local.remainder)
+    return parts
 
 
-def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
-    """Put one weight together in the place of its parts in a state; whoever loads it
-    takes over its count and seed.
+class _Numbers(NamedTuple):
+    """The numbers of a tensor of traits, in their order.
 
-    Codes and scales alone are taken too, with a count of 0. Rows of several processes
-    and whole tensors are both taken; ``own``, the layer's weight, says which rows this
-    process holds. Unfit parts raise ValueError.
+    Attributes:
+        exponent: bits.
+        mantissa: bits.
+        bias: of the exponent.
+        layout: index of the layout.
+        rounding: index of the rounding.
+        seed: of draws.
+        dtype: index of the dtype.
+        block_size: as a number, 0 for none; negative if the scales are float32.
+        by_operator: 1 if operators' names enter the draws.
+        steps: index of draws and retraction.
+    """
+
+    exponent: int
+    mantissa: int
+    bias: int
+    layout: int
+    rounding: int
+    seed: int
+    dtype: int
+    block_size: int
+    by_operator: int
+    steps: int
+
+
+def _numbers_of(traits: Traits, *, floats: bool) -> _Numbers:
+    """Return traits as numbers; ``floats`` says that the scales are float32."""
+    fmt = traits.format
+    block_size = number_of(traits.block_size)
+    return _Numbers(
+        exponent=fmt.exponent_bits,
+        mantissa=fmt.mantissa_bits,
+        bias=fmt.bias,
+        layout=LAYOUTS.index(fmt.layout),
+        rounding=ROUNDINGS.index(traits.rounding),
+        seed=traits.seed,
+        dtype=DTYPES.index(traits.dtype),
+        block_size=-block_size if floats else block_size,
+        by_operator=int(traits.by_operator),
+        steps=_STEPS.index((traits.draws, traits.retraction)),
+    )
+
+
+def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
+    """Put one weight together in the place of its parts in a state.
+
+    Whoever loads it takes over its count and seed. Codes and scales alone are taken
+    too, with a count of 0. Rows of several processes and whole tensors are both taken.
+
+    Args:
+        state: changed in place.
+        name: of the weight in the state.
+        weight: the model's, which says which rows this process holds.
+
+    Raises:
+        ValueError: parts that do not fit together, or that are not all there.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor):
         return
-    if is_in_codes(saved):  # a tensor of codes itself
-        state[name] = _going_on(local_of(saved).with_parts(lambda part: part), saved)
+    # a tensor of codes itself
+    if is_in_codes(saved):
+        state[name] = _resuming(local_of(saved).with_parts(lambda part: part), saved)
         return
-    if hasattr(saved, "qdata"):  # torchao's Float8Tensor, which is both
-        joined: Any = saved
-        state[name + "_scale"], state[name] = joined.scale, joined.qdata
-        saved = joined.qdata
-    known = name + "_traits"
-    if not holds_codes(saved) and known in state:
+    # torchao's Float8Tensor has both
+    if hasattr(saved, "qdata"):
+        float8: Any = saved
+        state[name + "_scale"] = float8.scale
+        state[name] = float8.qdata
+        saved = float8.qdata
+    has_codes = holds_codes(saved)
+    has_traits = name + "_traits" in state
+    if has_traits and not has_codes:
         raise ValueError(
-            f"{name} holds {saved.dtype}, and {known} says codes, which can't be averaged or cast: "
-            f"average decoded weights (fm.averaged_model), or leave out {name}_scale, "
-            f"{name}_counter and {known}"
+            f"{name} holds {saved.dtype}, and {name}_traits says codes, which can't be averaged or "
+            f"cast: average decoded weights (fm.averaged_model), or leave out {name}_scale, "
+            f"{name}_counter and {name}_traits"
         )
-    if not holds_codes(saved) or not {name + "_scale", name + "_scale_inv"} & state.keys():
+    has_scale = name + "_scale" in state or name + "_scale_inv" in state
+    if not has_codes or not has_scale:
         refuse_codes(name, saved.dtype, state)
         return
-    if known not in state:
-        options = _take_published(state, name, saved, local_of(own))
-    scale, counter, traits, left = (state.pop(name + suffix, None) for suffix in PARTS[1:])
+    options = {} if has_traits else _take_published(state, name, saved, local_of(weight))
+    scale = state.pop(name + "_scale", None)
+    counter = state.pop(name + "_counter", None)
+    traits = state.pop(name + "_traits", None)
+    remainder = state.pop(name + "_remainder", None)
     if traits is not None:
         options = _read_traits(name, traits, scale)
+    parts = _Parts(saved, scale, counter, traits, remainder)
     try:
-        codes = _rows_here(saved, own)
-        if traits is not None and traits.numel() > _NUMBERS:
-            codes = _without_added_dimension(codes)
-        scale = _rows_here(scale, own) if scale.dim() else scale
-        kind = (
-            type(local_of(own)) if is_in_codes(own) and share_of(own) is not None else FP8Parameter
-        )
-        made = kind.from_codes(
-            as_codes(codes), scale, counter=0 if counter is None else counter, **options
-        )
-        if (
-            made.block_size and scale.dtype is torch.float32
-        ):  # no process decides on exponents by its own rows
-            made.kept_scale = scale
-        made.remainder = checked_remainder(None if left is None else _rows_here(left, own), codes)
-        state[name] = _going_on(made, own)
+        state[name] = _resuming(_assembled(parts, options, weight), weight)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} can't be put together from its parts: {error}") from None
+
+
+class _Parts(NamedTuple):
+    codes: Tensor
+    scale: Tensor
+    counter: Tensor | None
+    traits: Tensor | None
+    remainder: Tensor | None
+
+
+def _assembled(parts: _Parts, options: Mapping[str, Any], weight: Tensor) -> FP8Tensor:
+    """Return the rows that this process holds of a weight, from its parts."""
+    codes = _local_rows(parts.codes, weight)
+    if parts.traits is not None and parts.traits.numel() > _EARLIER_TRAITS:
+        codes = _without_added_dimension(codes)
+    scale = _local_rows(parts.scale, weight) if parts.scale.dim() else parts.scale
+    is_sharded = is_in_codes(weight) and share_of(weight) is not None
+    kind = type(local_of(weight)) if is_sharded else FP8Parameter
+    counter = 0 if parts.counter is None else parts.counter
+    assembled: FP8Tensor = kind.from_codes(as_codes(codes), scale, counter=counter, **options)
+    # no process decides on exponents by its own rows
+    if assembled.block_size and scale.dtype is torch.float32:
+        assembled.kept_scale = scale
+    remainder = None if parts.remainder is None else _local_rows(parts.remainder, weight)
+    assembled.remainder = checked_remainder(remainder, codes)
+    return assembled
 
 
 def _without_added_dimension(codes: Tensor) -> Tensor:
@@ -235,11 +344,13 @@ def _without_added_dimension(codes: Tensor) -> Tensor:
     return codes.squeeze(-1)
 
 
-def _rows_here(part: Tensor, own: Tensor) -> Tensor:
-    """The rows of a part that this process holds of the weight; ValueError where only
-    the part is spread.
+def _local_rows(part: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of a part that this process holds of the weight.
+
+    Raises:
+        ValueError: only the part is spread over processes.
     """
-    share = share_of(own)
+    share = share_of(weight)
     if share_of(part) is not None:
         if share is None:
             raise ValueError(
@@ -249,32 +360,35 @@ def _rows_here(part: Tensor, own: Tensor) -> Tensor:
     return part if share is None else share.own(part)
 
 
-def _going_on(made: FP8Tensor, like: Tensor) -> Tensor:
-    """A weight marked so that a copy takes over its count and seed; spread over
-    processes like ``like``.
+def _resuming(codes: FP8Tensor, weight: Tensor) -> FP8Tensor:
+    """Return a weight, marked so that a copy takes over its count and seed.
+
+    It is spread over processes like ``weight``.
     """
-    spread_out = spread(like, made)
-    local_of(spread_out).resumes = True
-    return spread_out
+    spread_codes: Any = spread(weight, codes)
+    local_of(spread_codes).resumes = True
+    return spread_codes  # type: ignore[no-any-return]
 
 
 def unflatten_state_dict(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """Put the one-byte weights of a state dict together from their parts, without their
-    model.
+    r"""Put the one-byte weights of a state dict together from their parts.
 
-    .. math:: w = s \\cdot \\operatorname{decode}(code)
+    .. math:: w = s \cdot \operatorname{decode}(code)
+
+    The model is not needed.
 
     ``state_dict()`` of a module gives a weight ``w`` in codes as plain tensors: ``w``,
     uint8 codes in its shape with a last dimension of 1 added, so that no reader takes
-    them for numbers; ``w_scale``, float32, or uint8 exponents (E8M0) of blocks and squares;
-    ``w_counter``, int64, stochastic writes; ``w_remainder``, int8, the remainder of the
-    first rounding, until an optimizer uses it; ``w_traits``, 11 int64: exponent bits,
-    mantissa bits, bias, numbers of layout and rounding, seed, number of the dtype,
-    block size or 0 (negative: scales in float32), whether operators' names enter the
-    draws, the number of draws and retraction, and the added dimensions (none where there
-    are ten numbers).
+    them for numbers; ``w_scale``, float32, or uint8 exponents (E8M0) of blocks and
+    squares; ``w_counter``, int64, stochastic writes; ``w_remainder``, int8, the
+    remainder of the first rounding, until an optimizer uses it; ``w_traits``, 11 int64.
+
+    These are exponent bits, mantissa bits, bias, numbers of layout and rounding, seed,
+    number of the dtype, block size or 0 (negative: scales in float32), whether
+    operators' names enter the draws, the number of draws and retraction, and the added
+    dimensions (none where there are ten numbers).
 
     ``load_state_dict`` of quantised layers loads them in every storage, and also codes
     with only scales, as compressed-tensors has them.
@@ -311,43 +425,40 @@ def unflatten_state_dict(
         raise TypeError(f"tensors must be a mapping by name, not {type(tensors).__name__}")
     state: dict[str, Any] = dict(tensors)
     for key, line in (metadata or {}).items():
-        if key.startswith(_EARLIER):
-            name = key.removeprefix(_EARLIER)
-            if lacking := [name + suffix for suffix in PARTS[:3] if name + suffix not in state]:
-                raise ValueError(f"tensors lack {lacking[0]!r}, which the metadata name")
-            state[name + "_traits"] = _read_line(
-                name, line, floats=state[name + "_scale"].dtype != torch.uint8
-            )
-    for name in [key.removesuffix("_traits") for key in state if key.endswith("_traits")]:
+        if not key.startswith(_EARLIER_KEY):
+            continue
+        name = key.removeprefix(_EARLIER_KEY)
+        for suffix in ("", "_scale", "_counter"):
+            if name + suffix not in state:
+                raise ValueError(f"tensors lack {name + suffix!r}, which the metadata name")
+        floats = state[name + "_scale"].dtype != torch.uint8
+        state[name + "_traits"] = _read_line(name, line, floats=floats)
+    names = [key.removesuffix("_traits") for key in state if key.endswith("_traits")]
+    for name in names:
         if isinstance(state.get(name), Tensor) and name + "_scale" in state:
             gather_parts(state, name, state[name])
     return state
 
 
 def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
-    """The numbers of what an earlier version said of a weight in a file's header, in
-    JSON.
-    """
+    """Return the traits, as numbers, that an earlier version wrote into a header."""
     try:
-        said = json.loads(line)
-        block_size = (
-            tuple(said["block_size"])
-            if isinstance(said["block_size"], list)
-            else said["block_size"]
-        )
-        dtype = next(dtype for dtype in DTYPES if str(dtype) == f"torch.{said['dtype']}")
-        fmt = FloatFormat.from_string(said["format"])
+        entries = json.loads(line)
+        block_size = entries["block_size"]
+        if isinstance(block_size, list):
+            block_size = tuple(block_size)
+        dtype = next(dtype for dtype in DTYPES if str(dtype) == f"torch.{entries['dtype']}")
         traits = Traits(
-            fmt,
-            said["rounding"],
-            said["seed"],
+            FloatFormat.from_string(entries["format"]),
+            entries["rounding"],
+            entries["seed"],
             dtype,
             block_size,
-            said["by_operator"],
-            said["draws"],
+            entries["by_operator"],
+            entries["draws"],
         )
         traits.check()
-        return torch.tensor(_numbers(traits, floats=floats))
+        return torch.tensor(_numbers_of(traits, floats=floats))
     except (ValueError, TypeError, KeyError, StopIteration) as error:
         raise ValueError(
             f"{name!r} can't be put together from {line!r:.200}: {error!r:.200}"
@@ -355,17 +466,22 @@ def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
 
 
 def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
+    """Return the options of ``FP8Tensor.from_codes`` that a tensor of traits has."""
     try:
-        *numbers, added = traits.tolist() if traits.numel() > _NUMBERS else [*traits.tolist(), 0]
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, steps = numbers
-        if added not in (0, _ADDED_DIMENSIONS):
-            raise ValueError(f"{added} added dimensions: 0 or {_ADDED_DIMENSIONS} are known")
-        if block and (block > 0) is not (scale.dtype is torch.uint8):
+        values = traits.tolist()
+        added_dimensions = values.pop() if len(values) > _EARLIER_TRAITS else 0
+        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, steps = values
+        if added_dimensions not in (0, _ADDED_DIMENSIONS):
             raise ValueError(
-                f"{name}_scale is {scale.dtype}, and was "
-                f"{'exponents' if block > 0 else 'torch.float32'} when it was "
-                "saved: reading cast it; read it into a tensor of that dtype, or load the file "
-                "into a new model first"
+                f"{added_dimensions} added dimensions: 0 or {_ADDED_DIMENSIONS} are known"
+            )
+        had_exponents = block > 0
+        if block and had_exponents is not (scale.dtype is torch.uint8):
+            saved_as = "exponents" if had_exponents else "torch.float32"
+            raise ValueError(
+                f"{name}_scale is {scale.dtype}, and was {saved_as} when it was saved: reading "
+                "cast it; read it into a tensor of that dtype, or load the file into a new model "
+                "first"
             )
         draws, retraction = _one_of(_STEPS, steps)
         return {
@@ -391,41 +507,46 @@ def _one_of(known: tuple[Any, ...], index: int) -> Any:
 def _take_published(
     state: dict[str, Any], name: str, saved: Tensor, weight: Tensor
 ) -> dict[str, Any]:
-    """Convert the scale of another library's file to that of our states; other traits
-    are the layer's.
+    """Convert the scale of another library's file to that of our states.
+
+    Returns:
+        Options of ``FP8Tensor.from_codes``: what the file does not say is the weight's.
     """
     if name + "_counter" in state:
         raise ValueError(
             f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions: "
-            f"pass the tensors and "
-            "their header's metadata through fm.unflatten_state_dict"
+            "pass the tensors and their header's metadata through fm.unflatten_state_dict"
         )
     if float8_format(saved.dtype) is None:
         raise ValueError(
             f"{name} holds uint8 codes, and {name}_traits, which say in which format, are missing"
         )
-    beside = {
-        key: x for key in (name, *names_beside(name, state)) if isinstance(x := state[key], Tensor)
-    }
-    headers = {
-        key: Header(dtype_name(x.dtype), tuple(x.shape), "the state dict")
-        for key, x in beside.items()
-    }
+    headers = {}
+    for key in (name, *names_beside(name, state)):
+        part = state[key]
+        if isinstance(part, Tensor):
+            headers[key] = Header(dtype_name(part.dtype), tuple(part.shape), "the state dict")
     (stored,) = stored_weights(headers).values()
     scale = state.pop(stored.scale)
     if share_of(saved) is None:
-        _, scale = read_parts(stored, {stored.codes: saved, stored.scale: scale}.__getitem__)
+        tensors = {stored.codes: saved, stored.scale: scale}
+        _, scale = read_parts(stored, tensors.__getitem__)
         scale = as_kept(scale, blocks=stored.block_size is not None)
-    else:
-        scale = scale if scale.dtype is torch.uint8 else scale.float()
+    elif scale.dtype is not torch.uint8:
+        scale = scale.float()
     state[name + "_scale"] = scale
-    own = weight if isinstance(weight, FP8Tensor) else None
-    return {
+    options = {
         "fmt": stored.format,
-        "rounding": own.rounding if own is not None else "stochastic",
-        "seed": own.seed if own is not None else 0,
+        "rounding": "stochastic",
+        "seed": 0,
         "dtype": weight.dtype if weight.dtype in DTYPES else torch.float32,
         "block_size": stored.block_size,
-        "draws": own.draws if own is not None else DRAWS[0],
-        "retraction": own.retraction if own is not None else RETRACTIONS[0],
+        "draws": DRAWS[0],
+        "retraction": RETRACTIONS[0],
     }
+    if isinstance(weight, FP8Tensor):
+        options["rounding"] = weight.rounding
+        options["seed"] = weight.seed
+        options["draws"] = weight.draws
+        options["retraction"] = weight.retraction
+    return options
