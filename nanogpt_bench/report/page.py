@@ -1,6 +1,4 @@
-"""The page: sections in one HTML file with data, code and styles, which needs no
-network.
-"""
+"""The page: sections in one HTML file with data, code and styles, without a network."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,8 @@ POLICY = (
 VEGA = "window.vegaEmbed = vegaEmbed;"
 #: characters of a line's name above which it is cut after some lines
 LONGEST_NAME = 100
-SHORT_LEGEND = 16  # a longer legend starts closed
+#: a longer legend starts closed
+SHORT_LEGEND = 16
 #: a cell of a table: its text and its CSS class
 Cell = tuple[str, str]
 
@@ -52,10 +51,9 @@ def _figure(chart: Chart) -> str:
     place = f'<div id="chart-{chart.name}" style="height:{chart.height}px{least}"></div>'
     if chart.least:
         place = f'<div class="scroll">{place}</div>'
-    return (
-        f"<figure{css_class('wide' if chart.wide else '')}><h3>{escape(chart.title)}</h3>"
-        f"<figcaption>{escape(chart.caption)}</figcaption>{place}</figure>"
-    )
+    wide = css_class("wide" if chart.wide else "")
+    heading = f"<h3>{escape(chart.title)}</h3><figcaption>{escape(chart.caption)}</figcaption>"
+    return f"<figure{wide}>{heading}{place}</figure>"
 
 
 def css_class(name: str) -> str:
@@ -64,69 +62,71 @@ def css_class(name: str) -> str:
 
 def table(head: Sequence[Cell], lines: Sequence[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
     """Return a table that scrolls sideways; `kinds` are the CSS classes of its lines."""
-    classes = kinds or [""] * len(lines)
-    body = "".join(
-        f"<tr{css_class(kind)}>{_cells('td', line)}</tr>"
-        for kind, line in zip(classes, lines, strict=True)
-    )
-    return f'<div class="scroll"><table><thead><tr>{_cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = ""
+    for kind, line in zip(kinds or [""] * len(lines), lines, strict=True):
+        body += f"<tr{css_class(kind)}>{_cells('td', line)}</tr>"
+    heading = f"<thead><tr>{_cells('th', head)}</tr></thead>"
+    return f'<div class="scroll"><table>{heading}<tbody>{body}</tbody></table></div>'
 
 
 def _cells(tag: str, cells: Sequence[Cell]) -> str:
-    written = [escape(text) for text, _ in cells]
-    if cells and len(cells[0][0]) > LONGEST_NAME:
-        # the name of a line, of which some lines are shown, and all under the pointer
-        written[0] = f'<span class="clamp" tabindex="0">{written[0]}</span>'
-    return "".join(
-        f"<{tag}{css_class(kind)}>{text}</{tag}>"
-        for text, (_, kind) in zip(written, cells, strict=True)
-    )
+    elements = ""
+    for place, (text, kind) in enumerate(cells):
+        content = escape(text)
+        if place == 0 and len(text) > LONGEST_NAME:
+            # the name of a line, of which some lines are shown, and all under the pointer
+            content = f'<span class="clamp" tabindex="0">{content}</span>'
+        elements += f"<{tag}{css_class(kind)}>{content}</{tag}>"
+    return elements
 
 
 def legend(labels: Sequence[str], styles: Mapping[str, Style], charts: Sequence[Chart]) -> str:
-    """Return the legend of line charts: a button per row, which shows and hides that
-    row everywhere.
+    """Return the legend of line charts.
+
+    It has a button per row, which shows and hides that row everywhere.
     """
-    drawn = {row for chart in charts for row in chart.rows}
+    drawn: set[str] = set()
+    for chart in charts:
+        drawn.update(chart.rows)
     keys = "".join(_key(label, styles[label]) for label in labels if label in drawn)
     if not keys:
         return ""
     opened = " open" if len(drawn) <= SHORT_LEGEND else ""
-    return (
-        f'<details class="legend"{opened}><summary>Rows ({len(drawn)}): press to show or '
-        f'hide</summary><div class="keys">{keys}</div></details>'
-    )
+    summary = f"<summary>Rows ({len(drawn)}): press to show or hide</summary>"
+    return f'<details class="legend"{opened}>{summary}<div class="keys">{keys}</div></details>'
 
 
 def _key(label: str, style: Style) -> str:
     dash = " ".join(map(str, DASHES[style.dash]))
-    sample = (
-        '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" '
-        'stroke-width="2.5" '
-        f'style="stroke:var({style.variable})" stroke-dasharray="{dash}"/></svg>'
+    line = (
+        '<line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
+        f'style="stroke:var({style.variable})" stroke-dasharray="{dash}"/>'
     )
+    sample = f'<svg width="30" height="8" aria-hidden="true">{line}</svg>'
     text = escape(label)
-    return f'<button class="key" type="button" aria-pressed="true" data-row="{text}">{sample}<span>{text}</span></button>'
+    attributes = f'class="key" type="button" aria-pressed="true" data-row="{text}"'
+    return f"<button {attributes}>{sample}<span>{text}</span></button>"
 
 
 def render(title: str, sections: Sequence[Section]) -> str:
     """Return the page as one string of HTML; all text of a run is escaped."""
-    drawn = [chart for section in sections for chart in section.charts]
-    links = "".join(
-        f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections
-    )
-    return "".join(
-        (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(title)}</title><style>{_theme()}{_asset('page.css')}</style></head>\n<body><main>",
-            f"<h1>{escape(title)}</h1><nav>{links}</nav>",
-            *(section.html() for section in sections),
-            f'</main>\n<script id="charts" type="application/json">{_packed(drawn)}</script>\n',
-            f"<script>{javascript(VEGA)}</script>\n<script>{_asset('page.js')}</script>\n</body></html>\n",
-        )
+    charts: list[Chart] = []
+    links = ""
+    for section in sections:
+        charts += section.charts
+        links += f'<a href="#{section.name}">{escape(section.title)}</a>'
+    body = "".join(section.html() for section in sections)
+    style = f"{_theme()}{_asset('page.css')}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
+        f"<body><main><h1>{escape(title)}</h1><nav>{links}</nav>{body}</main>\n"
+        f'<script id="charts" type="application/json">{_packed(charts)}</script>\n'
+        f"<script>{javascript(VEGA)}</script>\n"
+        f"<script>{_asset('page.js')}</script>\n</body></html>\n"
     )
 
 
@@ -142,8 +142,9 @@ def _packed(charts: Sequence[Chart]) -> str:
 
 
 def _on_page(chart: Chart) -> Spec:
-    """Return a chart as wide as its place, with rows that can be hidden and axes that
-    dragging magnifies.
+    """Return a chart as wide as its place.
+
+    Its rows can be hidden, and dragging magnifies its axes.
     """
     spec = {
         **chart.spec,
@@ -152,40 +153,48 @@ def _on_page(chart: Chart) -> Spec:
         "autosize": {"type": "fit", "contains": "padding"},
     }
     if chart.rows:
-        spec |= _hiding(spec) | {"params": [{"name": "hidden", "value": []}]}
-        spec["layer"] = [_hiding(layer) for layer in spec["layer"]]
+        spec = _without_hidden_rows(spec)
+        spec["params"] = [{"name": "hidden", "value": []}]
+        spec["layer"] = [_without_hidden_rows(layer) for layer in spec["layer"]]
     if chart.drag:
-        select = {
-            "type": "interval",
-            "encodings": list(chart.drag),
-            "translate": False,
-            "zoom": False,
-            "clear": False,
-        }
-        first = next(i for i, layer in enumerate(spec["layer"]) if "data" not in layer)
-        dragged = {
-            **spec["layer"][first],
-            "params": [{"name": "zoom", "select": select, "bind": "scales"}],
-        }
-        spec["layer"] = [*spec["layer"][:first], dragged, *spec["layer"][first + 1 :]]
+        spec["layer"] = _with_zoom(spec["layer"], chart.drag)
     return {"name": chart.name, "rows": chart.rows, "drag": chart.drag, "spec": spec}
 
 
-def _hiding(view: Spec) -> Spec:
-    """Return a view that leaves out hidden rows, if its own data are of rows."""
-    if "row" not in next(iter(view.get("data", {}).get("values", ())), ()):
-        return view
-    return view | {
-        "transform": [{"filter": "indexof(hidden, datum.row) < 0"}, *view.get("transform", ())]
+def _with_zoom(layers: Sequence[Spec], axes: str) -> list[Spec]:
+    """Return layers of which the first with the chart's data follows a drag."""
+    select = {
+        "type": "interval",
+        "encodings": list(axes),
+        "translate": False,
+        "zoom": False,
+        "clear": False,
     }
+    zoom = {"name": "zoom", "select": select, "bind": "scales"}
+    place = next(i for i, layer in enumerate(layers) if "data" not in layer)
+    zoomed = list(layers)
+    zoomed[place] = {**layers[place], "params": [zoom]}
+    return zoomed
+
+
+def _without_hidden_rows(view: Spec) -> Spec:
+    """Return a view that leaves out hidden rows, if its own data are of rows."""
+    values = view.get("data", {}).get("values", ())
+    if not values or "row" not in values[0]:
+        return dict(view)
+    visible = {"filter": "indexof(hidden, datum.row) < 0"}
+    return {**view, "transform": [visible, *view.get("transform", ())]}
 
 
 def _theme() -> str:
-    """Both themes as CSS variables, from the palette of the pictures."""
-    blocks = []
-    for theme in THEMES:
-        texts = {
-            n: v if isinstance(v, str) else " ".join(v) for n, v in theme_colours(theme).items()
-        }
-        blocks.append(":root{" + "".join(f"--{name}:{text};" for name, text in texts.items()) + "}")
-    return f"{blocks[0]}@media (prefers-color-scheme: dark){{{blocks[1]}}}\n"
+    """Return both themes as CSS variables, from the palette of the pictures."""
+    light, dark = (_theme_rule(theme) for theme in THEMES)
+    return f"{light}@media (prefers-color-scheme: dark){{{dark}}}\n"
+
+
+def _theme_rule(theme: str) -> str:
+    variables = ""
+    for name, colour in theme_colours(theme).items():
+        text = colour if isinstance(colour, str) else " ".join(colour)
+        variables += f"--{name}:{text};"
+    return f":root{{{variables}}}"
