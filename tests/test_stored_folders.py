@@ -1,0 +1,78 @@
+"""Files of earlier versions are read to the bit, or refused by name.
+
+`stored_folders.py` wrote each folder of `tests/stored` in the version that its name says.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stored_folders import TOKENS, digest_of, prepare_corpus, train
+
+import fp8manifold as fm
+
+STORED = Path(__file__).parent / "stored"
+VERSIONS = sorted(path.name for path in STORED.iterdir())
+versions = pytest.mark.parametrize("version", VERSIONS)
+#: what transformers announces while it reads is its own business
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def facts_of(version):
+    return json.loads((STORED / version / "facts.json").read_text(encoding="utf-8"))
+
+
+@versions
+def test_a_model_that_transformers_saved_comes_back_to_the_bit(version):
+    from transformers import AutoModelForCausalLM
+
+    fm.huggingface.register()
+    model = AutoModelForCausalLM.from_pretrained(STORED / version / "attached")
+    assert digest_of(model) == facts_of(version)["attached"]["weights"]
+    in_codes = [p for p in model.parameters() if isinstance(p, fm.FP8Tensor)]
+    assert len(in_codes) == 8
+
+
+@versions
+def test_the_state_of_an_optimizer_goes_on(version):
+    from transformers import AutoModelForCausalLM
+
+    fm.huggingface.register()
+    model = AutoModelForCausalLM.from_pretrained(STORED / version / "attached").train()
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, moments="8bit")
+    state = optimizer.state_dict()
+    folder = STORED / version / "attached"
+    tensors = load_file(folder / "optimizer.safetensors")
+    plain = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
+    state["state"] = {}
+    for name, value in (tensors | plain).items():
+        number, _, entry = name.partition(".")
+        state["state"].setdefault(int(number), {})[entry] = value
+    optimizer.load_state_dict(state)
+    before = digest_of(model)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    assert digest_of(model) != before
+    steps = {float(entries["step"]) for entries in optimizer.state.values()}
+    assert steps == {3.0}
+
+
+@versions
+def test_a_published_folder_comes_back_to_the_bit(version):
+    model = fm.load_fp8(STORED / version / "published", dtype=torch.float32)
+    assert digest_of(model) == facts_of(version)["published"]["weights"]
+
+
+@versions
+def test_a_run_of_the_bench_goes_on(version, tmp_path):
+    prepare_corpus(tmp_path)
+    shutil.copytree(STORED / version / "run", tmp_path / "runs" / "run")
+    train(tmp_path, 8, "--resume", "--allow-config-change")
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    expected = facts_of(version)["run"]["loss_after_eight_steps"]
+    # Another processor may round sums otherwise.
+    assert summary["final_val_loss"] == pytest.approx(expected, abs=2e-3)
+    assert summary["steps"] == 8
