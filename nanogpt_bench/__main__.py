@@ -12,7 +12,7 @@ import sys
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    # a command that was started with Ctrl-C ignored, as in the background, ignores it
+    # A command that was started with Ctrl-C ignored, as in the background, ignores it.
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heard:
         signal.signal(signal.SIGINT, _quit)

@@ -1,5 +1,8 @@
-"""The program `nanogpt-bench`: its commands, each a module of `nanogpt_bench.commands`,
-and its exit codes.
+"""The program `nanogpt-bench`: its commands and its exit codes.
+
+A command is a module of `nanogpt_bench.commands`. `main` runs one command line and
+turns every error into one line. `parse` splits the line: words of the command's own
+parser, and settings of a run, which any command of `TAKE_SETTINGS` takes.
 """
 
 import argparse
@@ -7,10 +10,10 @@ import io
 import signal
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanogpt_bench.system.errors import (
     LONGEST_WORD,
@@ -25,8 +28,7 @@ from nanogpt_bench.system.ranks import as_rank, is_lost, is_worker, joined
 
 #: exit code after a wrong command line or setting
 USAGE_ERROR = 2
-#: added to a signal's number: exit code where a signal ends a command that can't be
-#: resumed
+#: exit code, plus a signal's number, where it ends a command that can't be resumed
 INTERRUPTED = 128
 FAILED = 1
 COMMANDS = {
@@ -46,17 +48,15 @@ TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `BenchError`s, and which takes no abbreviated
-    options.
+    """An argument parser whose errors are `BenchError`s.
+
+    It takes no abbreviated options.
     """
 
-    def __init__(self, **options: object) -> None:
-        given = {
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
-            "allow_abbrev": False,
-            **options,
-        }
-        super().__init__(**given)  # type: ignore[arg-type]  # as argparse gives them
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
         raise BenchError(message)
@@ -64,8 +64,12 @@ class Parser(argparse.ArgumentParser):
     @property
     def options(self) -> dict[str, str]:
         """Each long option, with the first of its names."""
-        named = (action.option_strings for action in self._actions)
-        return {option: names[0] for names in named for option in names if option.startswith("--")}
+        first_names: dict[str, str] = {}
+        for action in self._actions:
+            for option in action.option_strings:
+                if option.startswith("--"):
+                    first_names[option] = action.option_strings[0]
+        return first_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a character that the terminal can't show is printed by its number
+        if isinstance(stream, io.TextIOWrapper):
+            # A character that the terminal can't show is printed by its number.
             stream.reconfigure(errors="backslashreplace")
     # geoopt scripts one helper at import, which a user of this command can't change.
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
@@ -87,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(words: list[str]) -> int:
-    """Run one command line; an error is printed in one line, by one of several
-    processes.
-    """
+    """Run one command line and print an error in one line, by one of the processes."""
     say = joined().say_once
     try:
         return _dispatch(words)
@@ -98,11 +99,8 @@ def _guarded(words: list[str]) -> int:
         return FAILED if isinstance(error, DiskError) else USAGE_ERROR
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
-        say(
-            "nanogpt-bench: interrupted"
-            if number == signal.SIGINT
-            else f"nanogpt-bench: ended by {number.name}"
-        )
+        ending = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+        say(f"nanogpt-bench: {ending}")
         return INTERRUPTED + number
     except UnicodeEncodeError as error:
         # Bytes that are not UTF-8 stand in arguments as halves of surrogate pairs.
@@ -110,19 +108,24 @@ def _guarded(words: list[str]) -> int:
         say(f"nanogpt-bench: error: {BenchError(f'{text!r} is not UTF-8; give a text that is')}")
         return USAGE_ERROR
     except OSError as error:
-        why = disk_failure(error)
-        where = (
-            f"{error.filename!r}: " if error.filename is not None else ""
-        )  # for example a path too long for a file
-        say(f"nanogpt-bench: error: {BenchError(why or f'{where}{error.strerror or error}')}")
-        return USAGE_ERROR if why is None else FAILED
+        message = disk_failure(error)
+        if message is not None:
+            say(f"nanogpt-bench: error: {BenchError(message)}")
+            return FAILED
+        message = str(error.strerror or error)
+        if error.filename is not None:
+            # for example a path too long for a file
+            message = f"{error.filename!r}: {message}"
+        say(f"nanogpt-bench: error: {BenchError(message)}")
+        return USAGE_ERROR
 
 
 def _dispatch(words: list[str]) -> int:
     name = words[0] if words else "--help"
     if name.startswith("-"):
         parser = build_parser()[0]
-        parser.parse_args(words)  # with --help it exits here
+        # With --help it exits here.
+        parser.parse_args(words)
         parser.print_help()
         return 0
     if name not in COMMANDS:
@@ -143,91 +146,114 @@ def _dispatch(words: list[str]) -> int:
         raise BenchError(
             f"torchrun is for run: {name} works in one process; start it without torchrun"
         )
-    signal.signal(
-        signal.SIGTERM, _interrupt
-    )  # so that a terminated prepare removes its unfinished files
+    # So that a terminated prepare removes its unfinished files.
+    signal.signal(signal.SIGTERM, _interrupt)
     code: int = import_module(f"nanogpt_bench.commands.{name}").main(args)
     return code
 
 
 def _interrupt(number: int, _: object) -> None:
-    """End the command, unless it ends because it has lost a process: torchrun then
-    signals the others too.
+    """End the command, unless it ends because it has lost a process.
+
+    torchrun then signals the others too.
     """
     if not is_lost(sys.exc_info()[1]):
         raise KeyboardInterrupt(number)
 
 
 def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser and those of the commands; only the commands in `loaded` get
-    their arguments.
+    """Return the parser and those of the commands.
+
+    Only the commands in `loaded` get their arguments.
     """
     parser = Parser(
         prog="nanogpt-bench",
-        description="Train small GPTs with 8-bit weights and see which format works where, and why "
-        "others fail.",
-        epilog="examples:\n  nanogpt-bench compare\n  nanogpt-bench prepare stdlib\n  "
-        "nanogpt-bench run e4m3.yaml\n\nnanogpt-bench COMMAND --help shows a command's "
-        "options and examples.",
+        description=(
+            "Train small GPTs with 8-bit weights and see which format works where, and why others "
+            "fail."
+        ),
+        epilog=(
+            "examples:\n"
+            "  nanogpt-bench compare\n"
+            "  nanogpt-bench prepare stdlib\n"
+            "  nanogpt-bench run e4m3.yaml\n"
+            "\n"
+            "nanogpt-bench COMMAND --help shows a command's options and examples."
+        ),
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parsers = {}
     for name, text in COMMANDS.items():
-        module = import_module(f"nanogpt_bench.commands.{name}") if name in loaded else None
-        parsers[name] = commands.add_parser(name, help=text, **(module.TEXTS if module else {}))
-        if module:
-            module.add_options(parsers[name])
+        if name not in loaded:
+            parsers[name] = commands.add_parser(name, help=text)
+            continue
+        module = import_module(f"nanogpt_bench.commands.{name}")
+        parsers[name] = commands.add_parser(name, help=text, **module.TEXTS)
+        module.add_options(parsers[name])
     return parser, parsers
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command line, with the settings of a run in
-    `overrides`.
+    """Return the arguments of a command line.
+
+    Settings of a run are in `overrides`.
 
     >>> parse(["run", "--seed", "3", "e4m3.yaml", "--name=a"]).overrides
     ['--seed', '3']
     """
     name, *queue = words
     parser, parsers = build_parser([name])
-    known = parsers[name].options
+    options = parsers[name].options
+    takes_settings = name in TAKE_SETTINGS
     plain, overrides = [name], list[str]()
     while queue:
         word = queue.pop(0)
-        if name in TAKE_SETTINGS and is_setting(word, known):
-            overrides += [word, *(queue[:1] if "=" not in word else [])]
-            queue = queue[1:] if "=" not in word else queue
-        else:
+        if not takes_settings or not is_setting(word, options):
             plain.append(word)
-    given = [
-        known.get(option, option)
-        for word in plain
-        if (option := word.partition("=")[0]).startswith("--")
-    ]
-    if twice := [option for option in given if given.count(option) > 1]:
-        raise BenchError(f"{twice[0]} is given twice; keep one")
+            continue
+        overrides.append(word)
+        if "=" not in word and queue:
+            overrides.append(queue.pop(0))
+    _refuse_repeated(plain, options)
     _refuse_empty(plain)
-    args, rest = parser.parse_known_args(plain)
-    if rest:
-        raise BenchError(_unknown(rest[0].partition("=")[0], known, settings=name in TAKE_SETTINGS))
+    args, unparsed = parser.parse_known_args(plain)
+    if unparsed:
+        word = unparsed[0].partition("=")[0]
+        raise BenchError(_unknown(word, options, settings=takes_settings))
     args.overrides = overrides
     return args
 
 
-def is_setting(word: str, options: Collection[str]) -> bool:
-    """Return whether a word of a command line is a setting and not one of a command's
-    own options.
+def _refuse_repeated(words: Sequence[str], options: Mapping[str, str]) -> None:
+    """Refuse an option that is given twice, also by two of its names.
 
-    >>> [is_setting(word, ["--data.dir"]) for word in ("--train.max_steps=3", "--seed", "--data.dir", "a.yaml")]
+    `options` has the first name of each.
+    """
+    names = []
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("--"):
+            names.append(options.get(option, option))
+    for name in names:
+        if names.count(name) > 1:
+            raise BenchError(f"{name} is given twice; keep one")
+
+
+def is_setting(word: str, options: Collection[str]) -> bool:
+    """Return whether a word of a command line is a setting of a run.
+
+    It is none if it is one of the command's own options.
+
+    >>> words = ("--train.max_steps=3", "--seed", "--data.dir", "a.yaml")
+    >>> [is_setting(word, ["--data.dir"]) for word in words]
     [True, True, False, False]
     """
     from nanogpt_bench.config.keys import FIELDS
 
     option = word.partition("=")[0]
-    return (
-        option.startswith("--")
-        and option not in options
-        and ("." in option or option[2:] in FIELDS)
-    )
+    if not option.startswith("--") or option in options:
+        return False
+    return "." in option or option[2:] in FIELDS
 
 
 #: options that take an empty text
@@ -239,27 +265,29 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
     It would stand for the default of an option, or for the working folder.
     """
-    before = ""
+    previous = ""
     for word in words:
         option, equals, text = word.partition("=")
         if option.startswith("--") and equals:
             value = text
         else:
-            option, value = before, word
+            option, value = previous, word
         if not value.strip() and option not in MAY_BE_EMPTY:
-            where = f"{option} " if option.startswith("--") else "argument "
-            raise BenchError(f"{where}{value!r} is not allowed; give a value, or leave it out")
-        before = word
+            place = option if option.startswith("--") else "argument"
+            raise BenchError(f"{place} {value!r} is not allowed; give a value, or leave it out")
+        previous = word
 
 
 def _unknown(word: str, options: Collection[str], *, settings: bool) -> str:
-    """The message about an argument that is neither an option of the command nor a
-    setting.
-    """
+    """Return the message about an argument that is no option and no setting."""
     from nanogpt_bench.config.keys import FIELDS
 
-    last = {key.rpartition(".")[2]: f"--{key}" for key in FIELDS} if settings else {}
-    guess = (nearest(word, options) if word.startswith("-") else None) or last.get(word.lstrip("-"))
-    return f"unknown argument {word!r}" + (
-        f"; did you mean {guess!r}?" if guess else f"; allowed: {', '.join(options)}"
-    )
+    guess = nearest(word, options) if word.startswith("-") else None
+    if guess is None and settings:
+        # a setting without its section; of several the last one
+        for key in FIELDS:
+            if key.rpartition(".")[2] == word.lstrip("-"):
+                guess = f"--{key}"
+    if guess:
+        return f"unknown argument {word!r}; did you mean {guess!r}?"
+    return f"unknown argument {word!r}; allowed: {', '.join(options)}"

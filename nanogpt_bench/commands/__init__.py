@@ -1,9 +1,9 @@
-"""The commands of `nanogpt-bench`, one module each with `TEXTS`, `add_options` and
-`main`; and argument types.
+"""The commands of `nanogpt-bench`, one module each, and argument types.
 
-`main` returns the exit code, or raises `BenchError`. Modules that import torch are
-imported inside it, so that help and errors of options come at once. An argument type
-turns a word into a value, or raises a line that says what is allowed.
+A module has `TEXTS`, `add_options` and `main`. `main` returns the exit code, or raises
+`BenchError`. Modules that import torch are imported inside it, so that help and errors
+of options come at once. An argument type turns a word into a value, or raises a line
+that says what is allowed.
 """
 
 import argparse
@@ -24,12 +24,13 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
     'today'
     """
 
-    def read(word: str) -> str:
-        if word not in (known := list(choices)):
+    def parse(word: str) -> str:
+        known = list(choices)
+        if word not in known:
             raise argparse.ArgumentTypeError(not_known(word, known))
         return word
 
-    return read
+    return parse
 
 
 def braced(words: Iterable[str]) -> str:
@@ -42,10 +43,12 @@ def braced(words: Iterable[str]) -> str:
 
 
 def tokenizer(word: str) -> str:
-    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model,
-    whose tokenizer it means.
+    """Return a tokenizer's name: one of the bench's, `bpe-N`, or that of a model.
+
+    A model's name means its tokenizer.
     """
-    if word.startswith("bpe-") or "/" in word or word.endswith(".gguf") or Path(word).is_dir():
+    is_model = "/" in word or word.endswith(".gguf") or Path(word).is_dir()
+    if is_model or word.startswith("bpe-"):
         return word
     return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
 
@@ -56,16 +59,17 @@ def names(text: str) -> list[str]:
     >>> names("E4M3, E7M0")
     ['E4M3', 'E7M0']
     """
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
+    parts = [name.strip() for name in text.split(",")]
+    listed = [name for name in parts if name]
+    if not listed:
         raise argparse.ArgumentTypeError(
             f"{text!r} names nothing; give names with commas between them"
         )
-    return found
+    return listed
 
 
 def number(
-    kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], what: str
+    kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], allowed: str
 ) -> Callable[[str], Any]:
     """Return an argument type that takes a number of a kind.
 
@@ -73,13 +77,14 @@ def number(
     3
     """
 
-    def read(text: str) -> Any:
+    def parse(text: str) -> Any:
         with suppress(ValueError):
-            if is_allowed(value := kind(text)) and not is_beyond_floats(text):
+            value = kind(text)
+            if is_allowed(value) and not is_beyond_floats(text):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give {allowed}")
 
-    return read
+    return parse
 
 
 positive = number(int, lambda value: 1 <= value < 2**63, "a whole number >= 1")

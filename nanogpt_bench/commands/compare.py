@@ -1,6 +1,4 @@
-"""`nanogpt-bench compare`: the packaged sweep `compare.yaml`, changed by the command
-line.
-"""
+"""`nanogpt-bench compare`: the packaged sweep `compare.yaml`, changed by options."""
 
 import argparse
 import shlex
@@ -16,19 +14,31 @@ from nanogpt_bench.system.files import locked, new_folder
 MODE = "compare"
 
 TEXTS = {
-    "description": "Train formats x rules on one corpus, same seeds and batches, and write a "
-    "report. Without\narguments: a demonstration on the standard library's prose, "
-    "two to seven minutes on two CPU cores, with an\nestimate of the time left from "
-    "the first minute on. The same command with the same --out continues an\n"
-    "interrupted comparison. Settings are those of run: each applies to the rows "
-    "that take it, and compare names\nthese where they are not all.",
-    "usage": "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] "
-    "[--data.dir DIR]\n                             [--reference ROW] [--out DIR] "
-    "[--section.key VALUE ...]",
-    "epilog": "examples:\n  nanogpt-bench compare\n  nanogpt-bench compare --formats E4M3,E7M0 "
-    "--rules bf16-mixed,nearest,stochastic --max-steps 500\n  nanogpt-bench compare "
-    "--data.dir data/book --rules all --seeds 3 --out runs/book\n  nanogpt-bench compare "
-    "--formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
+    "description": (
+        "Train formats x rules on one corpus, same seeds and batches, and write a report. "
+        "Without\n"
+        "arguments: a demonstration on the standard library's prose, two to seven minutes on two "
+        "CPU cores, with an\n"
+        "estimate of the time left from the first minute on. The same command with the same "
+        "--out continues an\n"
+        "interrupted comparison. Settings are those of run: each applies to the rows that take "
+        "it, and compare names\n"
+        "these where they are not all."
+    ),
+    "usage": (
+        "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] "
+        "[--data.dir DIR]\n"
+        "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]"
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench compare\n"
+        "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic "
+        "--max-steps 500\n"
+        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
+        "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 "
+        "--optimizer.weight_decay 0"
+    ),
 }
 
 
@@ -58,8 +68,9 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train every row with every seed, write the report and print the table; the last
-    line is the report's path.
+    """Train every row with every seed, write the report and print the table.
+
+    The last line is the report's path.
     """
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
@@ -67,8 +78,8 @@ def main(args: argparse.Namespace) -> int:
     from nanogpt_bench.sweep.workers import Local, check_executor, executor_of, most_workers
 
     check_executor(args.executor, args.address)
-    given = read_given(args.overrides)
-    if args.data_dir is None and given.get("task") == "classify":
+    settings = read_given(args.overrides)
+    if args.data_dir is None and settings.get("task") == "classify":
         raise BenchError(
             "--task classify needs --data.dir: the standard library's prose has no labels"
         )
@@ -79,19 +90,20 @@ def main(args: argparse.Namespace) -> int:
         seeds=args.seeds or 1,
         data_dir=args.data_dir,
         reference=args.reference,
-        given=given,
+        given=settings,
     )
-    for line in partly_used(given, sweep):
+    for line in partly_used(settings, sweep):
         say(line)
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     with (
         nullcontext(args.out) if args.out is not None else new_folder(default) as folder,
         locked(folder, "--out"),
-        executor_of(args.executor, args.address, folder) as found,
+        executor_of(args.executor, args.address, folder) as executor,
     ):
-        most = most_workers(1, found.cores())
-        workers = min(sweep.workers or most, most) if isinstance(found, Local) else most
-        again = (
-            None if args.out is not None else f"{command_line()} --out {shlex.quote(str(folder))}"
-        )
-        return sweep_grid(sweep, folder, workers, found, mode=MODE, again=again)
+        workers = most_workers(1, executor.cores())
+        if isinstance(executor, Local):
+            workers = min(sweep.workers or workers, workers)
+        continuation = None
+        if args.out is None:
+            continuation = f"{command_line()} --out {shlex.quote(str(folder))}"
+        return sweep_grid(sweep, folder, workers, executor, mode=MODE, again=continuation)

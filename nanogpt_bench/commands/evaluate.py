@@ -1,5 +1,6 @@
-"""`nanogpt-bench evaluate`: losses of one set of weights in several formats, without
-training, or a report on them.
+"""`nanogpt-bench evaluate`: losses of one set of weights in several formats.
+
+Nothing is trained. With some options a report is written in place of the table.
 """
 
 import argparse
@@ -18,28 +19,41 @@ from nanogpt_bench.system.files import (
 
 #: options that ask for a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
-#: options that need --model, and options that can't be used with it
-ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("run", "checkpoint")
+#: options that need --model
+ONLY_MODEL = ("input", "windows")
+#: options that can't be used with --model
+NOT_MODEL = ("run", "checkpoint")
 SCALES = ("tensor", "channel", "block", "square")
 #: width of the table in characters, without a terminal
 _WIDTH = 120
 
 TEXTS = {
-    "usage": "nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] [--formats A,B] "
-    "[--section.key VALUE ...]\n       nanogpt-bench evaluate RUN|--model PATH [--input "
-    "FILE|--data.dir DIR] [--formats A,B|all]\n                              [--scales "
-    "A,B] [--sensitivity [kinds|blocks|layers]]\n                              [--budget "
-    "BYTES] [--save DIR] [--out DIR]",
-    "description": "Measure the loss of the weights that a run has trained, as they are and "
-    "rounded to each format.\nWith --scales, --sensitivity, --budget or --formats "
-    "all a run's weights get a report; with --model\nthose of any causal language "
-    "model of transformers, with its own tokenizer.",
-    "epilog": "examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n  "
-    "nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 "
-    "--model.formats.lm_head none\n  nanogpt-bench evaluate runs/fp32 --formats all "
-    "--scales channel,block --budget 1.5\n  nanogpt-bench evaluate --model "
-    "SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n  nanogpt-bench "
-    "evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
+    "usage": (
+        "nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] [--formats A,B] "
+        "[--section.key VALUE ...]\n"
+        "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats "
+        "A,B|all]\n"
+        "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
+        "                              [--budget BYTES] [--save DIR] [--out DIR]"
+    ),
+    "description": (
+        "Measure the loss of the weights that a run has trained, as they are and rounded to each "
+        "format.\n"
+        "With --scales, --sensitivity, --budget or --formats all a run's weights get a report; "
+        "with --model\n"
+        "those of any causal language model of transformers, with its own tokenizer."
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
+        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 "
+        "--model.formats.lm_head none\n"
+        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
+        "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales "
+        "tensor,channel,block\n"
+        "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity "
+        "--budget 1.2"
+    ),
 }
 
 
@@ -71,22 +85,22 @@ def add_options(parser: Any) -> None:
         metavar="DIR",
         help="write every row's weights to DIR/FORMAT.safetensors",
     )
-    own = parser.add_argument_group("a report, of a RUN or with --model")
-    own.add_argument(
+    report = parser.add_argument_group("a report, of a RUN or with --model")
+    report.add_argument(
         "--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file"
     )
-    own.add_argument(
+    report.add_argument(
         "--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)"
     )
-    own.add_argument(
+    report.add_argument(
         "--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each"
     )
-    own.add_argument(
+    report.add_argument(
         "--embeddings",
         action="store_true",
         help="round the embeddings, too, in the format of each row",
     )
-    own.add_argument(
+    report.add_argument(
         "--sensitivity",
         nargs="?",
         const="kinds",
@@ -95,7 +109,7 @@ def add_options(parser: Any) -> None:
         help="each kind of layer (default), block or layer, and the embeddings, alone in each "
         "format: a map of gaps",
     )
-    own.add_argument(
+    report.add_argument(
         "--budget",
         type=above_0,
         metavar="X",
@@ -115,22 +129,26 @@ def main(args: argparse.Namespace) -> int:
     run_dir = run_folder(args.run)
     if run_dir is None:
         raise BenchError(_no_run(Path(args.run)))
-    if "all" in (args.formats or ()) or any(
-        getattr(args, name) not in (None, False) for name in OF_REPORT
-    ):
+    if _asks_for_report(args):
         from nanogpt_bench.evaluation.report import report_run
 
         return report_run(run_dir, args)
     return _losses(run_dir, args)
 
 
+def _asks_for_report(args: argparse.Namespace) -> bool:
+    if "all" in (args.formats or ()):
+        return True
+    return any(getattr(args, name) not in (None, False) for name in OF_REPORT)
+
+
 def _check(args: argparse.Namespace) -> None:
     for name in NOT_MODEL if args.model else ONLY_MODEL:
-        if (value := getattr(args, name)) is not None:
+        value = getattr(args, name)
+        if value is not None:
             word = repr(value) if name == "run" else f"--{name}"
-            raise BenchError(
-                f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out"
-            )
+            place = "without" if args.model else "with"
+            raise BenchError(f"{word} goes {place} --model; leave one of them out")
     for option in ("out", "save"):
         path = getattr(args, option)
         if path is not None:
@@ -167,15 +185,17 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def _no_run(path: Path) -> str:
+    """Return the message about a path that is no run's folder."""
     from nanogpt_bench.runs.trained import is_checkpoint, is_run
 
     if path.is_file() and path.suffix == ".yaml":
-        return f"{str(path)!r} is no folder of a run; train and validate one first: nanogpt-bench run {path}"
+        return (
+            f"{str(path)!r} is no folder of a run; train and validate one first: nanogpt-bench "
+            f"run {path}"
+        )
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
-    runs = [
-        str(child) for child in sorted(path.glob("*") if path.is_dir() else ()) if is_run(child)
-    ]
-    return f"{str(path)!r} is no folder of a run" + (
-        f"; it holds: {', '.join(runs)}" if runs else ""
-    )
+    message = f"{str(path)!r} is no folder of a run"
+    children = sorted(path.glob("*")) if path.is_dir() else []
+    runs = [str(child) for child in children if is_run(child)]
+    return f"{message}; it holds: {', '.join(runs)}" if runs else message

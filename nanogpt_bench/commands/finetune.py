@@ -1,5 +1,7 @@
-"""`nanogpt-bench finetune --model PATH`: training all weights of a pretrained language
-model further.
+"""`nanogpt-bench finetune`: training all weights of a pretrained model further.
+
+A training is that of `run` with the settings of finetune.yaml. With `--save` the
+newest weights are written as transformers reads them.
 """
 
 import argparse
@@ -20,7 +22,7 @@ Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = FOLDER / "finetune.yaml"
 FLOAT: Final = "float"
 #: the layout of a published model that was trained in the codes of its files
-OWN: Final = "its own"
+PUBLISHED: Final = "its own"
 LAYOUTS = (FLOAT, "compressed-tensors", "torchao", "fp8")
 #: bytes per parameter of float32 AdamW: weight, two averages and gradient, four bytes
 #: each
@@ -28,16 +30,25 @@ ADAMW_BYTES = 16
 _MIB = 2**20
 
 TEXTS = {
-    "usage": "nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] "
-    "[--resume] [--save DIR] [--layout LAYOUT] [--section.key VALUE ...]",
-    "description": "Train all weights of a causal language model of transformers further, as "
-    "finetune.yaml says,\nwith the loop, checkpoints, monitors and report of run; "
-    "every setting of run can be overridden.",
-    "epilog": "examples:\n  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 "
-    "--out data/law\n  nanogpt-bench finetune --model models/smollm2 --data.dir data/law "
-    "--rule muon-stochastic\n  nanogpt-bench finetune --model models/smollm2 --data.dir "
-    "data/law --train.step_in_backward true --optimizer.clip_by previous "
-    "--train.recompute true --train.precision bf16-mixed --save models/law",
+    "usage": (
+        "nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] "
+        "[--resume] [--save DIR] [--layout LAYOUT] [--section.key VALUE ...]"
+    ),
+    "description": (
+        "Train all weights of a causal language model of transformers further, as finetune.yaml "
+        "says,\n"
+        "with the loop, checkpoints, monitors and report of run; every setting of run can be "
+        "overridden."
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule "
+        "muon-stochastic\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law "
+        "--train.step_in_backward true --optimizer.clip_by previous --train.recompute true "
+        "--train.precision bf16-mixed --save models/law"
+    ),
 }
 
 
@@ -76,9 +87,8 @@ def main(args: argparse.Namespace) -> int:
         check_place("--save", args.save)
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
-        from nanogpt_bench.setup.resolve import (
-            resolve,  # not at the top: it imports torch, which takes seconds
-        )
+        # not at the top: it imports torch, which takes seconds
+        from nanogpt_bench.setup.resolve import resolve
 
         layout = check_save(resolve(load_config(CONFIG, overrides)), args.save, layout)
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
@@ -86,57 +96,61 @@ def main(args: argparse.Namespace) -> int:
         summary, run_dir = trained(str(CONFIG), args.name, overrides, **options)
         print(memory_line(summary))
         if args.save is not None and exit_code(summary) == 0:
-            with _weights_named(run_dir, args.save):
+            with _naming_weights(run_dir, args.save):
                 save_model(run_dir, args.save, layout)
             print(args.save)
     return exit_code(summary)
 
 
 def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
-    """Return the layout that `--save` will write, or refuse it, before the training; no
-    weight is read.
+    """Return the layout that `--save` will write, or refuse it, before the training.
+
+    No weight is read.
     """
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
     from nanogpt_bench.setup.pretrained import trains_stored
 
-    found, stored = outline(config.model.pretrained or ""), trains_stored(config.model)
+    files, trains_codes = outline(config.model.pretrained or ""), trains_stored(config.model)
     if not config.checkpoint.last:
         raise BenchError(
             "--save writes the weights of the last checkpoint; leave --checkpoint.last false out"
         )
-    if stored and layout not in (None, FLOAT):
+    if trains_codes and layout not in (None, FLOAT):
         raise BenchError(
             f"--layout {layout}: {config.model.pretrained!r} has a layout of its own; leave "
             f"--layout out"
         )
     if layout is not None and layout != FLOAT:
         check_layout(config, layout)
-    own = stored and layout is None
-    check_room(out, found.stored_bytes if own else 4 * found.parameters, "--save")
-    return OWN if own else layout or FLOAT
+    if trains_codes and layout is None:
+        check_room(out, files.stored_bytes, "--save")
+        return PUBLISHED
+    check_room(out, 4 * files.parameters, "--save")
+    return layout or FLOAT
 
 
 @contextmanager
-def _weights_named(run_dir: Path, out: Path) -> Iterator[None]:
-    """If the model can't be written, remove its parts, and raise an error that names
-    the place of the weights.
-    """
+def _naming_weights(run_dir: Path, out: Path) -> Iterator[None]:
+    """If the model can't be written, remove its parts and say where the weights are."""
     try:
         yield
     except BenchError as error:
         for path in out.iterdir():
-            if path.name != LOCK:
-                path.unlink() if path.is_file() else shutil.rmtree(path)
-        how = f"--resume --name {run_dir.name} and --save DIR"
+            if path.name == LOCK:
+                continue
+            if path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
         raise type(error)(
             f"--save: {error}; the weights are kept in {str(run_dir)!r}: the same command with "
-            f"{how} writes them"
+            f"--resume --name {run_dir.name} and --save DIR writes them"
         ) from None
 
 
 @contextmanager
-def _written(out: Path) -> Iterator[None]:
+def _writing_errors(out: Path) -> Iterator[None]:
     """Turn any error of writing a model into one line."""
     try:
         yield
@@ -151,57 +165,55 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def memory_line(summary: dict[str, Any]) -> str:
-    """Return a line with the measured memory of a run, and that of float32 AdamW by
-    arithmetic.
+    """Return a line with the memory of a run, and that of float32 AdamW by arithmetic.
 
-    >>> memory_line({"parameters": 2**20, "held_bytes": 3 * 2**20, "gradient_peak_bytes": None})
-    'memory: weights and state 3.0 MiB, gradients not measured; float32 AdamW by arithmetic: 16.0 MiB'
+    >>> sizes = {"held_bytes": 3 * 2**20, "gradient_peak_bytes": None}
+    >>> memory_line({"parameters": 2**20, **sizes}).partition(";")[0]
+    'memory: weights and state 3.0 MiB, gradients not measured'
     """
-    held, peak = summary["held_bytes"], summary["gradient_peak_bytes"]
-    parts = ["weights and state " + (f"{held / _MIB:,.1f} MiB" if held else "not measured")]
-    parts.append(
-        "gradients " + (f"at most {peak / _MIB:,.1f} MiB at once" if peak else "not measured")
-    )
-    if held and peak:
-        parts.append(f"together {(held + peak) / _MIB:,.1f} MiB")
-    theirs = f"float32 AdamW by arithmetic: {ADAMW_BYTES * summary['parameters'] / _MIB:,.1f} MiB"
-    return f"memory: {', '.join(parts)}; {theirs}"
+    held_bytes, gradient_peak = summary["held_bytes"], summary["gradient_peak_bytes"]
+    state = f"{held_bytes / _MIB:,.1f} MiB" if held_bytes else "not measured"
+    peak = f"at most {gradient_peak / _MIB:,.1f} MiB at once" if gradient_peak else "not measured"
+    parts = [f"weights and state {state}", f"gradients {peak}"]
+    if held_bytes and gradient_peak:
+        parts.append(f"together {(held_bytes + gradient_peak) / _MIB:,.1f} MiB")
+    adamw_bytes = ADAMW_BYTES * summary["parameters"]
+    return f"memory: {', '.join(parts)}; float32 AdamW by arithmetic: {adamw_bytes / _MIB:,.1f} MiB"
 
 
 def check_layout(config: Resolved, layout: Layout) -> None:
-    """Refuse a layout that can't store the model, before the training; no weight is
-    read.
+    """Refuse a layout that can't store the model, before the training.
+
+    No weight is read.
     """
     import fp8manifold as fm
     from nanogpt_bench.model.causal import skeleton
 
-    kinds: dict[str, Any] = {name: spec.operand("weight") for name, spec in config.layers.items()}
-    stored = {
-        name: fm.LayerSpec(kind.format, granularity=kind.granularity)
-        for name, kind in kinds.items()
-        if kind
-    }
-    if not stored or config.model.storage == "continuous":
+    specs: dict[str, Any] = {}
+    for name, spec in config.layers.items():
+        weight = spec.operand("weight")
+        if weight:
+            specs[name] = fm.LayerSpec(weight.format, granularity=weight.granularity)
+    if not specs or config.model.storage == "continuous":
         raise BenchError(
             f"--layout {layout} takes quantised weights, not the run's floats; give --layout "
             f"{FLOAT}"
         )
     model = skeleton(config.model.pretrained or "")
-    with _refusals(layout):
-        fm.exported_state_dict(
-            fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout
-        )
+    with _layout_errors(layout):
+        model = fm.quantize_model(model, {"*": "none", **specs}, "fp8", tied="untie")
+        fm.exported_state_dict(model, layout)
 
 
 def save_model(
     run_dir: Path, out: Path, layout: Layout | Literal["float", "its own"] = "float"
 ) -> None:
-    """Write the newest weights of a fine-tuning, and the tokenizer, as transformers
-    reads them.
+    """Write the newest weights of a fine-tuning, and the tokenizer.
 
-    `layout` is `float`, for their values, or one of `fm.export_model`, for codes and
-    scales. `its own` is the layout of a published model that was trained in the codes
-    of its files; the other files of that model are written, too.
+    transformers reads them. `layout` is `float`, for their values, or one of
+    `fm.export_model`, for codes and scales. `its own` is the layout of a published
+    model that was trained in the codes of its files; the other files of that model are
+    written, too.
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
@@ -212,14 +224,15 @@ def save_model(
     from nanogpt_bench.setup.resolve import resolve
     from nanogpt_bench.setup.runtime import runtime
 
-    found = load(choose(run_dir))
-    config = resolve(build_config(dict(found.settings)))
+    checkpoint = load(choose(run_dir))
+    config = resolve(build_config(dict(checkpoint.settings)))
     name = config.model.pretrained or ""
     with runtime(config) as device:
         model: Any = trained_model(config, open_corpus(config), device)
-    fill(model, found.tensors, found.metadata, f"checkpoint {str(found.path)!r}")
-    with reading(name) as transformers, _written(out):
-        if layout == OWN:
+    source = f"checkpoint {str(checkpoint.path)!r}"
+    fill(model, checkpoint.tensors, checkpoint.metadata, source)
+    with reading(name) as transformers, _writing_errors(out):
+        if layout == PUBLISHED:
             fm.save_fp8(model, out)
             return
         model = fm.dequantize_model(model) if layout == FLOAT else model
@@ -233,10 +246,10 @@ def save_model(
         if layout == FLOAT:
             model.save_pretrained(out)
         else:
-            with _refusals(layout):
+            with _layout_errors(layout):
                 fm.export_model(model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
 
 
-def _refusals(layout: str) -> AbstractContextManager[None]:
+def _layout_errors(layout: str) -> AbstractContextManager[None]:
     return refusals(f"--layout {layout}", ValueError, TypeError, ImportError)

@@ -34,13 +34,18 @@ PREPARED = ("text", "labels")
 
 TEXTS = {
     "description": "Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
-    "epilog": "examples:\n  nanogpt-bench prepare stdlib\n  nanogpt-bench prepare packages "
-    "--tokenizer gpt2\n  nanogpt-bench prepare text --input book.txt --tokenizer char "
-    "--out data/book\n  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext "
-    "--tokenizer gpt2\n  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens "
-    "10000000\n  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n  "
-    "nanogpt-bench prepare eurlex --task labels\n  nanogpt-bench prepare hub --dataset "
-    "Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench prepare stdlib\n"
+        "  nanogpt-bench prepare packages --tokenizer gpt2\n"
+        "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
+        "  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext --tokenizer gpt2\n"
+        "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
+        "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
+        "  nanogpt-bench prepare eurlex --task labels\n"
+        "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 "
+        "--column text"
+    ),
 }
 
 
@@ -155,15 +160,17 @@ def default_folder(args: argparse.Namespace) -> Path:
     """Return the default folder of a corpus, in data/ with the name of the text."""
     if args.source == "stdlib":
         return Path(DEFAULT_DATA_DIR)
-    made = "" if args.task in (None, "text") else f"-{args.task}"
     if args.source == "nanogpt":
         return Path("data") / f"nanogpt-{args.input.resolve().name}"
-    called = {
-        "eurlex": f"eurlex{made}",
-        "hub": (args.dataset or "").rpartition("/")[2],
-        "packages": "packages",
-    }
-    folder = Path("data") / (called.get(args.source) or args.input.stem)
+    if args.source == "eurlex":
+        name = "eurlex" if args.task in (None, "text") else f"eurlex-{args.task}"
+    elif args.source == "hub":
+        name = args.dataset.rpartition("/")[2]
+    elif args.source == "packages":
+        name = "packages"
+    else:
+        name = args.input.stem
+    folder = Path("data") / name
     if folder == Path(DEFAULT_DATA_DIR):
         # run and compare would take it for the standard library's prose
         raise BenchError(
@@ -183,12 +190,10 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         "limit": args.limit_tokens,
         "progress": sys.stderr.isatty(),
         "replace": args.replace,
-        **{
-            option: getattr(args, option)
-            for option in ("data_dir", "revision")
-            if args.source in GOES_WITH[option]
-        },
     }
+    for option in ("data_dir", "revision"):
+        if args.source in GOES_WITH[option]:
+            options[option] = getattr(args, option)
     if args.source == "stdlib":
         return prepare_stdlib(out, **options)
     if args.source == "text":

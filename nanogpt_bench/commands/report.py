@@ -1,15 +1,19 @@
-"""`nanogpt-bench report`: making the page, figures and tables of runs on disk again."""
+"""`nanogpt-bench report`: the page, figures and tables of runs on disk, made again."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 TEXTS = {
-    "description": "Rebuild the report of runs on disk: report.html, figures, results.csv and "
-    "tables.",
-    "epilog": "examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
-    "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
-    "  nanogpt-bench report runs/book --out report --baseline fp32",
+    "description": (
+        "Rebuild the report of runs on disk: report.html, figures, results.csv and tables."
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
+        "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
+        "  nanogpt-bench report runs/book --out report --baseline fp32"
+    ),
 }
 
 

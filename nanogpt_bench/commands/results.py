@@ -1,6 +1,4 @@
-"""`nanogpt-bench results`: exporting a sweep's results as one small file, and showing
-such a file as tables.
-"""
+"""`nanogpt-bench results`: a sweep's results as one small file, and as tables."""
 
 import argparse
 import sys
@@ -17,14 +15,22 @@ TABLES = ("markdown", "csv")
 GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 
 TEXTS = {
-    "usage": "nanogpt-bench results export SWEEP --out FILE.json\n"
-    "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]",
-    "description": "export: write the results of a sweep or a comparison, with settings, "
-    "environments and tuned\nvalues, to one JSON file. show: print the tables of "
-    "such a file.\nThe command report draws its page.",
-    "epilog": "examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out "
-    "my_study.json\n  nanogpt-bench results show my_study.json --reference muon\n  "
-    "nanogpt-bench report my_study.json --out report",
+    "usage": (
+        "nanogpt-bench results export SWEEP --out FILE.json\n"
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]"
+    ),
+    "description": (
+        "export: write the results of a sweep or a comparison, with settings, environments and "
+        "tuned\n"
+        "values, to one JSON file. show: print the tables of such a file.\n"
+        "The command report draws its page."
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
+        "  nanogpt-bench results show my_study.json --reference muon\n"
+        "  nanogpt-bench report my_study.json --out report"
+    ),
 }
 
 
@@ -49,8 +55,10 @@ def main(args: argparse.Namespace) -> int:
     """Export a folder, or show a file."""
     for option, word in GO_WITH.items():
         if getattr(args, option) is not None and args.word != word:
-            instead = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
-            raise BenchError(f"--{option} goes with results {word}{instead}")
+            message = f"--{option} goes with results {word}"
+            if option == "out":
+                message += "; show prints, and report FILE.json --out DIR draws"
+            raise BenchError(message)
     if args.word == "show":
         return _show(args.path, args.reference, args.table)
     if args.out is None:
@@ -72,22 +80,19 @@ def _export(folder: Path, out: Path) -> int:
     content = export(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, to_json(content))
-    ended, missing = (
-        sum(entry["kind"] == kind for entry in content)
-        for kind in (EntryKind.RUN, EntryKind.MISSING)
-    )
-    partial = (
-        f" of {ended + missing}; {missing} are missing, and every table of the file says so"
-        if missing
-        else ""
-    )
-    print(f"{out}: {counted(ended, 'run')}{partial}", file=sys.stderr)
+    kinds = [entry["kind"] for entry in content]
+    ended, missing = kinds.count(EntryKind.RUN), kinds.count(EntryKind.MISSING)
+    line = f"{out}: {counted(ended, 'run')}"
+    if missing:
+        line += f" of {ended + missing}; {missing} are missing, and every table of the file says so"
+    print(line, file=sys.stderr)
     return 0
 
 
 def _show(path: Path, reference: str | None, table: str | None) -> int:
-    """Print the table, measured against `reference` or else the file's; without `table`
-    also that of the tuning.
+    """Print the table, measured against `reference` or else the file's.
+
+    Without `table` also that of the tuning.
     """
     from nanogpt_bench.report.results import measure
     from nanogpt_bench.report.results_file import read_export
@@ -99,7 +104,8 @@ def _show(path: Path, reference: str | None, table: str | None) -> int:
     baseline = content.baseline if reference is None else baseline_of(reference, content.rows)
     results = measure(content.rows, find_reference(content.rows, baseline))
     if table is not None:
-        print((to_csv if table == "csv" else to_markdown)(results), end="")
+        text = to_csv(results) if table == "csv" else to_markdown(results)
+        print(text, end="")
         return 0
     print(to_markdown(results))
     if content.tuning:

@@ -1,4 +1,4 @@
-"""`nanogpt-bench run`: one training, its progress on the terminal and a closing line."""
+"""`nanogpt-bench run`: one training, its progress, and a closing line."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 TEXTS = {
-    "usage": "nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
-    "       nanogpt-bench run --defaults",
-    "description": "Train one model as CONFIG.yaml says; every setting can be overridden on the "
-    "command line.\nnanogpt-bench run --defaults prints every setting, its default "
-    "and what it takes.",
+    "usage": (
+        "nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
+        "       nanogpt-bench run --defaults"
+    ),
+    "description": (
+        "Train one model as CONFIG.yaml says; every setting can be overridden on the command "
+        "line.\n"
+        "nanogpt-bench run --defaults prints every setting, its default and what it takes."
+    ),
     "epilog": "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n  nanogpt-bench run "
     "bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
     "  nanogpt-bench run my.yaml --data.dir data/book --model.formats "
@@ -68,7 +72,7 @@ def add_resume(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train by a configuration file and overrides, or print a file with all defaults."""
+    """Train by a configuration file and overrides, or print all defaults."""
     if args.defaults:
         if any((args.config, args.overrides, args.name, args.resume, args.allow_config_change)):
             raise BenchError(
@@ -92,8 +96,9 @@ def trained(
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Train by a configuration file and overrides, show the progress, and return the
-    run's summary and folder.
+    """Train by a configuration file and overrides, and show the progress.
+
+    Return the run's summary and folder.
     """
     # not at the top, since they import torch, which takes seconds
     from nanogpt_bench.data import prepare_default
@@ -107,32 +112,25 @@ def trained(
             "--allow-config-change needs --resume: a new run takes the settings that it is given"
         )
     path, ranks = find_config(config_name), joined()
-    given = load_config(path, overrides)
-    _check_torchrun(given.train.parallel)
-    if name is not None and (
-        not name.isprintable() or Path(name).name != name or name[:1] in ("", ".")
-    ):
-        raise BenchError(
-            f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2"
-        )
-    named = None if name is None else RUNS / name
-    earlier = Path(ranks.broadcast(str(named or latest_name(path.stem)))) if resume else None
-    config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
+    settings = load_config(path, overrides)
+    _check_torchrun(settings.train.parallel)
+    _check_name(name)
+    folder = None if name is None else RUNS / name
+    if resume:
+        folder = Path(ranks.broadcast(str(folder or latest_name(path.stem))))
+        config = resolve_for(settings, folder, resume=True)
+    else:
+        config = resolve(settings)
     check_device(config.runtime.device)
     check_fits(config)
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)
-    first = _warmup(config)
-    options: dict[str, Any] = {
-        "resume": resume,
-        "allow_config_change": allow_config_change,
-        "ranks": ranks,
-    }
+    warnings = _warmup_warnings(config)
     with (
-        _folder(path.stem, earlier or named, ranks) as run_dir,
+        _folder(path.stem, folder, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
-        _display(config, first) as show,
+        _display(config, warnings) as show,
     ):
         summary = run(
             config,
@@ -140,21 +138,34 @@ def trained(
             on_progress=show if ranks.first else None,
             stop=stop,
             say=say,
-            **options,
+            resume=resume,
+            allow_config_change=allow_config_change,
+            ranks=ranks,
         )
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir
 
 
-def _warmup(config: Config) -> list[str]:
-    """The warning about a warm-up that is longer than the run, if it is."""
-    steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
-    if steps < of_run:
+def _check_name(name: str | None) -> None:
+    if name is None:
+        return
+    is_one_folder = Path(name).name == name and name[:1] not in ("", ".")
+    if not name.isprintable() or not is_one_folder:
+        raise BenchError(
+            f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2"
+        )
+
+
+def _warmup_warnings(config: Config) -> list[str]:
+    """Return the warning about a warm-up that is longer than the run, if it is."""
+    warmup_steps, max_steps = config.optimizer.warmup_steps or 0, config.train.max_steps
+    if warmup_steps < max_steps:
         return []
-    highest = (config.optimizer.lr or 0.0) * of_run / (steps + 1)
+    highest = (config.optimizer.lr or 0.0) * max_steps / (warmup_steps + 1)
     return [
-        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up in a run of {of_run}: the "
-        f"learning rate rises to {highest:.3g} and never reaches optimizer.lr; give fewer"
+        f"optimizer.warmup_steps: {counted(warmup_steps, 'step')} of warm-up in a run of "
+        f"{max_steps}: the learning rate rises to {highest:.3g} and never reaches optimizer.lr; "
+        f"give fewer"
     ]
 
 
@@ -162,8 +173,7 @@ def _check_torchrun(parallel: str | None) -> None:
     if parallel is not None and not is_worker():
         raise BenchError(
             f"train.parallel: {parallel!r} needs processes; start them with torchrun "
-            f"--nproc-per-node 2 -m "
-            "nanogpt_bench run, or give --train.parallel null"
+            f"--nproc-per-node 2 -m nanogpt_bench run, or give --train.parallel null"
         )
     if parallel is None and is_worker():
         raise BenchError(
@@ -173,39 +183,45 @@ def _check_torchrun(parallel: str | None) -> None:
 
 def exit_code(summary: dict[str, Any]) -> int:
     """Return the exit code of `run` after a training with this summary."""
-    if (summary["stop"] or {}).get("kind") == "signal":
+    if _stop_kind(summary) == "signal":
         return RESUMABLE
-    return 1 if summary["status"] == "failed" or _of_disk(summary) else 0
+    is_lost = summary["status"] == "failed" or _stop_kind(summary) == "disk"
+    return 1 if is_lost else 0
 
 
-def _of_disk(summary: dict[str, Any]) -> bool:
-    return (summary["stop"] or {}).get("kind") == "disk"
+def _stop_kind(summary: dict[str, Any]) -> str | None:
+    stop = summary["stop"] or {}
+    return stop.get("kind")
 
 
 @contextmanager
-def _folder(stem: str, given: Path | None, ranks: Ranks) -> Iterator[Path]:
-    """Yield the folder of a run: the one given, or a new one named after the
-    configuration.
-    """
-    if given is not None:
-        yield given
+def _folder(stem: str, folder: Path | None, ranks: Ranks) -> Iterator[Path]:
+    """Yield the folder of a run: `folder`, or a new one named after `stem`."""
+    if folder is not None:
+        yield folder
         return
-    with new_folder(RUNS / stem) if ranks.first else nullcontext() as folder:
-        yield Path(ranks.broadcast(str(folder)))
+    with new_folder(RUNS / stem) if ranks.first else nullcontext() as new:
+        yield Path(ranks.broadcast(str(new)))
 
 
 def latest_name(stem: str) -> Path:
-    """Return the last of runs/STEM, runs/STEM-2, … that exists; runs/STEM if none does."""
+    """Return the last of runs/STEM, runs/STEM-2, … that exists.
+
+    runs/STEM if none does.
+    """
     path, number = RUNS / stem, 2
-    while (following := RUNS / f"{stem}-{number}").exists():
-        path, number = following, number + 1
+    while (RUNS / f"{stem}-{number}").exists():
+        path = RUNS / f"{stem}-{number}"
+        number += 1
     return path
 
 
 @contextmanager
-def _display(config: Config, first: list[str]) -> Iterator[Any]:
-    """Yield a callback that prints `first` once, moves a bar on a terminal, and prints
-    a line at every validation.
+def _display(config: Config, warnings: list[str]) -> Iterator[Any]:
+    """Yield a callback that shows the progress of a run.
+
+    It prints the warnings once, moves a bar on a terminal, and prints a line at every
+    validation.
     """
     console = Console(stderr=True)
     columns = (
@@ -214,22 +230,20 @@ def _display(config: Config, first: list[str]) -> Iterator[Any]:
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
+    last_step = config.train.max_steps
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=config.train.max_steps)
+        task = bar.add_task("", total=last_step)
 
         def show(progress: Progress) -> None:
-            while first:
-                console.print(
-                    printable(first.pop(0)), highlight=False, markup=False, soft_wrap=True
-                )
-            bar.update(
-                task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}"
-            )
+            while warnings:
+                line = printable(warnings.pop(0))
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            loss = progress.train_loss or 0
+            bar.update(task, completed=progress.step, description=f"train {loss:.3f}")
             for alert in progress.alerts:
-                console.print(
-                    printable(f"{alert.level} {alert.message}"), highlight=False, markup=False
-                )
-            if progress.step % config.eval.interval == 0 or progress.step == config.train.max_steps:
+                line = printable(f"{alert.level} {alert.message}")
+                console.print(line, highlight=False, markup=False)
+            if progress.step % config.eval.interval == 0 or progress.step == last_step:
                 console.print(_line(progress), highlight=False)
 
         yield show
@@ -237,32 +251,36 @@ def _display(config: Config, first: list[str]) -> Iterator[Any]:
 
 def _line(progress: Progress) -> str:
     parts = [f"step {progress.step:>6}"]
-    parts += [f"train {progress.train_loss:.4f}"] if progress.train_loss is not None else []
-    parts += [f"val {progress.val_loss:.4f}"] if progress.val_loss is not None else []
-    parts += [f"mean stall {progress.stall:.1%}"] if progress.stall is not None else []
-    parts += [f"mean arrived {progress.arrived:.1%}"] if progress.arrived is not None else []
-    parts += [f"{progress.tokens_per_s:,.0f} tokens/s"] if progress.tokens_per_s else []
+    if progress.train_loss is not None:
+        parts.append(f"train {progress.train_loss:.4f}")
+    if progress.val_loss is not None:
+        parts.append(f"val {progress.val_loss:.4f}")
+    if progress.stall is not None:
+        parts.append(f"mean stall {progress.stall:.1%}")
+    if progress.arrived is not None:
+        parts.append(f"mean arrived {progress.arrived:.1%}")
+    if progress.tokens_per_s:
+        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
     return "  ".join(parts)
 
 
 def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["status"] == "failed":
         return f"failed: {summary['failure']['message']}; see {run_dir}"
-    if _of_disk(summary):
+    if _stop_kind(summary) == "disk":
         return (
             f"stopped: {summary['stop']['message']}; make room, and --resume goes on; see {run_dir}"
         )
-    why = f" ({summary['stop']['message']})" if summary["stop"] else ""
-    last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
-    overhead = summary["shadow_overhead"]
-    shadow = (
-        ""
-        if overhead is None
-        else f", a comparison with the float32 shadow takes {overhead:.2f} steps"
-    )
+    reason = f" ({summary['stop']['message']})" if summary["stop"] else ""
+    shadow = ""
+    if summary["shadow_overhead"] is not None:
+        steps = f"{summary['shadow_overhead']:.2f} steps"
+        shadow = f", a comparison with the float32 shadow takes {steps}"
     return (
-        f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} "
-        f"(best {best}), {_number(summary['bytes_per_parameter'], '.2f')} bytes per parameter, "
+        f"{summary['status']}{reason} after {counted(summary['steps'], 'step')}: "
+        f"val loss {_number(summary['final_val_loss'], '.4f')} "
+        f"(best {_number(summary['best_val_loss'], '.4f')}), "
+        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes per parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{shadow}; see {run_dir}"
     )
 

@@ -1,6 +1,4 @@
-"""`nanogpt-bench sample`: text written by a run's weights, as they are and rounded to
-formats.
-"""
+"""`nanogpt-bench sample`: text written by a run's weights, also in other formats."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ _COLUMN = 36
 
 @dataclass(frozen=True)
 class Draw:
-    """Choice of the next tokens: from the `top_k` likeliest, by softmax(logits /
-    temperature).
+    """Choice of the next tokens.
+
+    They are drawn from the `top_k` likeliest, by softmax(logits / temperature).
     """
 
     prompt: str = ""
@@ -52,14 +51,23 @@ class Sample:
 
 
 TEXTS = {
-    "usage": "nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt "
-    "TEXT] [--tokens N]\n                            [--temperature T] [--top-k K] "
-    "[--seed S] [--out FILE] [--section.key VALUE ...]",
-    "description": "Continue a text with the weights that a run has trained, as they are and "
-    "rounded to each format,\nside by side and with the same draws.",
-    "epilog": 'examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
-    "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 "
-    "--top-k 40 --seed 3",
+    "usage": (
+        "nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt "
+        "TEXT] [--tokens N]\n"
+        "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] "
+        "[--section.key VALUE ...]"
+    ),
+    "description": (
+        "Continue a text with the weights that a run has trained, as they are and rounded to "
+        "each format,\n"
+        "side by side and with the same draws."
+    ),
+    "epilog": (
+        "examples:\n"
+        '  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
+        "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k "
+        "40 --seed 3"
+    ),
 }
 
 
@@ -104,13 +112,12 @@ def sample_run(
     formats: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> list[Sample]:
-    """Return the texts of a run's weights: as trained, then rounded to each format, all
-    with the same draws.
+    """Return the texts of a run's weights: as trained, then rounded to each format.
 
-    A prompt of "" stands for the end-of-text token, or without one for the validation
-    text's first token. Each format is used for all weights, in place of the run's;
-    `none` stands for float weights. `overrides` are settings of the rows in a format,
-    and `data.dir`.
+    All have the same draws. A prompt of "" stands for the end-of-text token, or without
+    one for the validation text's first token. Each format is used for all weights, in
+    place of the run's; `none` stands for float weights. `overrides` are settings of the
+    rows in a format, and `data.dir`.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -139,46 +146,61 @@ def sample_run(
     bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with runtime(weights.own) as device, bar as progress:
         task = progress.add_task("sample", total=(1 + len(names)) * draw.tokens)
-        found = []
+        samples = []
         for name, trainer in weights.trainers(names, corpus, device):
             progress.update(task, description=name)
             tokens = []
-            for token in _written(name, trainer, prompt.to(device), draw):
+            for token in _generated_tokens(name, trainer, prompt.to(device), draw):
                 progress.advance(task)
                 if token == tokenizer.end_of_text:
                     break
                 tokens.append(token)
-            found.append(
-                Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.path))
+            samples.append(
+                Sample(
+                    format=name,
+                    text=tokenizer.decode(tokens),
+                    tokens=len(tokens),
+                    checkpoint=folder_of(trained.path),
+                )
             )
-    return found
+    return samples
 
 
 def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
-    """The prompt's tokens (1, T)."""
+    """Return the prompt's tokens (1, T)."""
     import torch
 
     if prompt:
         with refusals("--prompt"):
             tokens = tokenizer.encode(prompt).tolist()
+    elif tokenizer.end_of_text is None:
+        tokens = [int(corpus.val[0])]
     else:
-        tokens = [int(corpus.val[0]) if tokenizer.end_of_text is None else tokenizer.end_of_text]
+        tokens = [tokenizer.end_of_text]
     return torch.tensor([tokens])
 
 
-def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> Iterator[int]:
-    """The tokens one by one; every row has the same seed, so that differences come from
-    the weights.
+def _generated_tokens(
+    name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw
+) -> Iterator[int]:
+    """Yield the tokens one by one.
+
+    Every row has the same seed, so that differences come from the weights.
     """
     import torch
 
-    generator = torch.Generator().manual_seed(draw.seed)
-    options = {"temperature": draw.temperature, "top_k": draw.top_k, "generator": generator}
-    found = trainer.model.generate(prompt, draw.tokens, **options)
+    tokens = trainer.model.generate(
+        prompt,
+        draw.tokens,
+        temperature=draw.temperature,
+        top_k=draw.top_k,
+        generator=torch.Generator().manual_seed(draw.seed),
+    )
     try:
         while True:
-            with trainer.precision():  # left before the caller goes on
-                token = next(found, None)
+            # The precision is left before the caller goes on.
+            with trainer.precision():
+                token = next(tokens, None)
             if token is None:
                 return
             yield int(token)
@@ -194,7 +216,13 @@ def main(args: argparse.Namespace) -> int:
         args.prompt.encode("utf-8")
     except UnicodeEncodeError:
         raise BenchError(f"--prompt {args.prompt!r} is not UTF-8; give a text that is") from None
-    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    draw = Draw(
+        prompt=args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
     run_dir = run_folder(args.run)
     if run_dir is None:
         raise BenchError(
@@ -204,11 +232,13 @@ def main(args: argparse.Namespace) -> int:
         refuse_to_replace(
             "--out", args.out, holds(rows_with("draw", "text", "format")), "another name"
         )
-    found = sample_run(run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides)
-    _show(found, draw.prompt)
+    samples = sample_run(
+        run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides
+    )
+    _show(samples, draw.prompt)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, [{**asdict(row), "draw": asdict(draw)} for row in found])
+        write_json(args.out, [{**asdict(sample), "draw": asdict(draw)} for sample in samples])
     return 0
 
 
@@ -218,7 +248,7 @@ def _show(rows: Sequence[Sample], prompt: str) -> None:
     from rich.text import Text
 
     console = Console()
-    texts = [Text.assemble((_shown(prompt), "bold"), _shown(row.text)) for row in rows]
+    texts = [Text.assemble((_on_terminal(prompt), "bold"), _on_terminal(row.text)) for row in rows]
     if console.is_terminal and len(rows) > 1 and console.width >= _COLUMN * len(rows):
         table = Table(*(row.format for row in rows), expand=True)
         table.add_row(*texts)
@@ -229,8 +259,9 @@ def _show(rows: Sequence[Sample], prompt: str) -> None:
         print(f"{text.plain}\n")
 
 
-def _shown(text: str) -> str:
-    """The text with control characters of terminals replaced by their escapes; line
-    breaks stay.
+def _on_terminal(text: str) -> str:
+    """Return a text with control characters replaced by their escapes.
+
+    Line breaks stay.
     """
     return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,5 +1,6 @@
-"""`nanogpt-bench sweep`: training the runs of a sweep file that are left, and
-reporting.
+"""`nanogpt-bench sweep`: training the runs of a sweep file that are left.
+
+A report follows.
 """
 
 import argparse
@@ -11,15 +12,23 @@ from nanogpt_bench.commands import add_executor, positive
 from nanogpt_bench.system.errors import BenchError
 
 TEXTS = {
-    "usage": "nanogpt-bench sweep FILE.yaml [--sensitivity] [--reference ROW] [--smoke]\n"
-    "                           [--workers N] [--out DIR] [--section.key VALUE ...]",
-    "description": "Train one run for every point of FILE.yaml's axes, several at a time, and "
-    "write a report. With\ntune and confirm in the file: find the best learning "
-    "rate of every point first, then train it on other\nseeds. The same command "
-    "continues an interrupted sweep.",
-    "epilog": "examples:\n  nanogpt-bench sweep formats.yaml\n"
-    "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
-    "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
+    "usage": (
+        "nanogpt-bench sweep FILE.yaml [--sensitivity] [--reference ROW] [--smoke]\n"
+        "                           [--workers N] [--out DIR] [--section.key VALUE ...]"
+    ),
+    "description": (
+        "Train one run for every point of FILE.yaml's axes, several at a time, and write a "
+        "report. With\n"
+        "tune and confirm in the file: find the best learning rate of every point first, then "
+        "train it on other\n"
+        "seeds. The same command continues an interrupted sweep."
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench sweep formats.yaml\n"
+        "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book"
+    ),
 }
 
 
@@ -64,8 +73,14 @@ def main(args: argparse.Namespace) -> int:
     if args.executor == "local":
         check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
-    mode = "sensitivity" if args.sensitivity else sweep.search if sweep.tune is None else "tune"
-    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
+    if args.sensitivity:
+        mode = "sensitivity"
+    elif sweep.tune is not None:
+        mode = "tune"
+    else:
+        mode = sweep.search
+    folder = f"{mode}-smoke" if args.smoke else mode
+    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / folder
     if sweep.rows and mode in MODES:
         raise BenchError(
             f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and "

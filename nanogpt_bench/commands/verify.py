@@ -1,5 +1,6 @@
-"""`nanogpt-bench verify`: checking that a run folder is as it was written, byte by
-byte, its records without a gap.
+"""`nanogpt-bench verify`: checking that a run folder is as it was written.
+
+Every byte is compared with the recorded digests, and records may have no gap.
 """
 
 import argparse
@@ -31,11 +32,17 @@ class Report:
 
 
 TEXTS = {
-    "description": "Check run folders: every byte of every checkpoint, records of every step, "
-    "settings and summary.\nThe exit code is 1 if anything is wrong. What an "
-    "interruption leaves behind is only noted.",
-    "epilog": "examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify "
-    "runs/compare-20260101-120000",
+    "description": (
+        "Check run folders: every byte of every checkpoint, records of every step, settings and "
+        "summary.\n"
+        "The exit code is 1 if anything is wrong. What an interruption leaves behind is only "
+        "noted."
+    ),
+    "epilog": (
+        "examples:\n"
+        "  nanogpt-bench verify runs/e4m3\n"
+        "  nanogpt-bench verify runs/compare-20260101-120000"
+    ),
 }
 
 
@@ -50,110 +57,115 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what is wrong with run folders, or those below other folders; return 1 if
-    anything is, else 0.
+    """Print what is wrong with run folders, or those below other folders.
+
+    Return 1 if anything is, else 0.
     """
-    from nanogpt_bench.runs.load import (
-        find_runs,  # not at the top: it imports torch, as the modules below
-    )
+    # not at the top: it imports torch, as the modules below
+    from nanogpt_bench.runs.load import find_runs
 
     failed = False
     for path in find_runs(args.runs, say):
-        found = check_run(path)
-        failed |= bool(found.problems)
-        recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
-        whole = counted(len(found.whole), "whole checkpoint")
-        print(
-            printable(f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}")
-        )
-        for kind, lines in (("problem", found.problems), ("note", found.notes)):
-            for line in lines:
-                print(f"  {kind}: {printable(line)}")
+        report = check_run(path)
+        failed = failed or bool(report.problems)
+        state = "not whole" if report.problems else "whole"
+        steps = "no steps" if report.last_step is None else f"steps up to {report.last_step:,}"
+        checkpoints = counted(len(report.whole), "whole checkpoint")
+        print(printable(f"{path}: {state}, {steps}, {checkpoints}"))
+        for line in report.problems:
+            print(f"  problem: {printable(line)}")
+        for line in report.notes:
+            print(f"  note: {printable(line)}")
     return int(failed)
 
 
 def check_run(path: Path) -> Report:
-    """Check that a run folder can be read, that its records have no gap, and that its
-    files are as written.
-    """
+    """Check a run folder: files that can be read, no gaps, and nothing changed."""
     from nanogpt_bench.runs.environment import history_lines
 
-    found = Report()
+    report = Report()
     try:
         read_yaml(path / "config.yaml")
     except BenchError as error:
-        found.problems.append(one_line(error))
-    found.notes.extend(history_lines(_mapping(path / "environment.json", found)))
-    summary = _mapping(path / "summary.json", found, optional="the run has not ended")
+        report.problems.append(one_line(error))
+    report.notes.extend(history_lines(_mapping(path / "environment.json", report)))
+    summary = _mapping(path / "summary.json", report, reason="the run has not ended")
     ended = summary.get("status") == "finished"
-    _check_metrics(path / METRICS, ended, found)
-    _check_alerts(path / ALERTS, ended, found)
-    _check_checkpoints(path, found)
-    for name, wrong in not_as_written(path, ended=(path / "summary.json").exists()):
-        if not any(name in problem for problem in found.problems):
-            found.problems.append(f"{name} {wrong}")
-    return found
+    _check_metrics(path / METRICS, ended, report)
+    _check_alerts(path / ALERTS, ended, report)
+    _check_checkpoints(path, report)
+    for name, error_text in not_as_written(path, ended=(path / "summary.json").exists()):
+        # A file is named once.
+        if not any(name in problem for problem in report.problems):
+            report.problems.append(f"{name} {error_text}")
+    return report
 
 
-def _mapping(path: Path, found: Report, optional: str | None = None) -> dict[str, Any]:
+def _mapping(path: Path, report: Report, reason: str | None = None) -> dict[str, Any]:
+    """Return the mapping in a file; `reason` is why it may be missing."""
     try:
         content = read_json(path)
         if isinstance(content, dict):
             return content
-        found.problems.append(f"{path.name} holds no mapping")
+        report.problems.append(f"{path.name} holds no mapping")
     except FileNotFoundError:
-        if optional:
-            found.notes.append(f"{path.name} is missing: {optional}")
+        if reason:
+            report.notes.append(f"{path.name} is missing: {reason}")
         else:
-            found.problems.append(f"{path.name} is missing")
+            report.problems.append(f"{path.name} is missing")
     except (OSError, ValueError) as error:
-        found.problems.append(f"{path.name} can't be read: {one_line(error)}")
+        report.problems.append(f"{path.name} can't be read: {one_line(error)}")
     return {}
 
 
-def _check_metrics(path: Path, ended: bool, found: Report) -> None:
+def _check_metrics(path: Path, ended: bool, report: Report) -> None:
     """Check that every step from 0 on has one record."""
     expected = 0
-    for number, step in _records(path, ended, found):
+    for number, step in _records(path, ended, report):
         if step != expected:
-            found.problems.append(
+            report.problems.append(
                 f"{path.name}: line {number} is of step {step}, where step {expected} is expected"
             )
-        found.last_step, expected = step, step + 1
+        report.last_step = step
+        expected = step + 1
 
 
-def _check_alerts(path: Path, ended: bool, found: Report) -> None:
-    """Check that alerts are in the order of steps, none after the last step of the
-    metrics or an interrupted one.
+def _check_alerts(path: Path, ended: bool, report: Report) -> None:
+    """Check that alerts are in the order of steps.
+
+    None may be after the last step of the metrics, or after one that was interrupted.
     """
     if not path.exists():
         return
-    before = 0
-    for number, step in _records(path, ended, found):
-        if step < before:
-            found.problems.append(
-                f"{path.name}: line {number} is of step {step}, after step {before}"
+    last_alert = 0
+    for number, step in _records(path, ended, report):
+        if step < last_alert:
+            report.problems.append(
+                f"{path.name}: line {number} is of step {step}, after step {last_alert}"
             )
-        before = step
-    last = found.last_step or 0
-    if before > last:
-        lines = found.problems if ended or before > last + 1 else found.notes
-        lines.append(f"{path.name} ends with step {before}, {METRICS} with step {found.last_step}")
+        last_alert = step
+    last_step = report.last_step or 0
+    if last_alert > last_step:
+        line = f"{path.name} ends with step {last_alert}, {METRICS} with step {report.last_step}"
+        is_interruption = not ended and last_alert <= last_step + 1
+        lines = report.notes if is_interruption else report.problems
+        lines.append(line)
 
 
-def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]]:
-    """Yield line number and step of every record; add lines that are no records to the
-    report.
-    """
-    others: list[str] = []
-    yield from ((number, record["step"]) for number, record in records(path, others))
-    for line in others:
+def _records(path: Path, ended: bool, report: Report) -> Iterator[tuple[int, Any]]:
+    """Yield line number and step of every record; report lines that are no records."""
+    damaged: list[str] = []
+    for number, record in records(path, damaged):
+        yield number, record["step"]
+    for line in damaged:
         # An interruption may cut off the last line; a resumed run goes on behind the
         # last whole one.
-        (found.notes if CUT_OFF in line and not ended else found.problems).append(line)
+        is_interruption = CUT_OFF in line and not ended
+        lines = report.notes if is_interruption else report.problems
+        lines.append(line)
 
 
-def _check_checkpoints(path: Path, found: Report) -> None:
+def _check_checkpoints(path: Path, report: Report) -> None:
     from nanogpt_bench.checkpoint import verify
     from nanogpt_bench.checkpoint.format import (
         CHECKPOINTS,
@@ -169,24 +181,28 @@ def _check_checkpoints(path: Path, found: Report) -> None:
         try:
             verify(file)
         except BrokenCheckpoint as error:
-            found.problems.append(str(error))
+            report.problems.append(str(error))
             continue
-        found.whole.append(step)
-        if step > (found.last_step or 0):
-            found.problems.append(
-                f"checkpoint {str(file)!r}: {METRICS} ends with step {found.last_step}"
+        report.whole.append(step)
+        if step > (report.last_step or 0):
+            report.problems.append(
+                f"checkpoint {str(file)!r}: {METRICS} ends with step {report.last_step}"
             )
     try:
         check_layout(path)
     except BenchError as error:
-        found.problems.append(str(error))
+        report.problems.append(str(error))
     if not (path / CHECKPOINTS).is_dir():
-        found.notes.append("there are no checkpoints")
+        report.notes.append("there are no checkpoints")
         return
-    known = [step_file(path, step).name for step in steps(path)]
-    extra = sorted(
-        set(os.listdir(path / CHECKPOINTS)) - {*known, *(f"{name}.sha256" for name in known)}
-    )
-    going = {file.name for file in stray(path)}
-    what = ("no checkpoint, and is ignored", "left by an interruption; the next start removes it")
-    found.notes.extend(f"{CHECKPOINTS}/{name[:80]} is {what[name in going]}" for name in extra)
+    expected: set[str] = set()
+    for step in steps(path):
+        name = step_file(path, step).name
+        expected |= {name, f"{name}.sha256"}
+    interrupted = {file.name for file in stray(path)}
+    for name in sorted(set(os.listdir(path / CHECKPOINTS)) - expected):
+        if name in interrupted:
+            state = "left by an interruption; the next start removes it"
+        else:
+            state = "no checkpoint, and is ignored"
+        report.notes.append(f"{CHECKPOINTS}/{name[:80]} is {state}")
