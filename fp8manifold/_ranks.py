@@ -1,5 +1,13 @@
-"""Processes that train one model: what they agree on, and the rows of a parameter that
-each of them holds.
+"""Processes that train one model together, and the rows that each of them has.
+
+``share_of(parameter)`` is a parameter's ``Share`` under ``fully_shard``: of n rows over
+p processes, process r has ``ceil(n / p)`` from row ``r * ceil(n / p)`` on, and the last
+processes have fewer or none. Collectives want one shape everywhere: they send padded
+rows, and the padding is cut off where they arrive.
+
+``Ranks`` is a process group, or a single process. What processes agree on, a maximum, a
+sum or the tensor of one of them, is asked here. ``Replicas`` are processes that each
+have all of a model, as under DDP; ``replicas`` says which parameters they train.
 """
 
 import sys
@@ -15,9 +23,7 @@ _DISTRIBUTED: Final = torch.distributed.is_available()
 
 
 class Ranks:
-    """A process group; without one, or with a single process, every answer is the
-    process's own.
-    """
+    """A process group, or a single process, whose answers are its own."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -33,20 +39,23 @@ class Ranks:
         return Ranks, ()
 
     def largest(self, x: Tensor) -> Tensor:
-        return self._reduced(x, "MAX")
+        """Return the largest of each element over the processes."""
+        return self._all_reduce(x, "MAX")
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of each element over the processes; for int64 modulo 2^64."""
-        return self._reduced(x, "SUM")
+        """Return the sum of each element over the processes; for int64 modulo 2^64."""
+        return self._all_reduce(x, "SUM")
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        return (
-            flag if self.size == 1 else bool(self.largest(torch.tensor([int(flag)], device=device)))
-        )
+    def any_true(self, flag: bool, device: torch.device) -> bool:
+        """Return True if the flag is True in any process."""
+        if self.size == 1:
+            return flag
+        return bool(self.largest(torch.tensor([int(flag)], device=device)))
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """A tensor of one shape in all processes, one behind the other along the first
-        dimension.
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all processes, joined along the first dimension.
+
+        They have one shape.
         """
         if self.size == 1:
             return x
@@ -55,15 +64,13 @@ class Ranks:
         torch.distributed.all_gather(parts, x.contiguous(), group=self.group)
         return whole
 
-    def sent(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of the process ``source``, written in place into the others', of
-        the same shape and dtype.
-        """
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Write the tensor of one process into those of all, of one shape and dtype."""
         if self.size > 1:
             torch.distributed.broadcast(x, group=self.group, group_src=source)
         return x
 
-    def _reduced(self, x: Tensor, operation: str) -> Tensor:
+    def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
         if self.size == 1:
             return x
         x = x.clone()
@@ -73,11 +80,12 @@ class Ranks:
         return x
 
 
-ALONE: Final = Ranks()  #: One process.
+ALONE: Final = Ranks()
+"""One process."""
 
 
 class Replicas(Ranks):
-    """Processes that each hold all of a model, and the model's parameters by name.
+    """Processes that each have all of a model, and the model's parameters by name.
 
     A parameter is found by its layer: a weak reference to a tensor would keep
     ``Module.to`` from swapping it.
@@ -87,26 +95,29 @@ class Replicas(Ranks):
         super().__init__(group)
         self.names = tuple(name for name, _ in model.named_parameters())
         self._places = []
-        for whole in self.names:
-            path, _, name = whole.rpartition(".")
+        for full_name in self.names:
+            path, _, name = full_name.rpartition(".")
             owner = model.get_submodule(path)
-            self._places.append((ref(owner), name))
+            self._places.append(_Place(ref(owner), name))
             replicas.setdefault(owner, {})[name] = self
 
     def parameters(self) -> list[Tensor | None]:
-        """Parameters in the order of their names; None for one that is gone, or sharded
-        since.
+        """Return parameters in the order of their names.
+
+        None stands for one that is gone, or that was sharded since.
         """
-        owners = [(place(), name) for place, name in self._places]
-        found = [None if owner is None else owner._parameters.get(name) for owner, name in owners]
-        return [None if p is None or share_of(p) is not None else p for p in found]
+        parameters = []
+        for place in self._places:
+            parameter = place.parameter()
+            is_whole = parameter is not None and share_of(parameter) is None
+            parameters.append(parameter if is_whole else None)
+        return parameters
 
     def kinds(self) -> list[str]:
-        """What a reduction of gradients has to know of each parameter, in words."""
+        """Describe each parameter as far as a reduction of gradients depends on it."""
         kinds = []
-        for place, name in self._places:
-            owner = place()
-            parameter = None if owner is None else owner._parameters.get(name)
+        for place in self._places:
+            parameter = place.parameter()
             if parameter is None:
                 kinds.append("gone")
                 continue
@@ -116,17 +127,29 @@ class Replicas(Ranks):
         return kinds
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A parameter, as a name in its layer."""
+
+    owner: "ref[nn.Module]"
+    name: str
+
+    def parameter(self) -> Tensor | None:
+        """Return the present parameter, or None if there is none."""
+        owner = self.owner()
+        return None if owner is None else owner._parameters.get(self.name)
+
+
 replicas: Final[WeakKeyDictionary[nn.Module, dict[str, Replicas]]] = WeakKeyDictionary()
-"""The processes that hold replicas of a layer's parameters, by name; set by
-:func:`fp8manifold.distributed.sync`.
+"""For each layer the processes that have replicas of its parameters, by name.
+
+:func:`fp8manifold.distributed.sync` sets it.
 """
 
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a parameter that this process holds: a run of the first dimension, as
-    a DTensor divides it.
-    """
+    """The rows of a parameter that this process has: a run of the first dimension."""
 
     local: Tensor
     ranks: Ranks
@@ -141,76 +164,84 @@ class Share:
         return -(-self.shape[0] // self.ranks.size)
 
     @property
+    def first_row(self) -> int:
+        """Position of the first local row in the whole."""
+        return min(self.ranks.rank * self.rows, self.shape[0])
+
+    @property
     def offset(self) -> int:
-        """Position of the first own element in the whole."""
-        return min(self.ranks.rank * self.rows, self.shape[0]) * (self.shape[1:].numel())
+        """Position of the first local element in the whole."""
+        return self.first_row * self.shape[1:].numel()
 
-    def gathered(self, own: Tensor) -> Tensor:
-        return self.ranks.gathered(self.padded(own))[: self.shape[0]]
+    def local_rows(self, whole: Tensor) -> Tensor:
+        """Return the rows of a whole tensor that this process has."""
+        return whole[self.first_row : self.first_row + self.local.shape[0]]
 
-    def collected(self, own: Tensor, owner: int) -> Tensor | None:
-        """All rows of a matrix in one process; None in the others."""
+    def gather_rows(self, local_rows: Tensor) -> Tensor:
+        """Return all rows, in every process."""
+        return self.ranks.gather(self.pad_rows(local_rows))[: self.shape[0]]
+
+    def collect_rows(self, local_rows: Tensor, owner: int) -> Tensor | None:
+        """Gather a matrix in its owner; return None in the other processes."""
         if self.ranks.size == 1:
-            return own
-        part = bytes_of(self.padded(own))
-        parts = (
-            [torch.empty_like(part) for _ in range(self.ranks.size)]
-            if self.ranks.rank == owner
-            else None
-        )
+            return local_rows
+        part = bytes_of(self.pad_rows(local_rows))
+        parts = None
+        if self.ranks.rank == owner:
+            parts = [torch.empty_like(part) for _ in range(self.ranks.size)]
         torch.distributed.gather(part, parts, group=self.ranks.group, group_dst=owner)
-        return (
-            None
-            if parts is None
-            else torch.cat(parts).view(own.dtype).reshape(-1, *own.shape[1:])[: self.shape[0]]
-        )
+        if parts is None:
+            return None
+        padded = torch.cat(parts).view(local_rows.dtype).reshape(-1, *local_rows.shape[1:])
+        return padded[: self.shape[0]]
 
-    def handed_out(self, whole: Tensor | None, owner: int, like: Tensor) -> Tensor:
-        """The own rows of a matrix that one process has, in the dtype and with the
-        columns of ``like``.
+    def scatter_rows(self, whole: Tensor | None, owner: int, like: Tensor) -> Tensor:
+        """Scatter a matrix from its owner; return the local rows, shaped like ``like``.
+
+        Args:
+            whole: the matrix in its owner, and None in the other processes.
+            owner: the rank of the process that has the matrix.
+            like: local rows in the dtype and with the columns of the matrix.
         """
         if self.ranks.size == 1:
             assert whole is not None
             return whole
-        part, parts = torch.empty_like(bytes_of(self.padded(like))), None
+        part = torch.empty_like(bytes_of(self.pad_rows(like)))
+        parts = None
         if whole is not None:
             missing = self.rows * self.ranks.size - len(whole)
-            rows = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-            parts = list(bytes_of(rows).split(part.numel()))
+            padded = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+            parts = list(bytes_of(padded).split(part.numel()))
         torch.distributed.scatter(part, parts, group=self.ranks.group, group_src=owner)
         return part.view(like.dtype).reshape(-1, *like.shape[1:])[: len(like)]
 
-    def own(self, whole: Tensor) -> Tensor:
-        first = min(self.ranks.rank * self.rows, self.shape[0])
-        return whole[first : first + self.local.shape[0]]
+    def pad_rows(self, local_rows: Tensor) -> Tensor:
+        """Return as many rows as the first process has, contiguous.
 
-    def padded(self, own: Tensor) -> Tensor:
-        """The own rows, padded with rows that nobody reads where this process has fewer
-        than the first.
+        Nobody reads the rows that are added in the last processes.
         """
-        short = self.rows - own.shape[0]
-        return (
-            torch.cat([own, own.new_zeros((short, *own.shape[1:]))]) if short else own.contiguous()
-        )
+        missing = self.rows - local_rows.shape[0]
+        if not missing:
+            return local_rows.contiguous()
+        return torch.cat([local_rows, local_rows.new_zeros((missing, *local_rows.shape[1:]))])
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The bytes of a tensor, flat, without a copy if it is contiguous: with one column
-    or element at any stride.
-    """
-    return x.contiguous().resolve_neg().as_strided((x.numel(),), (1,)).view(torch.uint8)
+    """Return the bytes of a tensor, flat, without a copy if it is contiguous."""
+    # with one column or element a contiguous tensor may have any strides
+    flat = x.contiguous().resolve_neg().as_strided((x.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def local_of(x: Any) -> Any:
-    """The part of a DTensor that this process holds; anything else as it is."""
+    """Return the part of a DTensor that this process has; anything else as it is."""
     return x if type(x) is Tensor else getattr(x, "_local_tensor", x)
 
 
 def share_of(parameter: Tensor) -> Share | None:
-    """The part of a parameter that this process holds, if it is spread over several;
-    None for any other.
-    """
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
+    """Return the rows of a parameter that this process has; None for a whole one."""
+    # not imported: there are no DTensors
+    tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is None or not isinstance(parameter, tensors.DTensor):
         return None
     mesh = parameter.device_mesh
@@ -220,8 +251,9 @@ def share_of(parameter: Tensor) -> Share | None:
 
 
 def check_share(parameter: Tensor) -> None:
-    """Raise ValueError for a DTensor that is spread in another way than ``fully_shard``
-    does it over one mesh.
+    """Raise ValueError for a DTensor that is not spread as by ``fully_shard``.
+
+    It has to be spread by rows, with their scales, over a mesh of one dimension.
     """
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is None or not isinstance(parameter, tensors.DTensor):
@@ -230,22 +262,24 @@ def check_share(parameter: Tensor) -> None:
     if not getattr(local_of(parameter), "is_share", True):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} in codes became a DTensor without its "
-            f"scales: only "
-            "fully_shard gives rows their scales; use that, or DistributedDataParallel"
+            "scales: only fully_shard gives rows their scales; use that, or "
+            "DistributedDataParallel"
         )
     if mesh.ndim != 1 or type(placements[0]) is not tensors.Shard or placements[0].dim != 0:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is spread as {placements} over a mesh "
-            f"of {mesh.ndim} "
-            "dimensions: tensor parallelism, HSDP and their combinations are not supported; use "
-            "fully_shard over a mesh of one dimension, which shards rows, or "
+            f"of {mesh.ndim} dimensions: tensor parallelism, HSDP and their combinations are not "
+            "supported; use fully_shard over a mesh of one dimension, which shards rows, or "
             "DistributedDataParallel"
         )
 
 
 def spread(parameter: Tensor, array: Tensor) -> Tensor:
-    """An array with a row for each row of the parameter here: as it is, or as part of a
-    DTensor spread like it.
+    """Return a DTensor spread like a parameter.
+
+    Args:
+        parameter: if it is not spread, ``array`` is returned as it is.
+        array: one row for each row of the parameter that this process has.
     """
     share = share_of(parameter)
     if share is None:
@@ -253,36 +287,36 @@ def spread(parameter: Tensor, array: Tensor) -> Tensor:
     shape = torch.Size((share.shape[0], *array.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
-    made: Tensor = dtensor.from_local(
+    distributed: Tensor = dtensor.from_local(
         array, share.mesh, share.placements, run_check=False, shape=shape, stride=stride
     )
-    return made
+    return distributed
 
 
 def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
-    """The groups of processes that step these parameters together, each once; none for
-    a single process.
+    """Return the groups of processes that step these parameters together, each once.
+
+    The list is empty for a single process.
     """
-    found: dict[Any, Ranks] = {}
-    for ranks in ranks_of_each(parameters):
+    by_group: dict[Any, Ranks] = {}
+    for ranks in ranks_by_parameter(parameters):
         if ranks is not None:
-            found.setdefault(ranks.group, ranks)
-    return list(found.values())
+            by_group.setdefault(ranks.group, ranks)
+    return list(by_group.values())
 
 
-def ranks_of_each(parameters: Iterable[Tensor]) -> list[Ranks | None]:
-    """The processes that step each of these parameters together; None for a single one."""
+def ranks_by_parameter(parameters: Iterable[Tensor]) -> list[Ranks | None]:
+    """Return the processes that step each parameter together; None for a single one."""
     parameters = list(parameters)
     if not _DISTRIBUTED or not torch.distributed.is_initialized():
         return [None] * len(parameters)
-    found: list[Ranks | None] = []
-    held = {
-        id(owner._parameters.get(name)): ranks
-        for owner, kin in replicas.items()
-        for name, ranks in kin.items()
-    }
+    replicas_by_id: dict[int, Ranks] = {}
+    for owner, ranks_by_name in replicas.items():
+        for name, ranks in ranks_by_name.items():
+            replicas_by_id[id(owner._parameters.get(name))] = ranks
+    result: list[Ranks | None] = []
     for parameter in parameters:
         share = share_of(parameter)
-        ranks = held.get(id(parameter)) if share is None else share.ranks
-        found.append(ranks if ranks is not None and ranks.size > 1 else None)
-    return found
+        group = replicas_by_id.get(id(parameter)) if share is None else share.ranks
+        result.append(group if group is not None and group.size > 1 else None)
+    return result

@@ -1,5 +1,9 @@
-"""Running averages of quantised weights, in float32: an average moves by fractions of a
-step of the grid.
+"""Running averages of quantised weights, in float32.
+
+An average moves by fractions of a step of the grid: in codes it would not move at all.
+So ``AveragedModel`` of a quantised model is refused (``_refuse_codes``), and
+``averaged_model`` makes one whose module has ordinary layers. At each update
+``_AsFloats`` shows the model's parameters to it as such layers have them.
 """
 
 import copy
@@ -19,18 +23,20 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["averaged_model"]
 
-_SHARD_BOTH: Final = "call averaged_model before fully_shard, then fully_shard on the average's module as on the model"
+_SHARD_BOTH: Final = (
+    "call averaged_model before fully_shard, then fully_shard on the average's module as on the "
+    "model"
+)
 
 
 def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
-    """An ``AveragedModel`` (``torch.optim.swa_utils``) of a quantised model, with the
-    average in float32.
+    r"""Make an ``AveragedModel`` of a quantised model, with the average in float32.
 
-    .. math:: a \\leftarrow a + (w - a) / (n + 1)
+    .. math:: a \leftarrow a + (w - a) / (n + 1)
 
-    ``AveragedModel(model)`` itself is refused, because averages in codes stall. To
-    quantise the average, call
-    :func:`quantize_model` on its ``module``.  Under ``fully_shard`` each process averages its rows.
+    ``AveragedModel(model)`` of ``torch.optim.swa_utils`` itself is refused, because
+    averages in codes stall. To quantise the average, call :func:`quantize_model` on its
+    ``module``. Under ``fully_shard`` each process averages its rows.
 
     Args:
         model: is not changed; its quantised layers are ordinary ones in the average.
@@ -48,7 +54,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     Example:
         >>> import torch, fp8manifold as fm
-        >>> model = fm.quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", "fp8", rounding="nearest")
+        >>> layers = nn.Sequential(nn.Linear(4, 2))
+        >>> model = fm.quantize_model(layers, "E4M3", "fp8", rounding="nearest")
         >>> average = averaged_model(model)
         >>> average.update_parameters(model)
         >>> torch.equal(average.module[0].weight, model[0].weight)
@@ -61,7 +68,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
             "use_buffers=True is not supported: quantised layers have buffers that the average "
             "lacks"
         )
-    if _sharded_of(model):
+    if _sharded_modules(model):
         raise ValueError(
             f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}"
         )
@@ -69,48 +76,55 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
 
 class _Average(AveragedModel):
-    """An average whose module lacks what the model's layers have beside their weights:
-    scales, counts, manifolds.
+    """An average whose module has weights only.
+
+    It lacks the scales, counts and manifolds of the model's layers.
     """
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Take a model's parameters into the average; other buffers than those of
-        quantised layers are copied.
+        """Take a model's parameters into the average.
+
+        Buffers are copied, except for those of quantised layers.
         """
         floats = _AsFloats(model)
-        sharded = (*_sharded_of(model), *_sharded_of(self.module))
+        sharded = (*_sharded_modules(model), *_sharded_modules(self.module))
         for module in sharded:
             # What is written into rows that a forward pass has left whole would be lost
             module.reshard()
-        for (name, own), its in zip(
-            self.module.named_parameters(), floats.parameters(), strict=bool(sharded)
-        ):
-            if sharded and _rows_of(own) != _rows_of(its):
+        if sharded:
+            self._check_rows(floats)
+        # AveragedModel asks for parameters and buffers only
+        super().update_parameters(floats)  # type: ignore[arg-type]
+
+    def _check_rows(self, floats: "_AsFloats") -> None:
+        """Raise ValueError if a parameter has other rows in the average."""
+        averages = self.module.named_parameters()
+        for (name, average), weight in zip(averages, floats.parameters(), strict=True):
+            if _rows_key(average) != _rows_key(weight):
                 raise ValueError(
                     f"{name!r} has other rows in the average than in the model: {_SHARD_BOTH}"
                 )
-        # Which asks for parameters and buffers only
-        super().update_parameters(floats)  # type: ignore[arg-type]
 
 
-def _sharded_of(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is sharded
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules whose parameters ``fully_shard`` has cut into rows."""
+    # not imported: no module is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(model, nn.Module):
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def _rows_of(parameter: Tensor) -> tuple[Any, ...] | None:
-    """A key of the rows of a parameter that this process holds; None for one that is
-    whole.
-    """
+def _rows_key(parameter: Tensor) -> tuple[Any, ...] | None:
+    """Return a key of the rows that this process has; None for a whole parameter."""
     share = share_of(parameter)
     return None if share is None else (share.shape, share.mesh, tuple(share.placements))
 
 
 class _AsFloats:
-    """Parameters and buffers of a model in the order and shapes that they have once its
-    layers are dequantised.
+    """Parameters and buffers of a model, as if its layers were dequantised.
+
+    They come in the order and shapes of the dequantised model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,38 +132,35 @@ class _AsFloats:
         self.layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
 
     def parameters(self) -> Iterator[Tensor]:
+        # transformers' Conv1D has its weight transposed
         transposed = {
             id(layer.weight) for layer in self.layers if isinstance(layer, QuantizedConv1D)
         }
-        floats = ((_wide(p), id(p) in transposed) for p in self.model.parameters())
-        return (p.t() if turned else p for p, turned in floats)
+        for parameter in self.model.parameters():
+            # codes stay codes until an operator reads them
+            values = parameter.detach().to(torch.float32)
+            yield values.t() if id(parameter) in transposed else values
 
     def buffers(self) -> Iterator[Tensor]:
-        named = ((layer, *each) for layer in self.layers for each in layer.named_buffers())
-        own = {
-            id(buffer)
-            for layer, name, buffer in named
-            if name.partition(".")[0] in layer._own_names
-        }
-        return (buffer for buffer in self.model.buffers() if id(buffer) not in own)
-
-
-def _wide(parameter: Tensor) -> Tensor:
-    """The values in float32; codes stay codes until an operator reads them."""
-    return parameter.detach().to(torch.float32)
+        buffers_of_layers = set()
+        for layer in self.layers:
+            for name, buffer in layer.named_buffers():
+                if name.partition(".")[0] in layer._own_names:
+                    buffers_of_layers.add(id(buffer))
+        for buffer in self.model.buffers():
+            if id(buffer) not in buffers_of_layers:
+                yield buffer
 
 
 def _refuse_codes(module: nn.Module, name: str, averaged: Any) -> None:
-    """Refuse ``AveragedModel`` of one-byte weights, as it takes its copy of the model."""
-    if isinstance(module, AveragedModel) and name == "module":
-        found = next(
-            (own for own, p in averaged.named_parameters() if isinstance(p, FP8Tensor)), None
-        )
-        if found is not None:
+    """Refuse ``AveragedModel`` of one-byte weights, where it takes its copy of them."""
+    if not isinstance(module, AveragedModel) or name != "module":
+        return
+    for name_of_weight, parameter in averaged.named_parameters():
+        if isinstance(parameter, FP8Tensor):
             raise TypeError(
-                f"AveragedModel would average {found!r} in codes, where small changes are rounded "
-                f"away: use "
-                "fp8manifold.averaged_model(model), whose average is in float32"
+                f"AveragedModel would average {name_of_weight!r} in codes, where small changes are "
+                "rounded away: use fp8manifold.averaged_model(model), whose average is in float32"
             )
 
 

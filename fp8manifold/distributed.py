@@ -1,34 +1,42 @@
-"""The same model in every process: an exact start, the scales and skipped steps that
-processes share, and digests.
+"""The same model in every process.
+
+- ``sync`` sends the first process's model to all. From then on a hook of the model
+  compares, once, what the processes train, and the optimizers agree on scales and
+  skipped steps.
+- ``rows_of`` makes a DTensor of a whole tensor, and ``in_rows_of`` one of local rows.
+- ``digest`` is one number for a state, however its rows are divided among processes: a
+  sum over all elements of a hash of name, place and bits.
 """
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8manifold._ranks import ALONE, Ranks, Replicas, Share, replicas, share_of, spread
+from fp8manifold._ranks import ALONE, Ranks, Replicas, Share, local_of, replicas, share_of, spread
 from fp8manifold.nn._scalers import share_magnitudes
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
 
-NAME: Final = "digest"  #: The key under which a state holds its digest.
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: odd numbers of 64 bits (the golden ratio's, and those of SplitMix64), as signed ones
-_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+NAME: Final = "digest"
+"""The key under which a state has its digest."""
+_DTYPES_OF_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# odd numbers of 64 bits, as signed ones: the golden ratio's, and those of SplitMix64
+_GOLDEN: Final = -0x61C8864680B583EB
+_FIRST_FACTOR: Final = -0x40A7B892E31B1A47
+_SECOND_FACTOR: Final = -0x6B2FB644ECCEEE15
 _BLOCK: Final = 2**20
 
 
 def sync(model: nn.Module, group: Any = None) -> None:
-    """Give every process the model of the first one, to the bit, and let them train it
-    together.
+    """Give every process the model of the first one, to the bit, to train it together.
 
     It sends codes, scales, counters, seeds, remainders of the first rounding, ordinary
     parameters and buffers. From then on the magnitudes of delayed and global scales are
@@ -76,8 +84,9 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of a whole tensor, such as an entry of a state, that this process holds,
-    as a DTensor.
+    """Return the rows of a whole tensor that this process has, as a DTensor.
+
+    The tensor may be an entry of a state.
 
     ``load_state_dict`` of a sharded model takes whole one-byte weights as they are, and
     cuts their rows itself.
@@ -103,12 +112,11 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     if whole.shape[:1] != share.shape[:1]:
         raise ValueError(f"whole has shape {tuple(whole.shape)}: {share.shape[0]} rows are needed")
-    return spread(like, share.own(whole).clone().to(share.local.device))
+    return spread(like, share.local_rows(whole).clone().to(share.local.device))
 
 
 def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
-    """A DTensor of all rows of a parameter, from a tensor with one row for each that
-    this process holds.
+    """Return a DTensor of all rows of a parameter, from those that this process has.
 
     Args:
         parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
@@ -128,76 +136,105 @@ def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _send(model: nn.Module, ranks: Ranks) -> None:
+    """Give every process the tensors of the first one; raise if the models differ."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
-    tensors = {name: value.detach().contiguous() for name, value in (state | hidden).items()}
-    own: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()}
-    for name, p in model.named_parameters():  # seeds and rounding may differ: they are sent
-        own[f"requires_grad of {name}"] = [None, str(p.requires_grad)]
-        if isinstance(p, FP8Tensor):
-            own[f"format of {name}"] = [None, f"{p.format.name}, {p.block_size}, {p.dtype}"]
-    first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
-    refusal = _difference(own, first_own)
-    if ranks.any(refusal is not None, device):
+    hidden_buffers = {
+        f"hidden buffer {name}": buffer
+        for name, buffer in model.named_buffers()
+        if name not in state
+    }
+    tensors = {
+        name: value.detach().contiguous() for name, value in (state | hidden_buffers).items()
+    }
+    outline = _outline(model, tensors)
+    first_outline = {
+        name: _Entry(*entry)
+        for name, entry in json.loads(_send_text(json.dumps(outline), ranks, device)).items()
+    }
+    refusal = _difference(outline, first_outline)
+    if ranks.any_true(refusal is not None, device):
         raise RuntimeError(f"the models differ: {refusal or 'another process says where'}")
     for name, tensor in tensors.items():
-        tensors[name] = ranks.sent(
-            tensor if ranks.rank == 0 else tensor.new_empty(first_own[name][0])
-        )
+        memory = tensor if ranks.rank == 0 else tensor.new_empty(first_outline[name].shape)
+        tensors[name] = ranks.broadcast(memory)
     if ranks.rank == 0:
         return
-    for name, buffer in hidden.items():
+    for name, buffer in hidden_buffers.items():
         buffer.copy_(tensors.pop(name))
     model.load_state_dict(tensors, strict=False)
 
 
-def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """The first difference from the first process's model, in words, or None."""
-    if strange := sorted(own.keys() ^ first.keys()):
-        return f"{strange[0]!r} is in one of them only"
-    for name, (shape, dtype) in own.items():
-        grows = name.endswith(
-            (".history", ".value")
-        )  # a scale that has seen no tensor yet does not know its shape
-        if dtype != first[name][1] or (shape != first[name][0] and not grows):
-            if shape is None:
-                return f"the {name} is {dtype} here, and {first[name][1]} there"
-            there = f"{first[name][1]} of shape {tuple(first[name][0])} there"
-            return f"{name!r} is {dtype} of shape {tuple(shape)} here, and {there}"
+class _Entry(NamedTuple):
+    """What processes compare of a tensor, or of an attribute, which has no shape."""
+
+    shape: Any
+    kind: str
+
+
+def _outline(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, _Entry]:
+    """Return what has to be equal in every process; seeds and rounding need not be."""
+    outline = {
+        name: _Entry(list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()
+    }
+    for name, p in model.named_parameters():
+        outline[f"requires_grad of {name}"] = _Entry(None, str(p.requires_grad))
+        if isinstance(p, FP8Tensor):
+            kind = f"{p.format.name}, {p.block_size}, {p.dtype}"
+            outline[f"format of {name}"] = _Entry(None, kind)
+    return outline
+
+
+def _difference(local: dict[str, _Entry], first: dict[str, _Entry]) -> str | None:
+    """Return the first difference from the first process's model, in words, or None."""
+    one_sided = sorted(local.keys() ^ first.keys())
+    if one_sided:
+        return f"{one_sided[0]!r} is in one of them only"
+    for name, entry in local.items():
+        present, wanted = entry, first[name]
+        # a scale that has seen no tensor yet does not know its shape
+        may_grow = name.endswith((".history", ".value"))
+        if present.kind == wanted.kind and (present.shape == wanted.shape or may_grow):
+            continue
+        if present.shape is None:
+            return f"the {name} is {present.kind} here, and {wanted.kind} there"
+        return (
+            f"{name!r} is {present.kind} of shape {tuple(present.shape)} here, and "
+            f"{wanted.kind} of shape {tuple(wanted.shape)} there"
+        )
     return None
 
 
-def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
+def _send_text(text: str, ranks: Ranks, device: torch.device) -> str:
+    """Return the first process's text, in every process."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    size = ranks.sent(torch.tensor([len(data)], device=device))
-    data = ranks.sent(data if ranks.rank == 0 else data.new_empty(int(size)))
+    size = ranks.broadcast(torch.tensor([len(data)], device=device))
+    data = ranks.broadcast(data if ranks.rank == 0 else data.new_empty(int(size)))
     return bytes(data.cpu().tolist()).decode()
 
 
 def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
-    """Call :func:`sync` where DDP takes a model, whose own start would send one-byte
-    weights as floats.
+    """Call :func:`sync` where DDP takes a model.
+
+    DDP itself would send one-byte weights as floats.
     """
-    if isinstance(wrapper, DistributedDataParallel) and isinstance(model, nn.Module):
-        stored = [
-            m
-            for m in model.modules()
-            if any(isinstance(p, FP8Tensor) for p in m._parameters.values())
-        ]
-        if any(module not in replicas for module in stored):
-            sync(model, wrapper.process_group)
-        else:
-            _compare_now(model)
+    if not isinstance(wrapper, DistributedDataParallel) or not isinstance(model, nn.Module):
+        return
+    if any(_has_codes(module) and module not in replicas for module in model.modules()):
+        sync(model, wrapper.process_group)
+    else:
+        _compare_now(model)
+
+
+def _has_codes(module: nn.Module) -> bool:
+    return any(isinstance(parameter, FP8Tensor) for parameter in module._parameters.values())
 
 
 register_module_module_registration_hook(_start_together)
 
 
 def refuse_uneven_inputs(model: nn.Module) -> None:
-    """Have a model raise, in every process, where it is run in a ``Join`` that would
-    leave some of them behind.
-    """
+    """Have a model raise, in every process, in a ``Join`` that leaves some behind."""
     if _check_inputs not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check_inputs)
 
@@ -218,12 +255,12 @@ def _check_inputs(model: nn.Module, inputs: Any) -> None:
 
 
 class _Comparison:
-    """A forward hook that compares, once, which parameters processes train, and their
-    dtypes and shapes.
+    """A forward hook that compares, once, which parameters the processes train.
 
-    It does so in the first pass in which they reduce gradients together, or where DDP
-    takes the model. Without it the bytes of that reduction would be of other numbers in
-    one process, which ends in gloo without a line.
+    Their dtypes and shapes are compared too. It does so in the first pass in which they
+    reduce gradients together, or where DDP takes the model. Without it the bytes of
+    that reduction would be of other numbers in one process, which ends in gloo without
+    a line.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -243,22 +280,23 @@ class _Comparison:
             return
         kinds = self.ranks.kinds()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        words = torch.tensor([[_key(kind) for kind in kinds]], device=device)
-        table = self.ranks.gathered(words).cpu()
+        words = torch.tensor([list(map(_hash, kinds))], device=device)
+        table = self.ranks.gather(words).cpu()
         columns = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not columns:
             return
         column = columns[0]
-        others = (table[:, column] != words[0, column].cpu()).nonzero().flatten().tolist()
+        differs = table[:, column] != words[0, column].cpu()
+        processes = differs.nonzero().flatten().tolist()
         raise RuntimeError(
             f"{self.ranks.names[column]!r} is {kinds[column]} in process {self.ranks.rank}, and "
-            f"something else in {', '.join(map(str, others))}: freeze and cast the same parameters "
-            "in every process, before the model is wrapped"
+            f"something else in {', '.join(map(str, processes))}: freeze and cast the same "
+            "parameters in every process, before the model is wrapped"
         )
 
 
 def _reduces_gradients(model: nn.Module) -> bool:
-    """True in a pass that every process of DDP or ``fully_shard`` has to take part in."""
+    """Return True in a pass for which DDP or ``fully_shard`` needs every process."""
     if DistributedDataParallel._active_ddp_module is not None:
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -266,6 +304,7 @@ def _reduces_gradients(model: nn.Module) -> bool:
 
 
 def _compare_now(model: nn.Module) -> None:
+    """Compare the parameters of a model that has been synced."""
     for hook in list(model._forward_pre_hooks.values()):
         if isinstance(hook, _Comparison):
             hook.compare(model)
@@ -274,17 +313,19 @@ def _compare_now(model: nn.Module) -> None:
 def _compare_parameters(model: nn.Module, ranks: Ranks) -> None:
     """Have a model compare its parameters over the processes that train it."""
     hooks = model._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Comparison)]:
+    earlier = [key for key, hook in hooks.items() if isinstance(hook, _Comparison)]
+    for key in earlier:
         del hooks[key]
     model.register_forward_pre_hook(_Comparison(ranks))
 
 
 @torch.no_grad()
 def digest(state: Mapping[str, Any]) -> Tensor:
-    """One number for all of a state: names, shapes, dtypes, every bit of every tensor,
-    and its place.
+    r"""Return one number for all of a state.
 
-    .. math:: \\sum_{name} \\sum_i \\mathrm{mix}(key_{name}, i, bits_i) \\bmod 2^{64}
+    .. math:: \sum_{name} \sum_i \mathrm{mix}(key_{name}, i, bits_i) \bmod 2^{64}
+
+    It depends on names, shapes, dtypes, and on every bit of every tensor and its place.
 
     The sum is the same however rows are divided among processes.
     ``torch.distributed.checkpoint`` has no checksums of its own; this tells damage, not
@@ -308,18 +349,20 @@ def digest(state: Mapping[str, Any]) -> Tensor:
 
     Source: Clarke et al. 2003 (multiset hashes); SplitMix64 (Steele et al. 2014).
     """
-    found = [(name, value) for name, value in _leaves(state, "") if name != NAME]
-    shares = [share for _, value in found if (share := _share(value)) is not None]
-    ranks: Ranks = shares[0].ranks if shares else ALONE
-    total = torch.zeros((), dtype=torch.int64, device=shares[0].local.device if shares else "cpu")
-    for name, value in found:
-        total += _word(name, value, ranks).to(total.device)
+    entries = [(name, value) for name, value in _leaves(state, "") if name != NAME]
+    share = _first_share(entries)
+    ranks: Ranks = ALONE if share is None else share.ranks
+    device: Any = "cpu" if share is None else share.local.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, value in entries:
+        total += _entry_sum(name, value, ranks).to(total.device)
     return ranks.total(total)
 
 
 def check_digest(state: Mapping[str, Any]) -> None:
-    """Raise, in every process, unless a state is the one whose :func:`digest` it has
-    under ``digest``.
+    """Raise unless a state is the one whose :func:`digest` it has under ``digest``.
+
+    It does so in every process.
 
     Args:
         state: as in :func:`digest`, after ``dcp.load``.
@@ -337,11 +380,9 @@ def check_digest(state: Mapping[str, Any]) -> None:
             "the state has no digest: save state['digest'] = fp8manifold.distributed.digest(state)"
         )
     differs = int(state[NAME]) != int(digest(state))
-    share = next(
-        (share for _, value in _leaves(state, "") if (share := _share(value)) is not None), None
-    )
+    share = _first_share(_leaves(state, ""))
     if share is not None:
-        differs = share.ranks.any(differs, share.local.device)
+        differs = share.ranks.any_true(differs, share.local.device)
     if differs:
         raise RuntimeError(
             "the state is not the one whose digest was saved: what was read is damaged, or "
@@ -350,70 +391,85 @@ def check_digest(state: Mapping[str, Any]) -> None:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything that is no container, by its path."""
+    """Yield everything that is no container, by its path."""
     if not isinstance(value, Mapping | list | tuple):
         yield name, value
         return
-    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-        yield from _leaves(each, f"{name}/{key}" if name else str(key))
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in items:
+        yield from _leaves(item, f"{name}/{key}" if name else str(key))
 
 
-def _share(value: Any) -> Share | None:
-    """The own rows of a tensor that is spread by rows; None for one that is whole in
-    every process.
+def _first_share(entries: Iterable[tuple[str, Any]]) -> Share | None:
+    """Return the share of the first entry that is spread by rows, or None."""
+    for _, value in entries:
+        share = _row_share(value)
+        if share is not None:
+            return share
+    return None
+
+
+def _row_share(value: Any) -> Share | None:
+    """Return the share of a tensor that is spread by rows.
+
+    It is None for one that is whole in every process.
     """
-    share = share_of(value) if isinstance(value, Tensor) else None
-    return share if share is not None and share.placements[0].is_shard(0) else None
+    if not isinstance(value, Tensor):
+        return None
+    share = share_of(value)
+    if share is None or not share.placements[0].is_shard(0):
+        return None
+    return share
 
 
-def _word(name: str, value: Any, ranks: Ranks) -> Tensor:
-    """An entry's part of the sum; what every process holds is counted in the first one
-    only.
+def _entry_sum(name: str, value: Any, ranks: Ranks) -> Tensor:
+    """Return this process's part of the sum for one entry.
+
+    What every process has is counted in the first one only.
     """
-    share, first = _share(value), ranks.rank == 0
+    is_first = ranks.rank == 0
     if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
             raise TypeError(
                 f"state entry {name!r} is of {type(value).__name__}: a tensor, number or string is "
-                f"needed"
+                "needed"
             )
-        return torch.tensor(_key(name, value) if first else 0)
-    held = getattr(value, "_local_tensor", value)
-    row = 0 if share is None else min(ranks.rank * share.rows, share.shape[0])
-    word = torch.tensor(_key(name, tuple(value.shape), value.dtype) if first else 0)
-    if share is not None or first:
-        begin = row * held.shape[1:].numel() if share is not None else 0
-        word = word + _sum(_key(name, ""), held, begin).cpu()
-    return word
-
-
-def _key(*parts: object) -> int:
-    return int.from_bytes(
-        blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True
-    )
-
-
-def _sum(key: int, tensor: Tensor, begin: int) -> Tensor:
-    """The sum of one mixed word per element, of its place in the whole tensor and its
-    bits.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = (
-        tensor.detach()
-        .as_subclass(Tensor)
-        .contiguous()
-        .reshape(-1)
-        .view(_BITS[tensor.element_size()])
-    )
-    for start in range(0, flat.numel(), _BLOCK):
-        bits = flat[start : start + _BLOCK].to(torch.int64)
-        place = torch.arange(begin + start, begin + start + bits.numel(), device=bits.device)
-        total += _mixed(_mixed(place * _GOLDEN + key) ^ bits).sum()
+        return torch.tensor(_hash(name, value) if is_first else 0)
+    share = _row_share(value)
+    local = local_of(value)
+    total = torch.tensor(_hash(name, tuple(value.shape), value.dtype) if is_first else 0)
+    if share is not None:
+        begin = share.first_row * local.shape[1:].numel()
+        return total + _sum_of_elements(_hash(name, ""), local, begin).cpu()
+    if is_first:
+        return total + _sum_of_elements(_hash(name, ""), local, 0).cpu()
     return total
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser; shifts are of unsigned words."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND
+def _hash(*parts: object) -> int:
+    """Return 64 bits, as a signed number."""
+    data = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _sum_of_elements(key: int, tensor: Tensor, begin: int) -> Tensor:
+    """Return the sum of one mixed word per element.
+
+    The word depends on the element's bits and on its place in the whole tensor, in
+    which the first one is at ``begin``.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    contents = tensor.detach().as_subclass(Tensor).contiguous().reshape(-1)
+    bits_of_all = contents.view(_DTYPES_OF_BITS[tensor.element_size()])
+    for start in range(0, bits_of_all.numel(), _BLOCK):
+        bits = bits_of_all[start : start + _BLOCK].to(torch.int64)
+        places = torch.arange(begin + start, begin + start + bits.numel(), device=bits.device)
+        total += _mix(_mix(places * _GOLDEN + key) ^ bits).sum()
+    return total
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Return SplitMix64's finaliser of 64-bit words; shifts are of unsigned words."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST_FACTOR
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND_FACTOR
     return x ^ ((x >> 31) & (2**33 - 1))

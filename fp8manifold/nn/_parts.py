@@ -357,7 +357,7 @@ def _local_rows(part: Tensor, weight: Tensor) -> Tensor:
                 "they are sharded, and this model is not: save the state with full_state_dict=True"
             )
         return local_of(part)  # type: ignore[no-any-return]
-    return part if share is None else share.own(part)
+    return part if share is None else share.local_rows(part)
 
 
 def _resuming(codes: FP8Tensor, weight: Tensor) -> FP8Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fp8manifold._ranks import Ranks, Replicas, bytes_of, ranks_of, ranks_of_each, share_of
+from fp8manifold._ranks import Ranks, Replicas, bytes_of, ranks_by_parameter, ranks_of, share_of
 from fp8manifold.optim._slot import in_words, steps_taken
 from fp8manifold.tensor import FP8Tensor
 
@@ -64,7 +64,7 @@ def check_same_start(optimizer: Optimizer) -> None:
         device = next((p.device for p in parameters if p is not None), torch.device("cpu"))
         each = [0 if p is None else _word_of_start(p, states.get(p, {})) for p in parameters]
         words = torch.tensor([each], dtype=torch.int64, device=device)
-        different = ranks.largest((ranks.gathered(words) != words).any(0).to(torch.int32))
+        different = ranks.largest((ranks.gather(words) != words).any(0).to(torch.int32))
         if bool(different.any()):
             name = names[int(different.nonzero()[0])]
             raise RuntimeError(
@@ -126,7 +126,7 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     everyone = [p for group in optimizer.param_groups for p in group["params"]]
     held = {
         id(p): own.group
-        for p, own in zip(everyone, ranks_of_each(everyone), strict=True)
+        for p, own in zip(everyone, ranks_by_parameter(everyone), strict=True)
         if own is not None
     }
     facts = [_facts(optimizer, ranks, held) for ranks in together]
@@ -193,10 +193,10 @@ def _difference(
 ) -> str:
     """The line that names what differs; every process of ``ranks`` calls this."""
     count = torch.tensor([len(facts)], device=device)
-    if not bool((ranks.gathered(count) == count).all()):
+    if not bool((ranks.gather(count) == count).all()):
         return "the optimizers of the processes have other groups or numbers of parameters: make them of the same model"
     words = torch.tensor([[_word(fact) >> 1 for fact in facts]], device=device)
-    differs = ranks.largest((ranks.gathered(words) != words).any(0).to(torch.int32))
+    differs = ranks.largest((ranks.gather(words) != words).any(0).to(torch.int32))
     first = int(differs.nonzero()[0]) if bool(differs.any()) else 0
     what, *place = facts[first][0]
     where = "".join(f" of group {i}" for i in place[:1])

@@ -58,13 +58,13 @@ def gathered(slots: Sequence[Slot]) -> Iterator[None]:
     for slot, home in homes.items():
         assert slot.share is not None
         slot.tensors = {
-            n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()
+            n: own if n in BOUND_NAMES else slot.share.gather_rows(own) for n, own in home.items()
         }
     yield
     for slot, home in homes.items():
         assert slot.share is not None
         for name in home.keys() - {"gradient"} - BOUND_NAMES:
-            home[name].copy_(slot.share.own(slot.tensors[name]))
+            home[name].copy_(slot.share.local_rows(slot.tensors[name]))
         slot.tensors = home
     for slot in slots:
         if not slot.in_place:

@@ -154,7 +154,7 @@ def _sharded_factors(
         assert slot.share is not None
         part = mixed.reshape(-1, slot.share.shape[1:].numel())
         parts.append(part if slot.spec.injects else part.to(_product_dtype(slot)))
-        wholes.append(slot.share.collected(parts[-1], owner))
+        wholes.append(slot.share.collect_rows(parts[-1], owner))
     factors = [
         None if whole is None else _orthogonal(slot, whole).to(whole.dtype).contiguous()
         for slot, whole in zip(slots, wholes, strict=True)
@@ -166,8 +166,8 @@ def _sharded_factors(
         if slot.spec.injects:
             if whole is not None and factor is not None:
                 ratio.fill_(_ratio(whole, factor))
-            slot.ranks.sent(ratio, owner)
-        found.append((slot.share.handed_out(factor, owner, part), float(ratio)))
+            slot.ranks.broadcast(ratio, owner)
+        found.append((slot.share.scatter_rows(factor, owner, part), float(ratio)))
     return found
 
 
