@@ -52,13 +52,13 @@ class FP8Shard(FP8Tensor):
     def rescale_(self, scale: float | Tensor) -> NoReturn:
         self.check_writable()
 
-    def adopt(self, source: FP8Tensor | View) -> None:
+    def adopt(self, other: FP8Tensor | View) -> None:
         """Take the parts of another tensor, or of its view, as :meth:`FP8Tensor.adopt`.
 
         The remainder stays in its memory, which may be part of a padded tensor's.
         """
         memory = self.remainder
-        super().adopt(_rows_of_view(source) if isinstance(source, View) else source)
+        super().adopt(_rows_of_view(other) if isinstance(other, View) else other)
         if memory is not None and self.remainder is not None:
             self.remainder = memory.copy_(self.remainder)
 

@@ -446,30 +446,30 @@ class FP8Tensor(ScaledTensor):
         apparent = present.to(self.dtype).float()
         return (present.view(torch.int32) == bits) | (apparent.view(torch.int32) == bits)
 
-    def adopt(self, source: "FP8Tensor") -> None:
+    def adopt(self, other: "FP8Tensor") -> None:
         """Take codes, scale and remainder of another tensor, in place and exactly.
 
         ``copy_`` of a tensor does so. The counter becomes the larger one, so that no
-        draw is used twice, and in ``Module.load_state_dict`` that of the source.
+        draw is used twice, and in ``Module.load_state_dict`` that of the other one.
 
         Raises:
             TypeError: the source has no codes.
             ValueError: another format or shape, or scales finer than this tensor's.
         """
         check_not_lent(self)
-        kept_scale = self._scale_to_adopt(source)
-        counter = source.counter
-        if source.resumes:
-            self.seed = source.seed
-            self.by_operator = source.by_operator
-            self.draws = source.draws
-            self.retraction = source.retraction
+        kept_scale = self._scale_to_adopt(other)
+        counter = other.counter
+        if other.resumes:
+            self.seed = other.seed
+            self.by_operator = other.by_operator
+            self.draws = other.draws
+            self.retraction = other.retraction
         else:
             counter = torch.maximum(self.counter, counter.to(self.counter.device))
-        self.codes.copy_(source.codes)
+        self.codes.copy_(other.codes)
         write_scale(self.kept_scale, kept_scale)
         self.counter.copy_(counter)
-        remainder = source.remainder
+        remainder = other.remainder
         if remainder is not None:
             remainder = remainder.to(self.codes.device, copy=True)
         self._changed()
