@@ -136,9 +136,12 @@ def test_rows_are_gathered_in_the_order_of_the_tensors():
     (slot,) = optimizer._begin(optimizer._slots())
     home, gathered = dict(slot.tensors), []
     slot.whole = True
-    slot.share = SimpleNamespace(
-        gathered=lambda own: (gathered.append(own), own.clone())[1], own=lambda whole: whole
-    )
+
+    def gather_rows(local_rows):
+        gathered.append(local_rows)
+        return local_rows.clone()
+
+    slot.share = SimpleNamespace(gather_rows=gather_rows, local_rows=lambda whole: whole)
     with gathered_rows([slot]):
         assert all(
             slot.tensors[name] is not home[name]
