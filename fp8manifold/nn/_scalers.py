@@ -1,4 +1,15 @@
-"""Scales of activations and gradients over time, agreed on by several processes."""
+"""Scales of activations and gradients over time, agreed on by several processes.
+
+A `Scaler` gives a tensor its scale: `FixedScale` a given one, `Scale` one by the
+tensor's own magnitude or those of the past, and `GlobalScale` one by a magnitude that
+the gradients of a model share (`SharedAmax`).
+
+Processes that train one model share the magnitudes that their scalers remember. Before
+each magnitude they exchange which operand it is of (`Operand`), and raise RuntimeError
+where they differ, since they would wait for each other forever. A magnitude of the
+backward pass is announced in the forward pass, so that a process that skips a layer is
+known before that.
+"""
 
 import warnings
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -24,8 +35,9 @@ from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 
 class Operand(NamedTuple):
-    """An operand whose magnitudes processes share: the same number and name in each of
-    them.
+    """An operand whose magnitudes processes share.
+
+    It has the same number and name in each of them.
     """
 
     ranks: Ranks
@@ -36,80 +48,98 @@ class Operand(NamedTuple):
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
-        """The largest of each element over the processes; NaN becomes Inf, as it has no
-        order.
+        """Return the largest of each element over the processes.
+
+        NaN becomes Inf, as it has no order.
         """
         if self.ranks.size == 1:
             return amax
         amax = torch.where(amax.isnan(), torch.inf, amax)
-        if torch.compiler.is_compiling():  # a graph is the same in all processes
+        # a graph is the same in all processes
+        if torch.compiler.is_compiling():
             return self.ranks.largest(amax)
-        first = amax if amax.numel() == 1 else amax.new_zeros(())
-        said = self._agreed(first.double().reshape(1), member, amax.numel())
-        return (
-            said.to(amax.dtype).reshape(amax.shape)
-            if amax.numel() == 1
-            else self.ranks.largest(amax)
-        )
+        if amax.numel() == 1:
+            # sent together with what it is of
+            largest = self._agreed(amax.double().reshape(1), member, 1)
+            return largest.to(amax.dtype).reshape(amax.shape)
+        nothing = amax.new_zeros(()).double().reshape(1)
+        self._agreed(nothing, member, amax.numel())
+        return self.ranks.largest(amax)
 
     def announce(self, device: torch.device, member: int = 0) -> None:
-        """Agree with other processes that a pass has come to this operand, whose
-        magnitude the backward pass shares.
+        """Agree with other processes that a pass has come to this operand.
+
+        The backward pass shares its magnitude.
         """
         if self.ranks.size > 1 and not torch.compiler.is_compiling():
-            self._agreed(torch.zeros(1, dtype=torch.float64, device=device), member, -1)
+            nothing = torch.zeros(1, dtype=torch.float64, device=device)
+            self._agreed(nothing, member, _ANNOUNCED)
 
     def _agreed(self, value: Tensor, member: int, count: int) -> Tensor:
-        own = torch.tensor([self.number, member, count], dtype=torch.float64, device=value.device)
-        said = self.ranks.largest(torch.cat([own, -own, value]))
-        if not torch.equal(said[:3], -said[3:6]):
+        """Return the largest value; raise RuntimeError if another operand's is sent."""
+        identity = torch.tensor(
+            [self.number, member, count], dtype=torch.float64, device=value.device
+        )
+        # the largest of the negative numbers is minus the smallest number
+        largest = self.ranks.largest(torch.cat([identity, -identity, value]))
+        if not torch.equal(largest[:3], -largest[3:6]):
             raise RuntimeError(
                 f"another process does not run {self.name} now, or has another shape of magnitudes "
-                f"there: processes "
-                "that run different layers can't share scales; take policy='dynamic'"
+                "there: processes that run different layers can't share scales; take "
+                "policy='dynamic'"
             )
-        return said[6:]
+        return largest[6:]
 
 
-UNSHARED = Operand(ALONE, 0, "")  #: The operand of a single process.
+#: In place of a count of magnitudes, where none is sent.
+_ANNOUNCED: Final = -1
+#: The operand of a single process.
+UNSHARED: Final = Operand(ALONE, 0, "")
 
 
-class _End:
-    """A forward hook that announces the end of a model's pass in training, as operands
-    are announced.
+class _EndOfPass:
+    """A forward hook that announces the end of a model's pass in training.
+
+    It is announced as operands are.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.operand = Operand(ranks, -1, "the end of the forward pass")
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        if module.training and not torch.compiler.is_compiling() and not is_backward():
-            parameter = next(module.parameters(), None)
-            self.operand.announce(torch.device("cpu") if parameter is None else parameter.device)
+        if not module.training or torch.compiler.is_compiling() or is_backward():
+            return
+        parameter = next(module.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        self.operand.announce(device)
 
 
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-HISTORY: Final = 16  #: The default number of past tensors that a delayed scale follows from.
+#: The default number of past tensors that a delayed scale follows from.
+HISTORY: Final = 16
 
 
 class Scaler(nn.Module):
-    """The source of a tensor's scale; the last one is in the buffer ``value``, for
-    logging.
+    """The source of a tensor's scale.
+
+    The last one is in the buffer ``value``, for logging.
+
+    Attributes:
+        remembers: True if the scales of later tensors depend on a tensor.
+        shared: the operand of the processes that share what it remembers.
     """
 
     value: Tensor
-    remembers = False  #: True if the scales of later tensors depend on a tensor.
-    shared: Operand = UNSHARED  #: The operand of the processes that share what it remembers.
+    remembers = False
+    shared: Operand = UNSHARED
 
     def preview(self, x: Tensor) -> Tensor:
-        """The scale that ``x`` would get; nothing is remembered."""
+        """Return the scale that ``x`` would get; nothing is remembered."""
         raise NotImplementedError
 
     def announce(self, device: torch.device) -> None:
-        """Announce in a forward pass that processes will share a magnitude in the
-        backward pass.
-        """
+        """Announce that processes will share a magnitude in the backward pass."""
         if self.remembers:
             self.shared.announce(device)
 
@@ -123,8 +153,9 @@ class Scaler(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: object
     ) -> None:
-        """Take what was saved; of a state of floats, or of codes, nothing: the next
-        tensor is the first one.
+        """Take what was saved.
+
+        A state of floats or of codes has nothing: the next tensor is the first one.
         """
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
@@ -132,30 +163,30 @@ class Scaler(nn.Module):
             self.reset_parameters()
 
 
-_LATER: Final[WeakKeyDictionary[nn.Module, PendingMaximum]] = WeakKeyDictionary()
-"""By frozen scale on a GPU: how far its last tensors have exceeded it, once that is
-known.
-"""
+#: By frozen scale on a GPU: how far its last tensors have exceeded it, once that is
+#: known.
+_EXCESS: Final[WeakKeyDictionary[nn.Module, PendingMaximum]] = WeakKeyDictionary()
 
 
 class Scale(Scaler):
-    """The amax scale of one tensor through training: fresh, frozen, or from the
-    magnitudes of the past.
+    """The amax scale of one tensor through training.
 
     Args:
         fmt: a format or its name.
-        granularity, axis, pow2: as in :func:`amax_scale`.
+        granularity: as in :func:`amax_scale`.
         policy: ``dynamic`` measures every tensor; ``static`` uses the scale of the
-            first tensor, and warns with
-            :class:`SaturationWarning` when a later one exceeds it; ``delayed`` uses the largest magnitude of the last
-            ``history`` tensors before this one, and values beyond it saturate.
+            first tensor, and warns with :class:`SaturationWarning` when a later one
+            exceeds it; ``delayed`` uses the largest magnitude of the last ``history``
+            tensors before this one, and values beyond it saturate.
+        axis: as in :func:`amax_scale`.
+        pow2: as in :func:`amax_scale`.
         history: the number of tensors for ``delayed``; NaN and Inf count as 0, tensors
             in evaluation mode don't count.
 
     The last scale is in the buffer ``value``, for logging. A delayed scale without past
-        magnitudes is measured. The
-    measured scale of a tensor that is empty, all zeros (+0 or -0), or contains NaN or
-        Inf is 1.
+    magnitudes is measured. The measured scale of a tensor that is empty, all zeros (+0
+        or
+    -0), or contains NaN or Inf is 1.
 
     Raises:
         TypeError, ValueError: an unknown granularity or policy, or a history that is no
@@ -188,19 +219,22 @@ class Scale(Scaler):
         check_choice("policy", policy, POLICIES)
         check_int("history", history, 1, 2**20)
         self.format: FloatFormat = as_format(fmt)
-        self.granularity, self.policy, self.axis = granularity, policy, axis
+        self.granularity = granularity
+        self.policy = policy
+        self.axis = axis
         self.remembers = policy == "delayed"
         self.pow2 = pow2 or granularity == "block"
         self.register_buffer("value", torch.ones(()))
         self.register_buffer("frozen", torch.tensor(False))
-        self._was_frozen = False  # when it was last read: a tracer's buffer has no value
+        # when it was last read: a tracer's buffer has no value
+        self._was_frozen = False
         self._length = history
         if policy == "delayed":
             self.register_buffer("history", torch.zeros(history))
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """The scale for ``x``."""
+        """Return the scale for ``x``."""
         working_dtype(x, "x")
         if self.policy == "delayed":
             amax = self._amax(x)
@@ -208,13 +242,7 @@ class Scale(Scaler):
                 amax = self.shared.largest(amax)
             self.value = self._delayed(amax)
             if self.training:
-                past = self.history
-                if (
-                    past.dim() == 1 and amax.dim()
-                ):  # made without knowing the shape of the magnitudes
-                    past = past.view(-1, *(1 for _ in amax.shape)).expand(-1, *amax.shape)
-                finite = torch.where(amax.isfinite(), amax, 0.0)
-                self.history = torch.cat([past[1:], finite.unsqueeze(0)])
+                self._remember(amax)
         elif self.policy == "dynamic":
             self.value = self._fresh(x)
         elif not self._is_frozen():
@@ -225,16 +253,29 @@ class Scale(Scaler):
                 )
             self.value = self._fresh(x)
             self._freeze()
-        elif not is_exporting():  # a program has no warnings
+        # a program has no warnings
+        elif not is_exporting():
             self._warn_if_saturated(x)
         return self.value
 
+    def _remember(self, amax: Tensor) -> None:
+        """Put magnitudes at the end of the history, and drop those at its start."""
+        past = self.history
+        # made without knowing the shape of the magnitudes
+        if past.dim() == 1 and amax.dim():
+            ones = [1] * amax.dim()
+            past = past.view(-1, *ones).expand(-1, *amax.shape)
+        finite = torch.where(amax.isfinite(), amax, 0.0)
+        self.history = torch.cat([past[1:], finite.unsqueeze(0)])
+
     @torch.no_grad()
     def preview(self, x: Tensor) -> Tensor:
-        """The scale that ``x`` would get; nothing is remembered."""
+        """Return the scale that ``x`` would get; nothing is remembered."""
         if self.policy == "delayed":
             return self._delayed(self._amax(x))
-        return self.value if self.policy == "static" and self._is_frozen() else self._fresh(x)
+        if self.policy == "static" and self._is_frozen():
+            return self.value
+        return self._fresh(x)
 
     def freeze(self, scale: Tensor) -> None:
         """Take a scale, such as one from a file, for all tensors from now on.
@@ -260,7 +301,7 @@ class Scale(Scaler):
             self.history = torch.zeros(self._length, device=self.value.device)
 
     def extra_repr(self) -> str:
-        """Format, granularity and policy."""
+        """Return format, granularity and policy."""
         return f"{self.format.name}, {self.granularity}, {self.policy}"
 
     def _amax(self, x: Tensor) -> Tensor:
@@ -288,7 +329,8 @@ class Scale(Scaler):
         past = self.history.amax(0)
         return scaling.scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
 
-    @eager_only  # a message can't be compiled
+    # a message can't be compiled
+    @eager_only
     def _warn_if_saturated(self, x: Tensor) -> None:
         """Warn at once, or on a GPU, so as not to wait, when a later tensor comes."""
         limit = self.value * (self.format.max * scaling.ROUNDING_OF_SCALES)
@@ -297,9 +339,8 @@ class Scale(Scaler):
         if not has_values(amax):
             return
         if not is_read_at_once(amax):
-            worst = _LATER.setdefault(self, PendingMaximum()).add(
-                torch.where(amax > limit, amax / limit, 0.0).max()
-            )
+            excess = torch.where(amax > limit, amax / limit, 0.0).max()
+            worst = _EXCESS.setdefault(self, PendingMaximum()).add(excess)
         elif bool((amax > limit).any()):
             worst = (amax / limit).max().item()
         if worst:
@@ -313,13 +354,15 @@ class Scale(Scaler):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: object
     ) -> None:
-        """Take the saved shapes: a scale that has seen no tensor yet does not know its
-        own.
+        """Take what was saved, in the saved shapes.
+
+        A scale that has seen no tensor yet does not know the shapes.
         """
         for name in ("value", "history"):
-            saved, own = state_dict.get(prefix + name), getattr(self, name, None)
-            if saved is not None and own is not None:
-                setattr(self, name, torch.empty_like(saved, device=own.device))
+            saved = state_dict.get(prefix + name)
+            buffer = getattr(self, name, None)
+            if saved is not None and buffer is not None:
+                setattr(self, name, torch.empty_like(saved, device=buffer.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.policy == "static":
             self._is_frozen()
@@ -330,11 +373,11 @@ class FixedScale(Scaler):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self._given = scale
+        self._scale = scale
         self.register_buffer("value", torch.tensor(scale))
 
     def reset_parameters(self) -> None:
-        self.value.fill_(self._given)
+        self.value.fill_(self._scale)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.value
@@ -345,8 +388,12 @@ class FixedScale(Scaler):
 class SharedAmax(nn.Module):
     """The largest magnitude of many tensors over one pass, for the next pass.
 
-    A pass is over when a tensor comes again. ``value`` is that of the last whole pass,
-    ``running`` of the present one.
+    A pass is over when a tensor comes again.
+
+    Attributes:
+        value: the magnitude of the last whole pass.
+        running: the magnitude of the present pass, so far.
+        shared: the operand of the processes that share it.
     """
 
     value: Tensor
@@ -357,54 +404,54 @@ class SharedAmax(nn.Module):
         super().__init__()
         self.register_buffer("value", torch.zeros(()))
         self.register_buffer("running", torch.zeros(()))
-        self._seen: set[int] = set()
+        self._members_in_pass: set[int] = set()
         self._members = 0
 
     def reset_parameters(self) -> None:
         self.value.zero_()
         self.running.zero_()
-        self._seen.clear()
+        self._members_in_pass.clear()
 
     def join(self) -> int:
-        """A number for one more tensor."""
+        """Return the number of one more tensor."""
         self._members += 1
         return self._members
 
     def add(self, member: int, amax: Tensor) -> None:
         """Count a tensor's magnitude; one that is not finite is left out."""
         amax = self.shared.largest(amax, member)
-        if member in self._seen:
-            self.value, self.running = self.running, torch.zeros_like(self.running)
-            self._seen.clear()
-        self._seen.add(member)
+        if member in self._members_in_pass:
+            self.value = self.running
+            self.running = torch.zeros_like(self.running)
+            self._members_in_pass.clear()
+        self._members_in_pass.add(member)
         self.running = torch.where(amax.isfinite(), torch.maximum(self.running, amax), self.running)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """A pass is saved when it is over: the next tensor begins a new one."""
+        """Take a pass that was saved when it was over: the next tensor begins one."""
         super()._load_from_state_dict(*args)
-        self._seen = set(range(1, self._members + 1))
+        self._members_in_pass = set(range(1, self._members + 1))
 
     def of_last_pass(self, amax: Tensor) -> Tensor:
-        """The magnitude to scale by: in the first pass, the largest so far."""
+        """Return the magnitude to scale by: in the first pass, the largest so far."""
         so_far = torch.maximum(self.running, torch.where(amax.isfinite(), amax, 0.0))
         return torch.where(self.value > 0, self.value, so_far)
 
 
 class GlobalScale(Scaler):
-    """A scale from one magnitude for all gradients of a model, as under loss scaling:
-    small gradients underflow.
+    """A scale from one magnitude for all gradients of a model.
 
-    The magnitude is that of the previous pass; tensors contribute to it in training
-    mode.
+    Small gradients underflow, as under loss scaling. The magnitude is that of the
+    previous pass; tensors contribute to it in training mode.
     """
 
     def __init__(self, fmt: FormatLike, shared: SharedAmax) -> None:
         super().__init__()
         self.format = as_format(fmt)
         self.register_buffer("value", torch.ones(()))
-        self._shared = (
-            shared,
-        )  # in a tuple: the module belongs to one layer, not to every one that refers to it
+        # in a tuple: the module belongs to one layer, not to every one that refers to
+        # it
+        self._shared = (shared,)
         self._member = shared.join()
 
     @torch.no_grad()
@@ -435,20 +482,27 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
     for number, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, Scaler | SharedAmax):
             module.shared = Operand(ranks, number, repr(name))
-            remembers = remembers or isinstance(module, SharedAmax) or module.remembers
-    if remembers:  # announce the end of the forward pass, to these processes and no others
-        hooks = model._forward_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _End)]:
-            del hooks[key]
-        model.register_forward_hook(_End(ranks))
+            if isinstance(module, SharedAmax) or module.remembers:
+                remembers = True
+    if not remembers:
+        return
+    # announce the end of the forward pass, to these processes and no others
+    hooks = model._forward_hooks
+    old_hooks = [key for key, hook in hooks.items() if isinstance(hook, _EndOfPass)]
+    for key in old_hooks:
+        del hooks[key]
+    model.register_forward_hook(_EndOfPass(ranks))
 
 
 def announce_gradients(layer: Any, x: Tensor) -> None:
-    """Let processes see in the forward pass that they run the same layers, and will
-    measure gradients together.
+    """Announce in the forward pass that a layer will measure gradients.
+
+    Processes see there that they run the same layers. A layer whose weight or input has
+    a shared magnitude has sent that already.
     """
-    sent = (layer.weight_scaler, layer.activation_scaler)
-    if not any(scaler is not None and scaler.remembers for scaler in sent):
-        for scaler in (layer.activation_gradient_scaler, layer.weight_gradient_scaler):
-            if scaler is not None:
-                scaler.announce(x.device)
+    scalers = (layer.weight_scaler, layer.activation_scaler)
+    if any(scaler is not None and scaler.remembers for scaler in scalers):
+        return
+    for scaler in (layer.activation_gradient_scaler, layer.weight_gradient_scaler):
+        if scaler is not None:
+            scaler.announce(x.device)

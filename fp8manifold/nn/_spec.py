@@ -1,11 +1,16 @@
-"""Specifications of a quantised layer: its operands' formats, scales and rounding,
-checked.
+"""Specifications of a quantised layer: its operands' formats, scales and rounding.
+
+An `OperandSpec` is what a caller gives for a weight, an activation or a gradient, and a
+`LayerSpec` has four of them. Options that an operand leaves out are the layer's:
+`LayerSpec.operand` returns them filled in. What is checked depends on what is known: a
+specification checks itself, `check_storage` knows the storage, `check_blocks` and
+`units_of` know the layer's size.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Final, Literal, TypeGuard, get_args
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeGuard, get_args
 
 from torch import Tensor, nn
 
@@ -19,7 +24,8 @@ from fp8manifold.nn._scalers import HISTORY, POLICIES, Policy
 from fp8manifold.scaling import BLOCK_SIZE, WEIGHT_GRANULARITIES, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-NONE: Final = "none"  #: The format that leaves an operand, or a pattern's layers, as they are.
+#: The format that leaves an operand, or a pattern's layers, as they are.
+NONE: Final = "none"
 OperandName = Literal["weight", "activation", "activation_gradient", "weight_gradient"]
 OPERANDS: Final[tuple[OperandName, ...]] = get_args(OperandName)
 OperandRounding = Literal["nearest", "stochastic"]
@@ -28,8 +34,9 @@ GLOBAL: Final = "global"
 
 @dataclass(frozen=True)
 class OperandSpec:
-    """The format and options of a weight, an activation or a gradient; options that are
-    None are the layer's.
+    """The format and options of a weight, an activation or a gradient.
+
+    Options that are None are the layer's.
 
     Args:
         format: a format or its name.
@@ -64,7 +71,7 @@ class OperandSpec:
 
     def __init__(
         self,
-        format: FormatLike,  # noqa: A002  # what it is called everywhere
+        format: FormatLike,  # noqa: A002
         granularity: WeightGranularity | None = None,
         policy: Policy | None = None,
         history: int | None = None,
@@ -72,16 +79,17 @@ class OperandSpec:
         scale: float | Literal["global"] | None = None,
         ste: STE | None = None,
     ) -> None:
-        values = (
-            as_format(format),
-            granularity,
-            policy,
-            history,
-            rounding,
-            _read_scale(scale),
-            ste,
+        _set_fields(
+            self,
+            _OPERAND_CHOICES,
+            format=as_format(format),
+            granularity=granularity,
+            policy=policy,
+            history=history,
+            rounding=rounding,
+            scale=_read_scale(scale),
+            ste=ste,
         )
-        _set_fields(self, values, _OPERAND_CHOICES)
         if scale is not None and policy is not None:
             raise ValueError(
                 f"scale={scale!r} leaves nothing to policy={policy!r}: give one of them"
@@ -92,24 +100,26 @@ class OperandSpec:
             )
 
     def filled(self, **defaults: Any) -> "OperandSpec":
-        """A copy with the layer's values, given by name, in place of options that are
-        None.
+        """Return a copy with the layer's values in place of options that are None.
+
+        Args:
+            defaults: the layer's values by name.
 
         Raises:
             ValueError: a history where the policy is not ``delayed``.
         """
         if self.scale is not None:
-            defaults |= {"policy": None, "granularity": "tensor"}
+            defaults["policy"] = None
+            defaults["granularity"] = "tensor"
         policy = self.policy or defaults["policy"]
-        if self.history is not None and policy != "delayed":
-            raise ValueError(
-                f"history={self.history} belongs to policy='delayed', not to {policy!r}"
-            )
         if policy != "delayed":
+            if self.history is not None:
+                raise ValueError(
+                    f"history={self.history} belongs to policy='delayed', not to {policy!r}"
+                )
             defaults["history"] = None
-        return replace(
-            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
-        )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 _OPERAND_CHOICES: Final = {
@@ -121,17 +131,15 @@ _OPERAND_CHOICES: Final = {
 OperandLike = FormatLike | OperandSpec | Mapping[str, Any] | None
 
 
-def _set_fields(spec: Any, values: Iterable[Any], choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Set the fields of a frozen specification; those that are choices, and a history,
-    are checked.
-    """
-    for field, value in zip(fields(spec), values, strict=True):
-        object.__setattr__(spec, field.name, value)
+def _set_fields(spec: Any, choices: Mapping[str, tuple[str, ...]], /, **values: Any) -> None:
+    """Set the fields of a frozen specification; check its choices and its history."""
+    for name, value in values.items():
+        object.__setattr__(spec, name, value)
     for name, allowed in choices.items():
-        if (value := getattr(spec, name)) is not None:
-            check_choice(name, value, allowed)
-    if spec.history is not None:
-        check_int("history", spec.history, 1, 2**20)
+        if values[name] is not None:
+            check_choice(name, values[name], allowed)
+    if values["history"] is not None:
+        check_int("history", values["history"], 1, 2**20)
 
 
 def _read_scale(scale: float | str | None) -> Any:
@@ -145,8 +153,9 @@ def _read_scale(scale: float | str | None) -> Any:
 
 
 def read_operand(name: str, value: OperandLike) -> OperandSpec | None:
-    """The specification from a format, a mapping or a specification; None if the
-    operand is not quantised.
+    """Return the specification that a format, a mapping or a specification means.
+
+    It is None if the operand is not quantised.
     """
     if isinstance(value, Mapping):
         check_keys(name, value, [field.name for field in fields(OperandSpec)])
@@ -154,13 +163,14 @@ def read_operand(name: str, value: OperandLike) -> OperandSpec | None:
             if set(value) - {"format"}:
                 raise ValueError(f"{name} has options but no format: {dict(value)!r}")
             return None
-        value = OperandSpec(**value)
+        return OperandSpec(**value)
     if is_none(value):
         return None
     return value if isinstance(value, OperandSpec) else OperandSpec(value)  # type: ignore[arg-type]
 
 
 def is_none(value: object) -> bool:
+    """Return True for None and ``"none"``, which leave an operand or layer as it is."""
     return value is None or (isinstance(value, str) and value.lower() == NONE)
 
 
@@ -169,12 +179,12 @@ Products = Literal["decoded", "fp8", "int8", "auto"]
 PRODUCTS: Final = get_args(Products)
 GradientProducts = Literal["bfloat16", "fp8"]
 Units = Literal["fp8", "int8"]
+#: The units that multiply the codes of a format as they are.
 _UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
-"""The units that multiply the codes of a format as they are."""
+#: The units take matrices whose sizes this divides.
 ALIGNMENT: Final = 16
-_LONGEST_SUM: Final = (
-    2**31 - 1
-) // 127**2  #: Products of INT8 whose sum is an int32, whatever they are.
+#: Products of INT8 whose sum is an int32, whatever they are.
+_LONGEST_SUM: Final = (2**31 - 1) // 127**2
 GradientLike = OperandLike | Mapping[str, OperandLike]
 
 
@@ -205,18 +215,19 @@ class LayerSpec:
             computed in.
 
     Codes are multiplied if rows and columns are multiples of 16, with one scale per
-        ``tensor`` or ``channel``, and
-    without ``activation`` and ``gradient``. NaN or Inf in a row of the input makes its
-        output NaN; in a gradient it
-    makes both gradients NaN.
+    ``tensor`` or ``channel``, and without ``activation`` and ``gradient``. NaN or Inf
+        in
+    a row of the input makes its output NaN; in a gradient it makes both gradients NaN.
 
     Raises:
         TypeError, ValueError: a format or option that can't be read, or that would
             change nothing.
 
     Example:
-        >>> spec = LayerSpec("E4M3", activation="E4M3", gradient={"activation": "E5M2"}, rounding="split")
-        >>> spec.operand("activation_gradient").format.name, spec.operand("activation_gradient").rounding
+        >>> gradient = {"activation": "E5M2"}
+        >>> spec = LayerSpec("E4M3", "E4M3", gradient=gradient, rounding="split")
+        >>> operand = spec.operand("activation_gradient")
+        >>> operand.format.name, operand.rounding
         ('E5M2', 'stochastic')
         >>> spec.weight_gradient is None
         True
@@ -233,9 +244,8 @@ class LayerSpec:
     history: int | None
     products: Products
     gradient_products: GradientProducts
-    _filled: ClassVar[
-        dict[OperandName, OperandSpec | None]
-    ]  # of each instance, but no field: it follows from them
+    # of each instance, but no field: it follows from them
+    _filled: ClassVar[dict[OperandName, OperandSpec | None]]
 
     def __init__(
         self,
@@ -253,33 +263,36 @@ class LayerSpec:
         check_choice("granularity", granularity, WEIGHT_GRANULARITIES)
         check_choice("products", products, PRODUCTS)
         check_choice("gradient_products", gradient_products, get_args(GradientProducts))
-        operands = (
-            read_operand("weight", weight),
-            read_operand("activation", activation),
-            *_read_gradients(gradient),
+        weight_spec = read_operand("weight", weight)
+        activation_spec = read_operand("activation", activation)
+        gradients = _read_gradients(gradient)
+        _set_fields(
+            self,
+            _CHOICES,
+            weight=weight_spec,
+            activation=activation_spec,
+            activation_gradient=gradients.activation,
+            weight_gradient=gradients.weight,
+            granularity=granularity,
+            policy=policy,
+            ste=ste,
+            rounding=rounding,
+            history=history,
+            products=products,
+            gradient_products=gradient_products,
         )
-        values = (
-            *operands,
-            granularity,
-            policy,
-            ste,
-            rounding,
-            history,
-            products,
-            gradient_products,
-        )
-        _set_fields(self, values, _CHOICES)
         object.__setattr__(self, "_filled", {name: self._fill(name) for name in OPERANDS})
         self._check()
 
     @property
     def quantizes_nothing(self) -> bool:
-        """True where the layer stays as it is."""
+        """Whether the layer stays as it is."""
         return all(getattr(self, name) is None for name in OPERANDS)
 
     def operand(self, name: OperandName) -> OperandSpec | None:
-        """An operand's specification, with every option filled in that has a meaning;
-        None if it is not quantised.
+        """Return an operand's specification; None if it is not quantised.
+
+        Every option that has a meaning is filled in.
 
         Args:
             name: ``weight``, ``activation``, ``activation_gradient`` or
@@ -300,32 +313,31 @@ class LayerSpec:
         spec: OperandSpec | None = getattr(self, name)
         if spec is None:
             return None
-        backward = name.endswith("gradient")
-        split = "stochastic" if backward else "nearest"
+        is_gradient = name.endswith("gradient")
+        rounding = self.rounding or "nearest"
+        if rounding == "split":
+            rounding = "stochastic" if is_gradient else "nearest"
         return spec.filled(
             granularity=self.granularity if name == "weight" else "tensor",
             policy=self.policy or "dynamic",
             history=self.history or HISTORY,
-            rounding=split if self.rounding == "split" else self.rounding or "nearest",
-            ste=None if backward else self.ste or "identity",
+            rounding=rounding,
+            ste=None if is_gradient else self.ste or "identity",
         )
 
     def _check(self) -> None:
         for name, spec in self.operands.items():
             _check_operand(name, spec)
-        if self.history is not None and all(
-            spec.policy != "delayed" for spec in self.operands.values()
-        ):
+        has_delayed = any(spec.policy == "delayed" for spec in self.operands.values())
+        if self.history is not None and not has_delayed:
             raise ValueError(
                 f"history={self.history} belongs to policy='delayed', which no operand has"
             )
-        if self.gradient_products == "fp8" and (
-            "int8" in (self.products, self.units) or self.products == "decoded"
-        ):
+        has_other_products = self.products in ("int8", "decoded") or self.units == "int8"
+        if self.gradient_products == "fp8" and has_other_products:
             raise ValueError(
                 f"gradient_products='fp8' belongs to products='fp8', not to "
-                f"products={self.products!r} of "
-                f"weight={NONE if self.weight is None else self.weight.format.name}"
+                f"products={self.products!r} of weight={_name_of(self.weight)}"
             )
         units_of(self, ALIGNMENT, ALIGNMENT)
 
@@ -345,88 +357,116 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def _check_operand(name: str, spec: OperandSpec) -> None:
-    if name.endswith("gradient") and spec.ste is not None:
+def _name_of(operand: OperandSpec | None) -> str:
+    return NONE if operand is None else operand.format.name
+
+
+def _check_operand(name: OperandName, spec: OperandSpec) -> None:
+    is_gradient = name.endswith("gradient")
+    if is_gradient and spec.ste is not None:
         raise ValueError(
             f"{name} has ste={spec.ste!r}: a gradient is quantised in the backward pass and has "
-            f"none"
+            "none"
         )
-    if not name.endswith("gradient") and spec.scale == GLOBAL:
+    if not is_gradient and spec.scale == GLOBAL:
         raise ValueError(
             f"{name} has scale='global', which is for gradients: give a number, or leave it out"
         )
     if name != "weight" and spec.granularity == "square":
         raise ValueError(
             f"{name} has granularity='square', which is for weights: take 'tensor', 'channel' or "
-            f"'block'"
+            "'block'"
         )
-    if (
-        name in ("activation", "activation_gradient")
-        and spec.granularity != "tensor"
-        and spec.policy != "dynamic"
-    ):
+    has_rows_of_batch = name in ("activation", "activation_gradient")
+    if has_rows_of_batch and spec.granularity != "tensor" and spec.policy != "dynamic":
         raise ValueError(
             f"{name} has granularity={spec.granularity!r} with policy={spec.policy!r}: its rows "
-            f"change from batch to "
-            "batch, so take policy='dynamic' or granularity='tensor'"
+            "change from batch to batch, so take policy='dynamic' or granularity='tensor'"
         )
 
 
-def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, OperandSpec | None]:
+class _Gradients(NamedTuple):
+    """Operands of the gradients of a layer's output and of its weight."""
+
+    activation: OperandSpec | None
+    weight: OperandSpec | None
+
+
+def _read_gradients(gradient: GradientLike) -> _Gradients:
     if not isinstance(gradient, Mapping) or "format" in gradient:
-        both = read_operand("gradient", gradient)
-        return both, both
-    kinds = [key for key in gradient if key in _GRADIENTS]
-    if not kinds:
-        check_keys(
-            "gradient", gradient, [*_GRADIENTS, *(field.name for field in fields(OperandSpec))]
-        )
+        operand = read_operand("gradient", gradient)
+        return _Gradients(operand, operand)
+    names = [name for name in gradient if name in _GRADIENTS]
+    if not names:
+        options = [field.name for field in fields(OperandSpec)]
+        check_keys("gradient", gradient, [*_GRADIENTS, *options])
         raise ValueError(f"gradient has options but no format: {dict(gradient)!r}")
     check_keys("gradient", gradient, _GRADIENTS)
-    first, second = (read_operand(f"gradient.{kind}", gradient.get(kind)) for kind in _GRADIENTS)
-    return first, second
+    return _Gradients(
+        activation=read_operand("gradient.activation", gradient.get("activation")),
+        weight=read_operand("gradient.weight", gradient.get("weight")),
+    )
 
 
 def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
-    """A reason why the codes of a weight of that shape can't be multiplied as they are,
-    or nothing.
-    """
-    units, operands = spec.units, spec.operands
+    """Return why codes of such a weight can't be multiplied as they are, or ""."""
+    return _why_formats_decoded(spec) or _why_shape_decoded(spec, in_features, out_features)
+
+
+def _why_formats_decoded(spec: LayerSpec) -> str:
+    units = spec.units
     if units is None:
-        return f"no units multiply codes of weight={NONE if spec.weight is None else spec.weight.format.name}"
+        return f"no units multiply codes of weight={_name_of(spec.weight)}"
+    weight = spec.operands["weight"]
     if spec.products not in (units, "auto"):
-        return f"codes of {operands['weight'].format.name} take products={units!r}"
-    if operands["weight"].granularity not in ("tensor", "channel"):
-        return f"the weight has granularity={operands['weight'].granularity!r}, not 'tensor' or 'channel'"
-    if given := [name for name in OPERANDS[1:] if name in operands]:
-        return f"{given[0]}={operands[given[0]].format.name} is given"
+        return f"codes of {weight.format.name} take products={units!r}"
+    if weight.granularity not in ("tensor", "channel"):
+        return f"the weight has granularity={weight.granularity!r}, not 'tensor' or 'channel'"
+    for name, operand in spec.operands.items():
+        if name != "weight":
+            return f"{name}={operand.format.name} is given"
+    return ""
+
+
+def _why_shape_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
     if not in_features or not out_features:
         return "there is nothing to multiply"
-    if unfit := [size for size in (in_features, out_features) if size % ALIGNMENT]:
-        return f"{ALIGNMENT} does not divide {unfit[0]}"
-    if units == "int8" and max(in_features, out_features) > _LONGEST_SUM:
-        return f"a sum of {max(in_features, out_features)} products may be beyond 32 bits"
+    for size in (in_features, out_features):
+        if size % ALIGNMENT:
+            return f"{ALIGNMENT} does not divide {size}"
+    longest = max(in_features, out_features)
+    if spec.units == "int8" and longest > _LONGEST_SUM:
+        return f"a sum of {longest} products may be beyond 32 bits"
     return ""
 
 
 def units_of(spec: LayerSpec, in_features: int, out_features: int) -> Units | None:
-    """The units that multiply codes of that shape, where the device has them; None
-    where they are decoded.
+    """Return the units that multiply codes of that shape; None decodes the codes.
+
+    Whether a device has them is for :func:`fp8manifold.nn._products.units_on`.
+
+    Raises:
+        ValueError: codes that the specification demands to multiply can't be.
     """
     if spec.products == "decoded":
         return None
-    why = why_decoded(spec, in_features, out_features)
-    if why and spec.products != "auto":
-        raise ValueError(
-            f"products={spec.products!r}: {why}; take products='decoded' or 'auto' there"
-        )
-    return None if why else spec.units
+    reason = why_decoded(spec, in_features, out_features)
+    if not reason:
+        return spec.units
+    if spec.products == "auto":
+        return None
+    raise ValueError(
+        f"products={spec.products!r}: {reason}; take products='decoded' or 'auto' there"
+    )
 
 
 def read_formats(
     formats: Formats, granularity: WeightGranularity, products: Products = "decoded"
 ) -> dict[str, LayerSpec]:
-    """A specification for every pattern; a single format is that of the pattern ``*``."""
+    """Return a specification for every pattern.
+
+    A single format is that of the pattern ``*``.
+    """
     check_choice("products", products, PRODUCTS)
     if not isinstance(formats, Mapping):
         formats = {"*": formats}
@@ -437,9 +477,10 @@ def read_formats(
     for pattern in formats:
         if not isinstance(pattern, str):
             raise TypeError(f"formats has the key {pattern!r}: a layer pattern must be a string")
-    if products != "decoded" and all(
-        isinstance(value, LayerSpec) or is_none(value) for value in formats.values()
-    ):
+    has_bare_formats = any(
+        not isinstance(value, LayerSpec) and not is_none(value) for value in formats.values()
+    )
+    if products != "decoded" and not has_bare_formats:
         raise ValueError(
             f"products={products!r} is for bare formats: give products to each LayerSpec instead"
         )
@@ -464,22 +505,24 @@ def _read_spec(
             f"{type(value).__name__}"
         )
     check_keys(f"formats[{pattern!r}]", value, _KEYS)
-    spec = LayerSpec(**{"granularity": granularity, "products": products, **value})
-    if "granularity" in value and (
-        spec.weight is None or spec.weight.granularity or spec.weight.scale is not None
-    ):
+    arguments: dict[str, Any] = {"granularity": granularity, "products": products}
+    arguments.update(value)
+    spec = LayerSpec(**arguments)
+    weight = spec.weight
+    takes_granularity = weight is not None and not weight.granularity and weight.scale is None
+    if "granularity" in value and not takes_granularity:
         raise ValueError(
             f"formats[{pattern!r}] has granularity={value['granularity']!r}, which is for a weight "
-            f"that has neither "
-            "granularity nor scale itself: leave it out, or give it to the operand that it is "
-            "meant for"
+            "that has neither granularity nor scale itself: leave it out, or give it to the "
+            "operand that it is meant for"
         )
     return spec
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
-    """Refuse options that a storage would ignore, and options of the layer that no
-    operand takes under it.
+    """Refuse options that a storage would ignore.
+
+    Options of the layer that no operand takes under this storage are refused too.
     """
     weight = spec.operands.get("weight")
     granularity = None if weight is None else weight.granularity
@@ -487,97 +530,136 @@ def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
         raise ValueError(
             f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}"
         )
-    given = {
-        "granularity='square'": granularity == "square",
-        f"products={spec.products!r}": spec.products != "decoded",
-    }
-    for option, is_given in (given | {"keep_remainder=True": keep_remainder}).items():
-        if is_given and storage != "fp8":
-            raise ValueError(f"{option} needs storage='fp8', not storage={storage!r}")
-    operands = {name: operand for name in OPERANDS if (operand := getattr(spec, name)) is not None}
-    stored = operands.pop("weight", None) if storage != "master" else None
+    options_of_codes = []
+    if granularity == "square":
+        options_of_codes.append("granularity='square'")
+    if spec.products != "decoded":
+        options_of_codes.append(f"products={spec.products!r}")
+    if keep_remainder:
+        options_of_codes.append("keep_remainder=True")
+    if options_of_codes and storage != "fp8":
+        raise ValueError(f"{options_of_codes[0]} needs storage='fp8', not storage={storage!r}")
+    operands = _operands_as_given(spec)
+    stored_weight = None
+    if storage != "master":
+        stored_weight = operands.pop("weight", None)
+    if stored_weight is not None:
+        _check_stored_weight(storage, stored_weight)
+    for option in _CHOICES:
+        _check_option_is_taken(option, storage, spec, operands, stored_weight)
+
+
+def _operands_as_given(spec: LayerSpec) -> dict[OperandName, OperandSpec]:
+    """Return the quantised operands, without the layer's options filled in."""
+    operands = {}
+    for name in OPERANDS:
+        operand: OperandSpec | None = getattr(spec, name)
+        if operand is not None:
+            operands[name] = operand
+    return operands
+
+
+def _check_stored_weight(storage: str, weight: OperandSpec) -> None:
     for option in ("policy", "history", "rounding", "scale", "ste"):
-        if (value := getattr(stored, option, None)) is not None:
+        value = getattr(weight, option)
+        if value is not None:
             raise ValueError(
                 f"weight has {option}={value!r}, which needs storage='master', not "
-                f"storage={storage!r}: a stored "
-                "weight has a static power-of-two scale, and is rounded when it is written"
-            )
-    for option in _CHOICES:
-        value = getattr(spec, option)
-        if value is not None and not any(
-            _takes(name, operand, option) for name, operand in operands.items()
-        ):
-            instead = (
-                ", or give storage='master'"
-                if stored is not None and _takes("weight", stored, option)
-                else ""
-            )
-            raise ValueError(
-                f"the layer has {option}={value!r}, which no operand takes: the forward and "
-                f"backward passes quantise {', '.join(operands) or 'none'} with "
-                f"storage={storage!r}; leave {option} out{instead}"
+                f"storage={storage!r}: a stored weight has a static power-of-two scale, and is "
+                "rounded when it is written"
             )
 
 
-def _takes(name: str, operand: OperandSpec, option: str) -> bool:
+def _check_option_is_taken(
+    option: str,
+    storage: str,
+    spec: LayerSpec,
+    operands: Mapping[OperandName, OperandSpec],
+    stored_weight: OperandSpec | None,
+) -> None:
+    """Refuse an option of the layer that none of the operands of its passes takes."""
+    value = getattr(spec, option)
+    if value is None:
+        return
+    if any(_takes(name, operand, option) for name, operand in operands.items()):
+        return
+    alternative = ""
+    if stored_weight is not None and _takes("weight", stored_weight, option):
+        alternative = ", or give storage='master'"
+    raise ValueError(
+        f"the layer has {option}={value!r}, which no operand takes: the forward and "
+        f"backward passes quantise {', '.join(operands) or 'none'} with "
+        f"storage={storage!r}; leave {option} out{alternative}"
+    )
+
+
+def _takes(name: OperandName, operand: OperandSpec, option: str) -> bool:
+    """Return True if an operand leaves an option to the layer, and has a use for it."""
     if option == "policy" and operand.scale is not None:
         return False
-    return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
+    if option == "ste" and name.endswith("gradient"):
+        return False
+    return getattr(operand, option) is None
 
 
 def check_stored(draws: str, retraction: str, headroom: float | None, storage: str) -> None:
-    """Refuse an unknown kind of draws or retraction, and options of stored weights where a master
-    copy is kept.
+    """Refuse an unknown kind of draws or retraction.
+
+    Options of stored weights are refused where a master copy is stored.
     """
     check_choice("draws", draws, DRAWS)
     check_choice("retraction", retraction, RETRACTIONS)
-    for option, is_given in (
-        (f"{draws=}", draws != "independent"),
-        (f"{retraction=}", retraction != "exponential"),
-        (f"{headroom=}", headroom is not None),
-    ):
-        if is_given and storage == "master":
-            raise ValueError(
-                f"{option} needs storage='fp8' or 'grid', not {storage!r}: it is for stored weights"
-            )
+    if storage != "master":
+        return
+    options = []
+    if draws != "independent":
+        options.append(f"{draws=}")
+    if retraction != "exponential":
+        options.append(f"{retraction=}")
+    if headroom is not None:
+        options.append(f"{headroom=}")
+    if options:
+        raise ValueError(
+            f"{options[0]} needs storage='fp8' or 'grid', not {storage!r}: it is for stored weights"
+        )
 
 
 def check_blocks(
     operands: Mapping[OperandName, OperandSpec], in_features: int, out_features: int
 ) -> None:
+    """Refuse blocks along rows that they do not fill."""
     for name, operand in operands.items():
         length = out_features if name == "activation_gradient" else in_features
         if operand.granularity == "block" and length % BLOCK_SIZE:
             raise ValueError(
                 f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not "
-                f"{length}: "
-                "take 'channel' or 'tensor'"
+                f"{length}: take 'channel' or 'tensor'"
             )
 
 
 def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: str) -> None:
+    """Refuse codes that are not those of a layer's weight."""
     operand = spec.operands.get("weight")
     if storage != "fp8" or operand is None:
         raise ValueError(
             f"codes need storage='fp8' and a weight format, not {storage!r} with "
-            f"weight={NONE if operand is None else operand.format.name}"
+            f"weight={_name_of(operand)}"
         )
-    found = (tuple(codes.shape), codes.format.name, codes.granularity)
+    properties = (tuple(codes.shape), codes.format.name, codes.granularity)
     shape = (linear.out_features, linear.in_features)
-    wanted = (shape, operand.format.name, operand.granularity)
-    if found != wanted:
+    needed = (shape, operand.format.name, operand.granularity)
+    if properties != needed:
         raise ValueError(
-            f"codes are of (shape, format, granularity) {found}, and the layer's weight is {wanted}"
+            f"codes are of (shape, format, granularity) {properties}, and the layer's weight is "
+            f"{needed}"
         )
 
 
 def is_stored(weight: Tensor) -> TypeGuard[FP8Tensor]:
-    """True for a weight in codes; a sharded one is refused."""
+    """Return True for a weight in codes; a sharded one is refused."""
     if share_of(weight) is not None:
         raise RuntimeError(
             f"a weight of shape {tuple(weight.shape)} is sharded: call unshard() of the module "
-            f"that fully_shard made, "
-            "read it, and reshard()"
+            "that fully_shard made, read it, and reshard()"
         )
     return isinstance(weight, FP8Tensor)
