@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-#: a buffer is computed over each: one that keeps any of the fillings was not computed
+#: A buffer is computed over each of them: one that keeps a filling was not computed.
 _FILLINGS: Final = (0, 1)
 
 
@@ -26,14 +26,15 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     """
     values: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        missing = [
-            entry
-            for entry in sorted(module._non_persistent_buffers_set)
-            if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta
-        ]
+        missing = []
+        for entry in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(entry)
+            if buffer is not None and buffer.is_meta:
+                missing.append(entry)
         if missing:
-            made = _computed(module, missing, list(_ways(model, name, module)))
-            for entry, value in made.items():
+            computations = list(_computations(model, name, module))
+            computed = _computed_by_first(module, missing, computations)
+            for entry, value in computed.items():
                 buffer_name = f"{name}.{entry}".lstrip(".")
                 if value is None:
                     raise ValueError(
@@ -45,8 +46,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _ways(model: nn.Module, name: str, module: Any) -> Iterator[Callable[[], Any]]:
-    """Functions that may compute a module's buffers, the nearest model's first."""
+def _computations(model: nn.Module, name: str, module: Any) -> Iterator[Callable[[], Any]]:
+    """Yield functions that may compute a module's buffers, nearest model first."""
     owner = name
     while True:
         initialise = getattr(model.get_submodule(owner), "_init_weights", None)
@@ -59,16 +60,18 @@ def _ways(model: nn.Module, name: str, module: Any) -> Iterator[Callable[[], Any
         yield module.reset_parameters
 
 
-def _computed(
-    module: nn.Module, entries: list[str], ways: list[Callable[[], Any]]
+def _computed_by_first(
+    module: nn.Module, entries: list[str], computations: list[Callable[[], Any]]
 ) -> dict[str, Tensor | None]:
-    """What the first way that computes all of a module's buffers makes of them."""
+    """Return buffers by the first function that computes all, or None for each."""
     nothing: dict[str, Tensor | None] = dict.fromkeys(entries)
-    for compute in ways:
+    for compute in computations:
         try:
-            first, second = (_over(module, entries, compute, filling) for filling in _FILLINGS)
+            first, second = (
+                _computed_over(module, entries, compute, filling) for filling in _FILLINGS
+            )
         except RuntimeError:
-            # of torch, whose parameters have no values here: this way needs them
+            # of torch: the function needs parameters, which have no values here
             continue
         if all(torch.equal(first[entry], second[entry]) for entry in entries):
             return {**first}
@@ -76,20 +79,25 @@ def _computed(
 
 
 @torch.no_grad()
-def _over(
+def _computed_over(
     module: nn.Module, entries: list[str], compute: Callable[[], Any], filling: int
 ) -> dict[str, Tensor]:
-    """The buffers after a computation that began with a filling; the module is as before."""
-    before = dict(module._buffers), dict(module._parameters)
-    for entry, buffer in before[0].items():
+    """Return the buffers after a computation that began with a filling.
+
+    The module does not change.
+    """
+    old_buffers = dict(module._buffers)
+    old_parameters = dict(module._parameters)
+    for entry, buffer in old_buffers.items():
         if buffer is not None and entry in entries:
             module._buffers[entry] = torch.full_like(buffer, filling, device="cpu")
         elif buffer is not None:
             module._buffers[entry] = buffer.clone()
     try:
-        # what it draws for parameters, which have no values, is drawn for nothing
+        # random numbers for parameters, which have no values here, don't count
         with torch.random.fork_rng(devices=[]):
             compute()
         return {entry: torch.as_tensor(module._buffers[entry]) for entry in entries}
     finally:
-        module._buffers, module._parameters = before
+        module._buffers = old_buffers
+        module._parameters = old_parameters

@@ -1,5 +1,8 @@
-"""Reading a model into one byte per weight: the floats of a weight are freed before the
-next weight is read.
+"""Reading a model into one byte per weight.
+
+The floats of a weight are freed before the next weight is read. `load_quantized` reads
+float weights, or the codes of files in a published layout, into a model without values.
+`Reader` does this inside transformers' ``from_pretrained``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +30,10 @@ from fp8manifold.nn._surgery import carry_out, encoded, layers_of, parameters_of
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 
-_NAMED: Final = 3
-AS_STORED: Final = "as stored"  #: In place of formats: the formats of the files.
+#: Names that a message lists.
+_SHOWN: Final = 3
+#: In place of formats: the formats of the files.
+AS_STORED: Final = "as stored"
 
 
 def load_quantized(
@@ -39,8 +44,7 @@ def load_quantized(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> nn.Module:
-    """Fill a model without values from float weights, each rounded to its codes as soon
-    as it is read.
+    """Fill a model without values from float weights, rounded to codes one by one.
 
     The result is bit-identical to ``quantize_model(model, formats, "fp8", **options)``;
     at its peak loading takes the bytes of the result and one float tensor.
@@ -56,10 +60,11 @@ def load_quantized(
             tensor, with the names of ``model.state_dict()``; for a tied weight one name
             is enough. Of a folder ``model.safetensors`` is read, else the files of the
             index, else all.
-        formats, options: as in :func:`fp8manifold.quantize_model`, without ``storage``;
-            ``"as stored"`` loads codes, formats and scales of files in a published
-            layout, with ``rounding``, ``draws`` and ``seed`` as options.
+        formats: as in :func:`fp8manifold.quantize_model`; ``"as stored"`` loads codes,
+            formats and scales of files in a published layout.
         device: where the weights go, one at a time.
+        **options: as in :func:`fp8manifold.quantize_model`, without ``storage``; with
+            ``"as stored"`` only ``rounding``, ``draws`` and ``seed``.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``. -0 is preserved
@@ -77,8 +82,8 @@ def load_quantized(
         >>> floats = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).state_dict()
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
-        >>> load_quantized(model, floats, "E4M3")[0]
-        QuantizedLinear(in_features=8, out_features=4, bias=True, weight=E4M3, activation=none, storage=fp8)
+        >>> load_quantized(model, floats, "E4M3")[0].weight.dtype, model[0].weight.codes.dtype
+        (torch.float32, torch.uint8)
     """
     if isinstance(formats, str) and formats == AS_STORED:
         return _load_as_stored(model, source, device, **options)
@@ -101,19 +106,20 @@ def load_quantized(
     with closing(tensors):
         codes: dict[str, FP8Parameter] = {}
         floats: dict[str, Tensor] = {}
-        for name, there, own in _checked(model, tensors):
-            value = _read(tensors, there, own)
-            if entry := becomes_codes.get(name):
-                placed = value.to(device=device, dtype=own.dtype)
-                codes[name] = encoded(planned, entry, placed, requires_grad=own.requires_grad)
+        for name, stored_names, tensor in _checked_entries(model, tensors):
+            value = _read_one(tensors, stored_names, tensor)
+            entry = becomes_codes.get(name)
+            if entry is not None:
+                placed = value.to(device=device, dtype=tensor.dtype)
+                codes[name] = encoded(planned, entry, placed, requires_grad=tensor.requires_grad)
                 del placed
             else:
-                floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
+                floats[name] = value.to(device=device, dtype=tensor.dtype, copy=True)
             tensors.was_read(value.nbytes)
             del value
-    _put(model, floats, buffers, device)
-    made = carry_out(model, planned, codes)
-    return made if torch.device(device).type == "cpu" else made.to(device)
+    _put_floats(model, floats, buffers, device)
+    quantized = carry_out(model, planned, codes)
+    return quantized if torch.device(device).type == "cpu" else quantized.to(device)
 
 
 def _load_as_stored(
@@ -135,25 +141,33 @@ def _load_as_stored(
     codes: dict[str, FP8Parameter] = {}
     floats: dict[str, Tensor] = {}
     with closing(_tensor_files.StoredTensors(source)) as tensors:
-        for name, there, own in _checked(model, tensors):
-            if (stored := tensors.stored.get(there[0])) is None:
-                value = _read(tensors, there, own)
-                floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
+        for name, stored_names, tensor in _checked_entries(model, tensors):
+            stored = tensors.stored.get(stored_names[0])
+            if stored is None:
+                value = _read_one(tensors, stored_names, tensor)
+                floats[name] = value.to(device=device, dtype=tensor.dtype, copy=True)
                 tensors.was_read(value.nbytes)
                 del value
                 continue
-            if there[1:]:
+            if stored_names[1:]:
                 raise ValueError(
-                    f"{there[0]!r} and {there[1]!r} are one tensor in the model: give codes of "
-                    f"only one"
+                    f"{stored_names[0]!r} and {stored_names[1]!r} are one tensor in the model: "
+                    "give codes of only one"
                 )
-            how: Any = {"device": device, "dtype": own.dtype, "rounding": rounding, "draws": draws}
-            how["seed"] = (seed << 32) + len(codes)
             codes[name] = weight_of(
-                there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how
+                stored_names[0],
+                [((), stored)],
+                tensor.shape,
+                tensors.read,
+                tensors.was_read,
+                device=device,
+                dtype=tensor.dtype,
+                rounding=rounding,
+                draws=draws,
+                seed=(seed << 32) + len(codes),
             )
-            codes[name].requires_grad_(own.requires_grad)
-    _put(model, floats, buffers, device)
+            codes[name].requires_grad_(tensor.requires_grad)
+    _put_floats(model, floats, buffers, device)
     return put_codes(model, codes).to(device)
 
 
@@ -166,56 +180,59 @@ def _check_without_values(model: nn.Module) -> None:
             )
 
 
-def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
-    """Every parameter and buffer that a state dict has, with all its names."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+def _state_entries(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
+    """Return every parameter and buffer that a state dict has, with all its names."""
+    entries: dict[int, tuple[list[str], Tensor]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        kept = {
-            name: x
-            for name, x in module._buffers.items()
+        persistent = {
+            name: buffer
+            for name, buffer in module._buffers.items()
             if name not in module._non_persistent_buffers_set
         }
-        for name, value in (module._parameters | kept).items():
+        for name, value in (module._parameters | persistent).items():
             if value is not None:
-                found.setdefault(id(value), ([], value))[0].append(
-                    f"{module_name}.{name}".lstrip(".")
-                )
-    return found
+                names, _ = entries.setdefault(id(value), ([], value))
+                names.append(f"{module_name}.{name}".lstrip("."))
+    return entries
 
 
-def _checked(
+def _checked_entries(
     model: nn.Module, tensors: _tensor_files.Tensors
 ) -> list[tuple[str, list[str], Tensor]]:
-    """The entries of a model's state, each with its first name in the model and those
-    that the source has for it.
+    """Return the entries of a model's state, or refuse a source that does not fit them.
+
+    Each has its first name in the model, and the names that the source has for it.
     """
-    there = set(tensors.names())
-    found: list[tuple[str, list[str], Tensor]] = []
-    known: set[str] = set()
+    source_names = set(tensors.names())
+    entries: list[tuple[str, list[str], Tensor]] = []
+    model_names: set[str] = set()
     missing, unfit = [], []
-    for names, entry in _groups(model).values():
-        known |= set(names)
-        found.append((names[0], [name for name in names if name in there], entry))
-        missing += [] if there.intersection(names) else names[:1]
-        for name in found[-1][1]:
+    for names, entry in _state_entries(model).values():
+        model_names |= set(names)
+        stored_names = [name for name in names if name in source_names]
+        entries.append((names[0], stored_names, entry))
+        if not stored_names:
+            missing.append(names[0])
+        for name in stored_names:
             shape, dtype, file = tensors.known(name)
             if dtype is not None and entry.is_floating_point():
-                refuse_codes(name, dtype, there, file)
+                refuse_codes(name, dtype, source_names, file)
             unfit += _unfit(name, entry, shape, dtype)
-    unexpected = [name for name in tensors.names() if name not in known]
+    unexpected = [name for name in tensors.names() if name not in model_names]
     if missing:
-        hint = f" (it has {_some(unexpected)}, which the model lacks)" if unexpected else ""
-        raise ValueError(f"the model has {_some(missing)}, which the source lacks{hint}")
+        hint = f" (it has {_listed(unexpected)}, which the model lacks)" if unexpected else ""
+        raise ValueError(f"the model has {_listed(missing)}, which the source lacks{hint}")
     if unexpected:
-        raise ValueError(f"the source has {_some(unexpected)}, which the model lacks")
+        raise ValueError(f"the source has {_listed(unexpected)}, which the model lacks")
     if unfit:
         raise ValueError(unfit[0] + (f"; and {len(unfit) - 1} more like it" if unfit[1:] else ""))
-    return found
+    return entries
 
 
 def _unfit(
     name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None
 ) -> list[str]:
+    """Return a list of why a tensor can't be that of an entry; empty if it can."""
     if shape is not None and shape != tuple(entry.shape):
         return [f"{name!r} has shape {shape} in the source, and {tuple(entry.shape)} in the model"]
     is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype in FLOATS
@@ -228,74 +245,86 @@ def _unfit(
     return []
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(repr, names[:_NAMED])) + more
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + rest
 
 
-def _read(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
+def _read_one(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
     value = tensors.read(names[0])
     if entry.is_floating_point():
         refuse_codes(names[0], value.dtype, tensors.names(), tensors.known(names[0])[2])
     for problem in _unfit(names[0], entry, tuple(value.shape), value.dtype):
         raise ValueError(problem)
-    for other in names[1:]:
-        if not torch.equal(tensors.read(other), value):
+    for alias in names[1:]:
+        if not torch.equal(tensors.read(alias), value):
             raise ValueError(
-                f"{names[0]!r} and {other!r} differ in the source, and are one tensor in the model"
+                f"{names[0]!r} and {alias!r} differ in the source, and are one tensor in the model"
             )
     return value
 
 
-def _put(
+def _put_floats(
     model: nn.Module,
     floats: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     device: torch.device | str,
 ) -> None:
-    """Give the model its floats, each under all its names, and the buffers that were
-    computed; move those that have values already.
+    """Give the model its floats, each under all its names, and the computed buffers.
+
+    Buffers that have values already are moved.
     """
     for buffer_name, computed in buffers.items():
         owner, _, entry_name = buffer_name.rpartition(".")
         model.get_submodule(owner)._buffers[entry_name] = computed
-    made: dict[int, Tensor] = {}
-    for names, entry in _groups(model).values():
-        if names[0] in floats:
-            value = made[id(entry)] = floats[names[0]]
-            if isinstance(entry, nn.Parameter):
-                made[id(entry)] = nn.Parameter(value, requires_grad=entry.requires_grad)
-                vars(made[id(entry)]).update(vars(entry))
-                note_replaced(entry, made[id(entry)], names[0])
+    new_tensors = _new_tensors(model, floats)
     for module in model.modules():
         for place in (module._parameters, module._buffers):
             entries: dict[str, Any] = place
-            entries.update({name: made[id(x)] for name, x in entries.items() if id(x) in made})
+            for name, entry in entries.items():
+                if id(entry) in new_tensors:
+                    entries[name] = new_tensors[id(entry)]
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
 
 
+def _new_tensors(model: nn.Module, floats: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return what takes the place of parameters and buffers, by their identity."""
+    new_tensors: dict[int, Tensor] = {}
+    for names, entry in _state_entries(model).values():
+        if names[0] in floats:
+            value = floats[names[0]]
+            if isinstance(entry, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=entry.requires_grad)
+                vars(value).update(vars(entry))
+                note_replaced(entry, value, names[0])
+            new_tensors[id(entry)] = value
+    return new_tensors
+
+
 def put_codes(
     model: nn.Module,
-    made: Mapping[str, FP8Parameter],
+    codes_by_name: Mapping[str, FP8Parameter],
     inputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> nn.Module:
-    """Put codes into a model: linear layers become quantised ones, with frozen scales
-    of inputs by the same names.
+    """Put codes into a model; linear layers become quantised ones.
+
+    Scales of inputs, by the same names, are frozen.
     """
     names = parameter_names(model)
     layers: dict[str, nn.Module] = {}
-    for name, codes in made.items():
+    for name, codes in codes_by_name.items():
         owner, _, entry = name.rpartition(".")
-        module, every = model.get_submodule(owner), names[id(model.get_parameter(name))]
+        module = model.get_submodule(owner)
+        all_names = names[id(model.get_parameter(name))]
         if (
             type(module) is not nn.Linear
             or obstacle(module) is not None
             or entry != "weight"
-            or every != [name]
+            or all_names != [name]
         ):
-            put_parameter(model, every, codes)
+            put_parameter(model, all_names, codes)
             continue
         scale = inputs.get(name)
         rounded = None if scale is None else OperandSpec(codes.format, policy="static")
@@ -309,8 +338,9 @@ def put_codes(
 
 
 class Reader:
-    """Codes for a model of transformers that has no values yet; tied weights and other
-    dtypes wait until the end.
+    """Codes for a model of transformers that has no values yet.
+
+    Tied weights and other dtypes wait until the end.
     """
 
     def __init__(
@@ -321,7 +351,9 @@ class Reader:
         options: Mapping[str, Any],
         files: Iterable[str] | None,
     ) -> None:
-        self._how = formats, storage, dict(options)
+        self._formats = formats
+        self._storage = storage
+        self._options = dict(options)
         self._plan = self._planned(model)
         self._codes: dict[str, FP8Parameter] = {}
         self._files = _tensor_files.MappedFiles(files or ())
@@ -334,21 +366,22 @@ class Reader:
         }
 
     def _planned(self, model: Any) -> Plan:
-        formats, storage, options = self._how
-        return plan(model, formats, storage, **options)
+        return plan(model, self._formats, self._storage, **self._options)
 
     def wants(self, name: str) -> bool:
         return name in self._wanted
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        """The codes of a tensor that was read; one that does not fit is left to
-        transformers to refuse.
+        """Return the codes of a tensor that was read.
+
+        One that does not fit is returned as it is: transformers refuses it.
         """
         entry = self._wanted.get(name)
         with suppress(TypeError, ValueError):
-            if entry is not None and value.shape == (own := model.get_parameter(name)).shape:
+            parameter = None if entry is None else model.get_parameter(name)
+            if entry is not None and parameter is not None and value.shape == parameter.shape:
                 self._codes[name] = encoded(
-                    self._plan, entry, value, requires_grad=own.requires_grad
+                    self._plan, entry, value, requires_grad=parameter.requires_grad
                 )
                 self._files.was_read(value.nbytes)
                 return self._codes[name]
@@ -363,11 +396,13 @@ class Reader:
             for name, weight in self._codes.items()
             if model.get_parameter(name) is weight
         }
-        known = {name for entry in planned.layers for name in entry.parameters}
-        if lost := sorted(
-            name for name in codes.keys() - known if self._wanted[name].spec is not None
-        ):
-            layer = self._wanted[lost[0]].name
+        known: set[str] = set()
+        for entry in planned.layers:
+            known.update(entry.parameters)
+        unknown = sorted(codes.keys() - known)
+        tied_later = [name for name in unknown if self._wanted[name].spec is not None]
+        if tied_later:
+            layer = self._wanted[tied_later[0]].name
             raise ValueError(
                 f"the weight of {layer!r} was tied while loading: the model does not declare it as "
                 f"tied"
@@ -376,16 +411,17 @@ class Reader:
 
 
 class Encode:
-    """The operation that transformers runs on a tensor that becomes codes; put before
-    its own class.
+    """The operation that transformers runs on a tensor that becomes codes.
+
+    It is put before transformers' own class.
     """
 
     reader: Reader
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
-        made = {}
+        converted = {}
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            made[name] = self.reader.encoded(model, name, value)
-        return made
+            converted[name] = self.reader.encoded(model, name, value)
+        return converted

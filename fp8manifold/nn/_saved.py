@@ -24,12 +24,10 @@ from fp8manifold.nn._surgery import LayerRequest, made_layers
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
+#: Defaults of options that older versions do not know; written only if they differ.
 _DEFAULTS: Final = {"products": "decoded", "gradient_products": "bfloat16"}
-"""Defaults of options that older versions do not know, which are written only if they
-differ.
-"""
+#: Options of stored weights with their defaults, likewise written only if they differ.
 _WEIGHT_OPTIONS: Final = {"draws": DRAWS[0], "retraction": RETRACTIONS[0]}
-"""Options of stored weights with their defaults, likewise written only if they differ."""
 _OPTIONS: Final = (
     "storage",
     "rounding",
@@ -41,8 +39,9 @@ _OPTIONS: Final = (
 
 
 def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The quantised layers of a model: those made alike together, each with its seed by
-    its name.
+    """Return the recipe of a model's quantised layers.
+
+    Layers with equal options are one group, which has the seed of each by its name.
     """
     groups: list[dict[str, Any]] = []
     for wrapped_name, layer in model.named_modules():
@@ -62,61 +61,69 @@ def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters of a model that are in codes where they are: those made alike
-    together, with their seeds.
+    """Return the recipe of the parameters that are in codes in place.
+
+    Parameters with equal options are one group, which has the seed of each by its name.
     """
     groups: list[dict[str, Any]] = []
-    for wrapped_name, own in in_place_parameters(model).items():
+    for wrapped_name, parameter in in_place_parameters(model).items():
         name = plain_name(wrapped_name)
-        made: dict[str, Any] = {
-            "format": own.format.name,
-            "granularity": own.granularity,
-            "rounding": own.rounding,
+        options: dict[str, Any] = {
+            "format": parameter.format.name,
+            "granularity": parameter.granularity,
+            "rounding": parameter.rounding,
         }
-        made |= _weight_options(own)
-        _add(groups, made, name, own.seed)
+        options |= _weight_options(parameter)
+        _add(groups, options, name, parameter.seed)
     return groups
 
 
-def _add(groups: list[dict[str, Any]], made: dict[str, Any], name: str, seed: int) -> None:
-    alike = next(
-        (group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None
-    )
-    if alike is None:
-        groups.append(alike := {**made, "seeds": {}})
-    alike["seeds"][name] = seed
+def _add(groups: list[dict[str, Any]], options: dict[str, Any], name: str, seed: int) -> None:
+    """Add a seed to the group with these options, or to a new one."""
+    for group in groups:
+        group_options = {key: value for key, value in group.items() if key != "seeds"}
+        if group_options == options:
+            group["seeds"][name] = seed
+            return
+    groups.append({**options, "seeds": {name: seed}})
 
 
 def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put parameters as :func:`parameters_recipe_of` described them into a model; their
-    values are loaded later.
+    """Put parameters as :func:`parameters_recipe_of` described them into a model.
+
+    Their values are loaded later.
     """
     known = {names[0]: names for names in parameter_names(model).values()}
     for group in recipe:
-        options = ("granularity", "rounding", *_WEIGHT_OPTIONS)
-        check_keys("parameters", group, ("format", *options, "seeds"))
-        how = {key: group[key] for key in options if key in group}
+        names_of_options = ("granularity", "rounding", *_WEIGHT_OPTIONS)
+        check_keys("parameters", group, ("format", *names_of_options, "seeds"))
+        options = {key: group[key] for key in names_of_options if key in group}
         for name, seed in group["seeds"].items():
             check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
             if name not in known:
                 raise ValueError(f"the model has no parameter {name!r}, which was saved in codes")
             old = model.get_parameter(name)
-            made = FP8Parameter(
-                old.detach(), group["format"], seed=seed, requires_grad=old.requires_grad, **how
+            parameter = FP8Parameter(
+                old.detach(),
+                group["format"],
+                seed=seed,
+                requires_grad=old.requires_grad,
+                **options,
             )
-            put_parameter(model, known[name], made)
+            put_parameter(model, known[name], parameter)
 
 
 def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put layers as :func:`recipe_of` described them into a model; their values are
-    loaded later.
+    """Put layers as :func:`recipe_of` described them into a model.
+
+    Their values are loaded later.
     """
-    made: dict[str, Mapping[str, Any]] = {}
+    group_of: dict[str, Mapping[str, Any]] = {}
     for group in recipe:
         check_keys("layers", group, ("spec", "seeds", *_OPTIONS))
-        made |= dict.fromkeys(group["seeds"], group)
+        group_of |= dict.fromkeys(group["seeds"], group)
     modules = dict(model.named_modules())
-    for name in made:
+    for name in group_of:
         module = modules.get(name)
         if (
             module is None
@@ -128,8 +135,10 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
                 f"replace"
             )
     requests: list[LayerRequest] = []
-    for name in (name for name in modules if name in made):
-        group, seed = made[name], made[name]["seeds"][name]
+    # in the model's order
+    for name in (name for name in modules if name in group_of):
+        group = group_of[name]
+        seed = group["seeds"][name]
         check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
         options = {key: group[key] for key in _OPTIONS if key in group}
         options["seed"] = seed
@@ -139,43 +148,45 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
 
 def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
     options: dict[str, Any] = {"storage": layer.storage}
-    own = layer.weight if isinstance(layer.weight, FP8Tensor) else layer.manifold
-    if own is not None:
-        options["rounding"] = own.rounding
-        options |= _weight_options(own)
-    given = zip(_OPTIONS[-3:], (layer._headroom, layer._keep_remainder, layer._defers), strict=True)
-    return options | {key: value for key, value in given if value}
+    holder = layer.weight if isinstance(layer.weight, FP8Tensor) else layer.manifold
+    if holder is not None:
+        options["rounding"] = holder.rounding
+        options |= _weight_options(holder)
+    optional = {
+        "headroom": layer._headroom,
+        "keep_remainder": layer._keep_remainder,
+        "defer_weight_gradient": layer._defers,
+    }
+    return options | {key: value for key, value in optional.items() if value}
 
 
-def _weight_options(own: FP8Tensor | FP8Manifold) -> dict[str, Any]:
-    """The options that are not the defaults, which older versions may not know."""
-    options = {name: getattr(own, name) for name in _WEIGHT_OPTIONS}
+def _weight_options(holder: FP8Tensor | FP8Manifold) -> dict[str, Any]:
+    """Return the options that are no defaults; older versions may not know them."""
+    options = {name: getattr(holder, name) for name in _WEIGHT_OPTIONS}
     return {name: value for name, value in options.items() if value != _WEIGHT_OPTIONS[name]}
 
 
 def spec_as_json(spec: LayerSpec) -> dict[str, Any]:
-    """The arguments of a specification, in the types of JSON."""
-    weight, activation, *both = (_operand_as_json(getattr(spec, name)) for name in OPERANDS)
-    gradient = {
-        kind: each
-        for kind, each in zip(("activation", "weight"), both, strict=True)
-        if each is not None
+    """Return the arguments of a specification, in the types of JSON."""
+    gradients = {
+        "activation": _operand_as_json(spec.activation_gradient),
+        "weight": _operand_as_json(spec.weight_gradient),
     }
-    given: dict[str, Any] = {
-        "weight": weight,
-        "activation": activation,
-        "gradient": gradient or None,
+    quantized = {name: operand for name, operand in gradients.items() if operand is not None}
+    arguments: dict[str, Any] = {
+        "weight": _operand_as_json(spec.weight),
+        "activation": _operand_as_json(spec.activation),
+        "gradient": quantized or None,
     }
     for name in (field.name for field in fields(spec) if field.name not in OPERANDS):
         value = getattr(spec, name)
-        given[name] = None if _DEFAULTS.get(name) == value else value
-    return {key: value for key, value in given.items() if value is not None}
+        arguments[name] = None if _DEFAULTS.get(name) == value else value
+    return {key: value for key, value in arguments.items() if value is not None}
 
 
 def _operand_as_json(operand: OperandSpec | None) -> dict[str, Any] | None:
     if operand is None:
         return None
-    values = {field.name: getattr(operand, field.name) for field in fields(operand)} | {
-        "format": operand.format.name
-    }
+    values = {field.name: getattr(operand, field.name) for field in fields(operand)}
+    values["format"] = operand.format.name
     return {key: value for key, value in values.items() if value is not None}

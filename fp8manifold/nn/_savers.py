@@ -20,11 +20,10 @@ from fp8manifold.nn._selection import adapters_of
 
 _GUARDED: Final = "_fp8_is_guarded"
 Preparation = Callable[[Any, Mapping[str, Any]], None]
+#: By the name of a class: what makes its models ready to be saved, given the arguments
+#: of ``save_pretrained`` by their names.
 _PREPARE: Final[dict[str, Preparation]] = {}
-"""By the name of a class: what makes its models ready to be saved, given the arguments
-of ``save_pretrained`` by their names.
-"""
-_ACTS: Final[list[Callable[[nn.Module], None]]] = []
+_WHEN_GUARDED: Final[list[Callable[[nn.Module], None]]] = []
 
 
 def prepare_with(kind: str, prepare: Preparation) -> None:
@@ -34,12 +33,12 @@ def prepare_with(kind: str, prepare: Preparation) -> None:
 
 def when_guarded(act: Callable[[nn.Module], None]) -> None:
     """Call a function with every model whose savers are put behind the guard."""
-    _ACTS.append(act)
+    _WHEN_GUARDED.append(act)
 
 
 def guard_savers(model: nn.Module) -> None:
     """Put ``save_pretrained`` of all classes in a model behind the guard, once."""
-    for act in _ACTS:
+    for act in _WHEN_GUARDED:
         act(model)
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     for kind in kinds:
@@ -53,21 +52,21 @@ def _guarded(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
         if isinstance(model, nn.Module):
-            given = inspect.signature(save).bind_partial(model, *args, **options)
-            _check_saved(model, given.arguments)
+            bound = inspect.signature(save).bind_partial(model, *args, **options)
+            _prepare_or_refuse(model, bound.arguments)
         return save(model, *args, **options)
 
     setattr(save_pretrained, _GUARDED, True)
     return save_pretrained
 
 
-def _check_saved(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+def _prepare_or_refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Prepare a model for its ``save_pretrained``, or refuse it."""
     for kind in type(model).__mro__:
         if kind.__name__ in _PREPARE:
             _PREPARE[kind.__name__](model, arguments)
             return
-    names = [name for name, own in model.named_parameters() if is_in_codes(own)]
+    names = [name for name, parameter in model.named_parameters() if is_in_codes(parameter)]
     if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
         names = _saved_by_peft(model, names)
     if names:
@@ -80,7 +79,7 @@ def _check_saved(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _saved_by_peft(model: nn.Module, names: list[str]) -> list[str]:
-    """Those parameters that PEFT writes: of adapters, and of layers trained beside them."""
+    """Return the parameters that PEFT writes: of adapters and ``modules_to_save``."""
     parts = adapters_of(model).keys()
     return [
         name
