@@ -1,6 +1,4 @@
-"""The plan of a sweep or a comparison: its runs with names and settings, checked before
-any training.
-"""
+"""The plan of a sweep or a comparison: its runs with names and settings, all checked."""
 
 import hashlib
 import json
@@ -35,18 +33,14 @@ LONGEST_NAME = 120
 FLOAT_LR = "optimizer.float_lr"
 #: settings that a label does not repeat: rule and format are its first words, and the
 #: seed is in the folder's name
-_SAID = ("rule", "model.format", "seed")
-
-
+UNREPEATED = ("rule", "model.format", "seed")
 #: the most runs of a comparison or a sweep: for so many checking takes a minute, and
 #: the page has many megabytes
 MOST_RUNS = 10_000
 
 
 def check_count(runs: int, source: str) -> None:
-    """Refuse more runs than `MOST_RUNS` before any is planned; the error names their
-    `source`.
-    """
+    """Refuse more runs than `MOST_RUNS` before any is planned; the error names their source."""
     if runs > MOST_RUNS:
         count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
         raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
@@ -54,52 +48,56 @@ def check_count(runs: int, source: str) -> None:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training: a row of the table with one seed; the name of its folder, and its
-    settings by dotted key.
-    """
+    """One training: a row of the table with one seed."""
 
     label: str
     rule: str
     format: str
     seed: int
+    #: of its folder
     name: str
+    #: by dotted key
     settings: dict[str, Any]
     #: its point of the sweep's axes
     axes: Mapping[str, Any] = field(default_factory=dict)
-    #: True for a trial, which belongs to no row of the table
-    aside: bool = field(default=False, kw_only=True)
+    #: True for a trial of a search, which belongs to no row of the table
+    is_trial: bool = field(default=False, kw_only=True)
 
     @property
     def cost(self) -> int:
         """The length of the run, in sequences."""
-        train = (
-            self.settings.get(f"train.{key}") or 1
-            for key in ("max_steps", "batch_size", "accumulation")
-        )
-        return math.prod(train)
+        steps = self.settings.get("train.max_steps") or 1
+        batch_size = self.settings.get("train.batch_size") or 1
+        accumulation = self.settings.get("train.accumulation") or 1
+        return math.prod((steps, batch_size, accumulation))
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
-    """Return all runs of a sweep file: the references at every seed, then the points,
-    each once.
+    """Return all runs of a sweep file, each once.
+
+    The references at every seed come first, then the points.
     """
     if not sweep.axes and not sweep.rows:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
     points = points_of(sweep)
-    planned = [plan_point(*each) for each in in_rows(sweep, points)]
-    by_name = {run.name: run for run in planned}
-    places = [{**row, **point} for row in sweep.rows or ({},) for point in points]
-    references = [plan_point(*each) for each in references_of(sweep, places, "seed")]
+    planned = [plan_point(base, point) for base, point in in_rows(sweep, points)]
+    full_points: list[Point] = []
+    for row in sweep.rows or ({},):
+        full_points += [{**row, **point} for point in points]
+    references = [
+        plan_point(base, point) for base, point in references_of(sweep, full_points, "seed")
+    ]
     check_seeds(references, planned)
-    return named_once(
-        [*(_apart_from(by_name.get(run.name, run), run) for run in references), *planned]
-    )
+    by_name = {run.name: run for run in planned}
+    distinct = [_distinct_reference(run, by_name.get(run.name, run)) for run in references]
+    return named_once([*distinct, *planned])
 
 
 def check_seeds(references: Iterable[PlannedRun], planned: Iterable[PlannedRun]) -> None:
-    """Refuse a reference with a seed that no other run has: there is nothing to measure
-    against it.
+    """Refuse a reference with a seed that no other run has.
+
+    There is nothing to measure against it.
     """
     seeds = sorted({run.seed for run in planned})
     for run in references:
@@ -111,29 +109,43 @@ def check_seeds(references: Iterable[PlannedRun], planned: Iterable[PlannedRun])
 
 
 def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping[str, Any], Point]]:
-    """Yield (base settings, point) for every point in every row of the file; for every
-    point if there are no rows.
+    """Yield (base settings, point) for every point in every row of the file.
 
     A row's rule and format become part of its points, and so do settings in which rows
     of the same rule and format differ: labels show them. The row's other settings
-    become part of its base settings.
+    become part of its base settings. A file without rows has one without settings.
     """
     for row in sweep.rows or ({},):
-        alike = [
-            other for other in sweep.rows if all(other.get(key) == row.get(key) for key in _SAID)
-        ]
-        said = {
-            key: row[key]
-            for key in row
-            if key in _SAID or any(other.get(key) != row[key] for other in alike)
-        }
-        base = {**sweep.base, **{key: value for key, value in row.items() if key not in said}}
-        yield from ((base, {**said, **point}) for point in points)
+        labelled = _labelled_keys(row, sweep.rows)
+        base = dict(sweep.base)
+        shown = {}
+        for key, value in row.items():
+            if key in labelled:
+                shown[key] = value
+            else:
+                base[key] = value
+        for point in points:
+            yield base, {**shown, **point}
 
 
-def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
-    """The point, if the reference `run` is the same training; else the reference,
-    labelled differently.
+def _labelled_keys(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the settings of a row that tell it from the others.
+
+    They are rule, format and seed, and what differs among rows that share these three.
+    """
+    kind = [row.get(key) for key in UNREPEATED]
+    similar = [other for other in rows if [other.get(key) for key in UNREPEATED] == kind]
+    keys = set()
+    for key, value in row.items():
+        if key in UNREPEATED or any(other.get(key) != value for other in similar):
+            keys.add(key)
+    return keys
+
+
+def _distinct_reference(run: PlannedRun, point: PlannedRun) -> PlannedRun:
+    """Return the point of the reference's name if it is the same training.
+
+    Otherwise return the reference `run`, labelled differently.
     """
     if resolve(build_config(point.settings)) == resolve(build_config(run.settings)):
         return point
@@ -145,9 +157,8 @@ def count_points(sweep: SweepFile) -> int:
     """Return the most points that the file can have, without making them."""
     rows = max(1, len(sweep.rows))
     if sweep.search == "random":
-        return (
-            rows * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
-        )
+        seeds = math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
+        return rows * sweep.samples * seeds
     return rows * math.prod(axis.size for axis in sweep.axes)
 
 
@@ -161,31 +172,39 @@ def points_of(sweep: SweepFile) -> list[Point]:
 def references_of(
     sweep: SweepFile, points: Iterable[Point], *keys: str
 ) -> Iterator[tuple[Mapping[str, Any], Point]]:
-    """Yield (settings, point) of the file's reference, if it has settings, for all
-    values of `keys` in the points.
+    """Yield (settings, point) of the file's reference for all values of `keys` in the points.
 
-    There is also one for every combination of values of settings in which compared runs
-    have to agree, such as train.max_steps: a reference trains on the same data, and as
-    long, as the points that are compared with it.
+    A file whose reference has no settings has none. There is also one for every
+    combination of values of settings in which compared runs have to agree, such as
+    train.max_steps: a reference trains on the same data, and as long, as the points
+    that are compared with it.
     """
-    if isinstance(sweep.reference, Mapping):
-        base = reference_settings(sweep.base, sweep.reference)
-        same = [key for key in (*keys_where("of_task"), *keys) if key not in sweep.reference]
-        found = ({key: point[key] for key in same if key in point} for point in points)
-        yield from ((base, point) for point in {repr(point): point for point in found}.values())
+    if not isinstance(sweep.reference, Mapping):
+        return
+    base = reference_settings(sweep.base, sweep.reference)
+    shared = [key for key in (*keys_where("of_task"), *keys) if key not in sweep.reference]
+    distinct: dict[str, Point] = {}
+    for point in points:
+        reference_point = {key: point[key] for key in shared if key in point}
+        distinct[repr(reference_point)] = reference_point
+    for reference_point in distinct.values():
+        yield base, reference_point
 
 
 def left_out_of_reference(sweep: SweepFile) -> str:
-    """Return a line that names the optimizer's options in `settings` that the reference
-    does not get; "" for none.
+    """Return a line that names options in `settings` that the reference does not get.
+
+    They are options of the optimizer. It is "" if there are none.
     """
     if not isinstance(sweep.reference, Mapping):
         return ""
-    own = reference_settings(sweep.base, sweep.reference)
-    mine = (key for key in sweep.base if key.startswith("optimizer.") and key not in own)
-    keys = [
-        key for key in mine if key not in keys_where("of_formats") and sweep.base[key] is not None
-    ]
+    settings = reference_settings(sweep.base, sweep.reference)
+    of_formats = keys_where("of_formats")
+    keys = []
+    for key, value in sweep.base.items():
+        is_option = key.startswith("optimizer.") and key not in of_formats
+        if is_option and value is not None and key not in settings:
+            keys.append(key)
     if not keys:
         return ""
     return (
@@ -198,60 +217,65 @@ def left_out_of_reference(sweep: SweepFile) -> str:
 def plan_point(
     base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None
 ) -> PlannedRun:
-    """Return the run at a point, its settings checked; `label` replaces the label made
-    from the point.
+    """Return the run at a point, its settings checked.
+
+    `label` replaces the label made from the point.
     """
-    idle = _idle(base, point)
-    axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle}
-    settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
+    idle = _idle_keys(base, point)
+    used = _without_formats(base, point)
+    axes = {key: value for key, value in used.items() if key not in idle}
+    assembled = assemble(base, axes)
+    settings = {key: value for key, value in assembled.items() if key not in idle}
     try:
         built = build_config(settings)
         config = resolve(built)
         refuse_parallel(config.train.parallel, "each run of a sweep")
     except BenchError as error:
-        where = ", ".join(f"{key} {value!r}" for key, value in axes.items())
-        raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None
-    settings |= {
-        key: get(built, key) for key in settings
-    }  # so that 1e-3 and 0.001 are the same learning rate
-    axes |= {key: settings[key] for key in axes if key in settings}
-    if built.rule is None and built.optimizer.lr is None and rule_name(config) in RULES:
-        settings["optimizer.lr"] = (
-            config.optimizer.lr
-        )  # recorded, so that a changed default is noticed on resuming
+        place = ", ".join(f"{key} {value!r}" for key, value in axes.items())
+        raise BenchError(f"{error} (at {place})" if place else str(error)) from None
+    # As the config has them, so that 1e-3 and 0.001 are the same learning rate.
+    for key in settings:
+        settings[key] = get(built, key)
+    for key in axes:
+        if key in settings:
+            axes[key] = settings[key]
+    rule = rule_name(config)
+    if built.rule is None and built.optimizer.lr is None and rule in RULES:
+        # Recorded, so that a changed default is noticed on resuming.
+        settings["optimizer.lr"] = config.optimizer.lr
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
-    return PlannedRun(
-        label, rule_name(config), format_summary(config), config.seed, name, settings, axes
-    )
+    return PlannedRun(label, rule, format_summary(config), config.seed, name, settings, axes)
 
 
-def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
-    """The settings that this point's rule does not take, although they are given for
-    other rules of the axis.
+def _idle_keys(base: Mapping[str, Any], point: Mapping[str, Any]) -> set[str]:
+    """Return the settings that this point's rule does not take.
+
+    They are given for other rules of the axis.
     """
     rule = RULES.get(str(point.get("rule")))
     if rule is None:
-        return frozenset()
-    found = keys_where("of_formats") if _keeps_floats(base, point) else ()
+        return set()
+    keys = set(keys_where("of_formats")) if _keeps_floats(base, point) else set()
     peer = point.get("model.peer")
     if peer is not None and (peer == rule.peer or not applies("model.peer", peer, rule)):
-        found = (*found, "model.peer")
-    return frozenset((*found, *((FLOAT_LR,) if rule.float_lr is None else ())))
+        keys.add("model.peer")
+    if rule.float_lr is None:
+        keys.add(FLOAT_LR)
+    return keys
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """The point; without formats if its rule keeps float weights, so that the grid has
-    it once.
+    """Return the point, without formats if its rule keeps float weights.
+
+    The grid then has the rule once.
     """
     if not _keeps_floats(base, point):
         return dict(point)
-    rest = {
-        key: value
-        for key, value in point.items()
-        if not key.startswith(("model.format", "model.granularity"))
-    }
-    if "rule" not in point and (idle := [key for key in point if key not in rest]):
+    of_formats = ("model.format", "model.granularity")
+    rest = {key: value for key, value in point.items() if not key.startswith(of_formats)}
+    idle = [key for key in point if key not in rest]
+    if idle and "rule" not in point:
         raise BenchError(
             f"axes.{idle[0]}: rule {base['rule']!r} keeps float weights at every value; give "
             f"another rule, or axes.rule"
@@ -270,21 +294,18 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
         return option in OPTIONS[rule.optimizer]
     if key == "optimizer.moments":
         return has_moments(rule.storage, rule.optimizer)
-    if key in FIELDS and (storages := FIELDS[key].facts["storages"]):
-        return rule.storage in storages
-    if key in FIELDS and (optimizers := FIELDS[key].facts["optimizers"]):
-        return rule.optimizer in optimizers
+    facts = FIELDS[key].facts if key in FIELDS else {}
+    if facts.get("storages"):
+        return rule.storage in facts["storages"]
+    if facts.get("optimizers"):
+        return rule.optimizer in facts["optimizers"]
     if key == "model.storage":
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
     if key == "model.peer":
         return rule.optimizer in PEER_WEIGHTS.get(value, ())
     if key == "train.precision":
         return rule.storage != "float32"
-    return (
-        rule.storage not in WITHOUT_FORMATS
-        if key in FIELDS and FIELDS[key].facts["of_formats"]
-        else True
-    )
+    return not facts.get("of_formats") or rule.storage not in WITHOUT_FORMATS
 
 
 def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
@@ -293,35 +314,37 @@ def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
 
 
 def describe(config: Config, axes: Mapping[str, Any]) -> str:
-    """Return the label of a point: format and rule, then the other axes by the last
-    words of their keys.
+    """Return the label of a point.
+
+    It has format and rule, then the other axes by the last words of their keys.
     """
-    shorts = [key.rsplit(".", 1)[-1] for key in axes]
-    fmt, everywhere = format_summary(config), config.model.formats.get("*")
-    if (
-        fmt == "mixed" and axes.get("model.format") and everywhere is not None
-    ):  # some layers have other formats
+    fmt = format_summary(config)
+    everywhere = config.model.formats.get("*")
+    if fmt == "mixed" and axes.get("model.format") and everywhere is not None:
+        # Some layers have other formats.
         fmt = weight_format(everywhere)
     words = [row_label(rule_name(config), fmt)]
-    for key, short in zip(axes, shorts, strict=True):
-        if key not in _SAID:
-            words.append(f"{short if shorts.count(short) == 1 else key}={_shown(axes[key])}")
+    last_words = [key.rsplit(".", 1)[-1] for key in axes]
+    for key, last_word in zip(axes, last_words, strict=True):
+        if key not in UNREPEATED:
+            name = last_word if last_words.count(last_word) == 1 else key
+            words.append(f"{name}={_value_text(axes[key])}")
     return " ".join(words)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return (
-        json.dumps(value, separators=(",", ":"), default=str)
-        if isinstance(value, Mapping | list | bool)
-        else str(value)
-    )
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, Mapping | list | bool):
+        return json.dumps(value, separators=(",", ":"), default=str)
+    return str(value)
 
 
 def folder_name(label: str, axes: Mapping[str, Any]) -> str:
-    """Return a folder's name for a label; if it had to be changed or shortened, it ends
-    with a hash of the point.
+    """Return a folder's name for a label.
+
+    If it had to be changed or shortened, it ends with a hash of the point.
 
     >>> folder_name("E4M3 nearest lr=0.001 seed=42", {})
     'E4M3-nearest-lr=0.001-seed=42'
@@ -353,8 +376,9 @@ def baseline_of(
 
 
 def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs without repetitions; refuse two with different settings that
-    would share a folder.
+    """Return the runs without repetitions.
+
+    Two with different settings that would share a folder are refused.
     """
     by_name: dict[str, PlannedRun] = {}
     for run in planned:
@@ -367,13 +391,14 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
 
 
 def check_inputs(planned: Iterable[PlannedRun]) -> None:
-    """Refuse a corpus that a run can't use, or that runs spell differently, before
-    anything is written.
+    """Refuse a corpus that a run can't use, or that runs spell differently.
+
+    Nothing is written before.
     """
     from nanogpt_bench.data.batches import open_also, open_corpus
 
     of_corpus = ("data.", "model.", "eval.also")
-    seen: set[str] = set()
+    checked: set[str] = set()
     spelt: dict[Path, str] = {}
     for run in planned:
         folder = str(run.settings.get("data.dir", DEFAULT_DATA_DIR))
@@ -384,7 +409,7 @@ def check_inputs(planned: Iterable[PlannedRun]) -> None:
                 f"the report; give one of them"
             )
         corpus = repr([item for item in run.settings.items() if item[0].startswith(of_corpus)])
-        if corpus not in seen:
-            seen.add(corpus)
+        if corpus not in checked:
+            checked.add(corpus)
             config = resolve(build_config(run.settings))
             open_also(config, open_corpus(config))

@@ -166,7 +166,7 @@ class SweepRecord:
         """
         grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
-            if not run.aside:
+            if not run.is_trial:
                 grouped.setdefault(run.label, []).append(run)
         begun = []
         for runs in filter(None, grouped.values()):

@@ -306,7 +306,7 @@ def _turn(run: PlannedRun) -> tuple[bool, int, float]:
     """The sort key of runs: trials, then one seed of all rows before the next seed,
     long runs before short ones.
     """
-    return (not run.aside, run.seed, -run.cost)
+    return (not run.is_trial, run.seed, -run.cost)
 
 
 def close(

@@ -115,7 +115,7 @@ class Search:
             values = {**self.start.axes, **self.values(place)}
             runs = [plan_point(self.base, {**values, "seed": seed}) for seed in self.options.seeds]
             self.trials[place] = [
-                replace(run, name=f"{TRIALS}/{run.name}", aside=True) for run in runs
+                replace(run, name=f"{TRIALS}/{run.name}", is_trial=True) for run in runs
             ]
         except BenchError:
             if not any(place):

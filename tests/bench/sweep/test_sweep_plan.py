@@ -320,7 +320,7 @@ def test_one_seed_of_every_row_comes_before_the_next_whatever_a_run_costs():
     assert [(point.seed, point.rule) for point in sorted(points, key=session_module._turn)] == [
         (seed, rule) for seed in (1, 2) for rule in ("stochastic-8bit", "fp32", "stochastic")
     ]
-    trial = replace(points[0], aside=True)
+    trial = replace(points[0], is_trial=True)
     assert min([*points, trial], key=session_module._turn) is trial
 
 
