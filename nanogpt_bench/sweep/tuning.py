@@ -5,7 +5,7 @@ count, with other seeds.
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,17 +74,27 @@ class Search:
                 )
 
     def value(self, key: str, index: int) -> float | None:
-        """Return a key's value `index` half steps from its first, to four digits; None
-        beyond the span or the list.
+        """Return a key's value `index` half steps from its first, to four digits.
+
+        It is None beyond the span or the list.
         """
-        first, factor = self.first[key], self.options.factor
-        if key not in self.options.choices:
-            far = FULL * math.log(self.options.span) / math.log(factor) + 1e-9
-            return float(f"{first * factor ** (index / FULL):.4g}") if abs(index) <= far else None
-        choices = self.options.choices[key]
-        at, between = divmod(index, FULL)
-        at += choices.index(first)
-        return choices[at] if not between and 0 <= at < len(choices) else None
+        first = self.first[key]
+        if key in self.options.choices:
+            return self._choice(self.options.choices[key], first, index)
+        factor = self.options.factor
+        # Rounding must not take the end of the span away.
+        farthest = FULL * math.log(self.options.span) / math.log(factor) + 1e-9
+        if abs(index) > farthest:
+            return None
+        return float(f"{first * factor ** (index / FULL):.4g}")
+
+    def _choice(self, choices: Sequence[float], first: float, index: int) -> float | None:
+        """Return the value of a list that is `index` half steps from `first`, if any."""
+        steps, between = divmod(index, FULL)
+        place = choices.index(first) + steps
+        if between or not 0 <= place < len(choices):
+            return None
+        return choices[place]
 
     def values(self, place: Place) -> dict[str, float | None]:
         return {key: self.value(key, index) for key, index in zip(self.first, place, strict=True)}
@@ -93,17 +103,18 @@ class Search:
         return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
-        """Return the next trials that follow from the ended ones; empty when the search
-        is over.
-        """
-        while places := next_places(self.losses, len(self.first), self.has):
+        """Return the next trials that follow from the ended ones; [] at the end."""
+        places = next_places(self.losses, len(self.first), self.has)
+        while places:
             for place in places:
                 self._try(place)
             if any(place not in self.losses for place in places):
                 break
-        runs = [
-            run for place, runs in self.trials.items() if place not in self.losses for run in runs
-        ]
+            places = next_places(self.losses, len(self.first), self.has)
+        runs: list[PlannedRun] = []
+        for place, trials in self.trials.items():
+            if place not in self.losses:
+                runs += trials
         self.pending = {run.name for run in runs}
         return runs
 
@@ -128,8 +139,9 @@ class Search:
         if self.pending:
             return False
         for place, runs in self.trials.items():
-            losses = [loss for run in runs if (loss := loss_of(run)) is not None]
-            self.losses[place] = statistics.fmean(losses) if len(losses) == len(runs) else math.inf
+            losses = [loss_of(run) for run in runs]
+            known = [loss for loss in losses if loss is not None]
+            self.losses[place] = statistics.fmean(known) if len(known) == len(runs) else math.inf
         return True
 
     @property
@@ -157,45 +169,56 @@ class Tuning:
         ):
             self._add(base, point)
         confirmed = [run for search in self.searches for run in search.confirmed]
-        self.baseline, self.labels = (
-            baseline_of(sweep.reference, confirmed),
-            [run.label for run in confirmed],
-        )
+        self.baseline = baseline_of(sweep.reference, confirmed)
+        self.labels = [run.label for run in confirmed]
 
     def _add(self, base: Mapping[str, Any], point: Point) -> None:
-        """Add a combination of the axes; combinations that differ only in keys of
-        `tune.settings` share a search.
+        """Add a combination of the axes.
+
+        Combinations that differ only in keys of `tune.settings` share a search.
         """
-        confirmed = plan_point(
-            base, point if self.confirm.steps is None else {**point, STEPS: self.confirm.steps}
-        )
-        confirmed = replace(confirmed, label=plan_point(base, point).label)
-        for other in (
-            other
-            for search in self.searches
-            for other in search.confirmed
-            if other.name == confirmed.name
-        ):
-            if other.settings != confirmed.settings:
-                raise BenchError(
-                    f"two rows would be called {other.label!r}; name the row: reference: "
-                    f"{other.label}"
-                )
-            return  # the same run: a rule with float weights, repeated for another format
-        trial = {
-            **self.tune.settings,
-            **({} if self.tune.steps is None else {STEPS: self.tune.steps}),
-        }
-        start = plan_point(
-            base, {key: value for key, value in point.items() if key not in trial} | trial
-        )
-        search = next(
-            (search for search in self.searches if search.start.settings == start.settings), None
-        )
-        if search is None:
-            search = Search(base, start, self.tune)
-            self.searches.append(search)
-        search.confirmed.append(confirmed)
+        confirmed = self._confirmed_run(base, point)
+        if self._has_row(confirmed):
+            return
+        trial_settings = dict(self.tune.settings)
+        if self.tune.steps is not None:
+            trial_settings[STEPS] = self.tune.steps
+        rest = {key: value for key, value in point.items() if key not in trial_settings}
+        start = plan_point(base, rest | trial_settings)
+        self._search_from(base, start).confirmed.append(confirmed)
+
+    def _confirmed_run(self, base: Mapping[str, Any], point: Point) -> PlannedRun:
+        """Return the run that counts at a point, under the label of the point itself."""
+        confirmed_point = dict(point)
+        if self.confirm.steps is not None:
+            confirmed_point[STEPS] = self.confirm.steps
+        confirmed = plan_point(base, confirmed_point)
+        return replace(confirmed, label=plan_point(base, point).label)
+
+    def _has_row(self, confirmed: PlannedRun) -> bool:
+        """Return whether a run is there already; refuse another one of its name.
+
+        It is there if a rule with float weights is repeated for another format.
+        """
+        for search in self.searches:
+            for other in search.confirmed:
+                if other.name == confirmed.name:
+                    if other.settings == confirmed.settings:
+                        return True
+                    raise BenchError(
+                        f"two rows would be called {other.label!r}; name the row: reference: "
+                        f"{other.label}"
+                    )
+        return False
+
+    def _search_from(self, base: Mapping[str, Any], start: PlannedRun) -> Search:
+        """Return the search with the settings of `start`, a new one if there is none."""
+        for search in self.searches:
+            if search.start.settings == start.settings:
+                return search
+        search = Search(base, start, self.tune)
+        self.searches.append(search)
+        return search
 
     def first(self) -> list[PlannedRun]:
         """Return the first trials."""
@@ -321,23 +344,31 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
     for key in tune.start:
         if key not in tune.keys:
             raise BenchError(f"tune.start: {key} is not one of tune.keys: {', '.join(tune.keys)}")
-    said = {"seed": "tune.seeds and confirm.seeds"}
-    said |= dict.fromkeys(tune.keys, "tune.keys") | dict.fromkeys(tune.choices, "tune.choices")
+    # which key of the file gives a setting
+    sources = {"seed": "tune.seeds and confirm.seeds"}
+    sources |= dict.fromkeys(tune.keys, "tune.keys")
+    sources |= dict.fromkeys(tune.choices, "tune.choices")
+    trial_sources = dict(sources)
+    if tune.steps:
+        trial_sources[STEPS] = "tune.steps"
     for key in tune.settings:
-        if other := (said | ({STEPS: "tune.steps"} if tune.steps else {})).get(key):
-            raise BenchError(f"tune.settings: {other} says {key}; leave one of them out")
-    said |= {STEPS: "confirm.steps"} if sweep.confirm and sweep.confirm.steps else {}
+        if key in trial_sources:
+            source = trial_sources[key]
+            raise BenchError(f"tune.settings: {source} says {key}; leave one of them out")
+    if sweep.confirm and sweep.confirm.steps:
+        sources[STEPS] = "confirm.steps"
     for axis in sweep.axes:
-        if axis.key in said:
+        if axis.key in sources:
             raise BenchError(
-                f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of "
+                f"axes.{axis.key} in {sweep.path.name}: {sources[axis.key]} says it; leave one of "
                 f"them out"
             )
     if isinstance(sweep.reference, Mapping) and "seed" in sweep.reference:
-        raise BenchError(f"reference: {said['seed']} say its seed; leave it out there")
-    trials = (5 * len(tune.keys) + sum(map(len, tune.choices.values()))) * len(tune.seeds)
-    each = trials + len(sweep.confirm.seeds if sweep.confirm else ())
-    check_count(each * count_points(sweep), f"{sweep.path.name} (tune)")
+        raise BenchError(f"reference: {sources['seed']} say its seed; leave it out there")
+    places = 5 * len(tune.keys) + sum(map(len, tune.choices.values()))
+    confirmations = len(sweep.confirm.seeds) if sweep.confirm else 0
+    runs_of_point = places * len(tune.seeds) + confirmations
+    check_count(runs_of_point * count_points(sweep), f"{sweep.path.name} (tune)")
 
 
 def next_places(
@@ -364,9 +395,10 @@ def next_places(
     centre = best_place(full) if full else (0,) * keys
     for step in (FULL, HALF):
         for key in range(keys):
-            around = (centre, *neighbours(centre, key, step))
-            if left := [place for place in around if place not in losses and has(place)]:
-                return left
+            candidates = (centre, *neighbours(centre, key, step))
+            untried = [place for place in candidates if place not in losses and has(place)]
+            if untried:
+                return untried
     return []
 
 
