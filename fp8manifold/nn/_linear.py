@@ -105,12 +105,12 @@ class QuantizedLinear(nn.Linear):
             only the shape is used then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler``
-    and ``weight_gradient_scaler`` have the scales, as ``value``. They are None for stored
-    weights and operands that are not quantised. An empty forward pre-hook prevents the
-    fused operators of ``nn.TransformerEncoderLayer``.
+    and ``weight_gradient_scaler`` have the scales, as ``value``. They are None for
+    stored weights and operands that are not quantised. An empty forward pre-hook
+    prevents the fused operators of ``nn.TransformerEncoderLayer``.
 
-    Under activation checkpointing a repeated pass gives the same bits. A layer that draws
-    random bits or delays its scales refuses it.
+    Under activation checkpointing a repeated pass gives the same bits. A layer that
+    draws random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; a weight of a dtype that the storage
@@ -122,7 +122,8 @@ class QuantizedLinear(nn.Linear):
 
     Example:
         >>> from fp8manifold import LayerSpec
-        >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")
+        >>> spec = LayerSpec("E4M3", gradient="E5M2")
+        >>> layer = QuantizedLinear(nn.Linear(4, 2), spec, "grid")
         >>> layer(torch.zeros(1, 4)).shape, layer.weight_codes().dtype
         (torch.Size([1, 2]), torch.uint8)
 

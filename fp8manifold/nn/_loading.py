@@ -82,7 +82,8 @@ def load_quantized(
         >>> floats = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).state_dict()
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
-        >>> load_quantized(model, floats, "E4M3")[0].weight.dtype, model[0].weight.codes.dtype
+        >>> weight = load_quantized(model, floats, "E4M3")[0].weight
+        >>> weight.dtype, weight.codes.dtype
         (torch.float32, torch.uint8)
     """
     if isinstance(formats, str) and formats == AS_STORED:

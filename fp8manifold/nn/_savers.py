@@ -40,12 +40,14 @@ def guard_savers(model: nn.Module) -> None:
     """Put ``save_pretrained`` of all classes in a model behind the guard, once."""
     for act in _WHEN_GUARDED:
         act(model)
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds: set[type[Any]] = set()
+    for module in model.modules():
+        kinds.update(type(module).__mro__)
     for kind in kinds:
         save = vars(kind).get("save_pretrained")
         if callable(save) and not hasattr(save, _GUARDED):
             # of the class: an attribute of the model would be a cycle
-            kind.save_pretrained = _guarded(save)  # type: ignore[attr-defined]
+            kind.save_pretrained = _guarded(save)
 
 
 def _guarded(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -431,7 +431,8 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     Example:
         >>> from fp8manifold import quantize_model
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-        >>> print(quantization_report(quantize_model(model, {"1": "E4M3"}, storage="fp8")))
+        >>> model = quantize_model(model, {"1": "E4M3"}, storage="fp8")
+        >>> print(quantization_report(model))
         layer  class            parameters
         0      Embedding                32  left: not a linear layer
         1      QuantizedLinear          20  weight=E4M3, activation=none, storage=fp8

@@ -286,8 +286,8 @@ def check_floats(model: nn.Module, source: Source) -> None:
         Traceback (most recent call last):
         ValueError: model.layers.0.mlp.down_proj.weight of
         'model-00001-of-000163.safetensors' holds codes (F8_E4M3), at the scales of
-        'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load_fp8 reads, and not
-        this: ...
+        'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load_fp8 reads, and
+        not this: ...
     """
     start = f"{getattr(model, 'base_model_prefix', '')}."
     are_floats: dict[str, bool] = {}
