@@ -466,13 +466,10 @@ def _write(
 
 def _as_run(row: Evaluation, model: str, facts: Mapping[str, Any], block: int) -> Run:
     """Return a row as a run without steps, which the report can read."""
-    rule = (
-        f"rounded ({row.scale})"
-        if row.formats
-        else "float32"
-        if row.format == "none"
-        else "as stored"
-    )
+    if row.formats:
+        rule = f"rounded ({row.scale})"
+    else:
+        rule = "float32" if row.format == "none" else "as stored"
     settings = {
         "pretrained": model,
         "block_size": block,

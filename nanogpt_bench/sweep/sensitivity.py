@@ -2,6 +2,7 @@
 time.
 """
 
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ class Study:
 
     @property
     def planned(self) -> list[PlannedRun]:
-        return named_once([*self.reference, *(run for runs in self.cells.values() for run in runs)])
+        return named_once([*self.reference, *itertools.chain.from_iterable(self.cells.values())])
 
 
 def plan_study(sweep: SweepFile) -> Study:
@@ -53,39 +54,38 @@ def plan_study(sweep: SweepFile) -> Study:
                 f"--sensitivity takes the axes {' and '.join(AXES)}; "
                 f"give {axis.key} in the settings of {sweep.path.name}"
             )
-    if (formats := sweep.axis("model.format")) is None:
+    formats = sweep.axis("model.format")
+    if formats is None:
         raise BenchError(
             f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]"
         )
     seeds = sweep.axis("seed")
-    check_count(
-        formats.size * (seeds.size if seeds is not None else 1),
-        f"{sweep.path.name} (--sensitivity)",
-    )
+    source = f"{sweep.path.name} (--sensitivity)"
+    check_count(formats.size * (1 if seeds is None else seeds.size), source)
     names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
     if "none" in names:
         raise BenchError(
             "axes.model.format: 'none' is what the gaps are measured against; leave it out"
         )
-    points = list(grid_points((seeds,) if seeds is not None else ()))
+    points = list(grid_points(() if seeds is None else (seeds,)))
     base = {
         key: value
         for key, value in sweep.base.items()
         if key not in ("model.format", "model.formats")
     }
-    config, options = resolve(build_config({**base, "model.format": names[0]})), sweep.sensitivity
-    blocks = (
-        [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
-    )
-    patterns = tuple(dict.fromkeys([*options.patterns, *blocks]))
-    check_count(len(patterns) * len(names) * len(points), f"{sweep.path.name} (--sensitivity)")
-    cells = {
-        (pattern, name): tuple(_cell_run(base, options, pattern, name, point) for point in points)
-        for pattern in patterns
-        for name in names
-    }
+    config = resolve(build_config({**base, "model.format": names[0]}))
+    options = sweep.sensitivity
+    all_patterns = list(options.patterns)
+    if options.blocks:
+        all_patterns += [f"blocks.{index}" for index in range(config.model.n_layer or 0)]
+    patterns = tuple(dict.fromkeys(all_patterns))
+    check_count(len(patterns) * len(names) * len(points), source)
+    cells = {}
+    for pattern, name in itertools.product(patterns, names):
+        runs = [_cell_run(base, options, pattern, name, point) for point in points]
+        cells[pattern, name] = tuple(runs)
     references = _references(sweep, base, config, points)
-    check_seeds(references, (run for runs in cells.values() for run in runs))
+    check_seeds(references, itertools.chain.from_iterable(cells.values()))
     return Study(patterns, names, options.operand, references, cells)
 
 
