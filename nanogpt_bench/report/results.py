@@ -1,6 +1,4 @@
-"""Results: each row's measurements over its seeds, its gap and paired difference to the
-reference, its verdict.
-"""
+"""Results: each row's measurements over its seeds, its gap, difference and verdict."""
 
 import math
 import statistics

@@ -1,6 +1,4 @@
-"""Rows of the table: runs of one setting, one per seed, their label, and the reference
-of each row.
-"""
+"""Rows of the table: runs of one setting, one per seed, their label and reference."""
 
 import json
 from collections import Counter
