@@ -295,7 +295,8 @@ def gap_to(run: Run, reference: Sequence[Run]) -> float | None:
 def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | None:
     """Return the standard error of a row's gap.
 
-    It is that over its seeds, or for one seed that from the two losses' errors. The two losses are over the same batches, so that for one seed it is an upper bound.
+    It is that over its seeds, or for one seed that from the two losses' errors. The two
+    losses are over the same batches, so that for one seed it is an upper bound.
 
     >>> error_of([1.0, 3.0, 5.0, 3.0], []), error_of([0.1], [3.0, 4.0])
     (0.816496580927726, 5.0)
