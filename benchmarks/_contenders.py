@@ -336,5 +336,4 @@ CONTENDERS: Final[dict[str, Contender]] = {
         stiffness=2.0,
     ),
     "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion", stiffness=1.0),
-    "madam": ours("Madam E4M3 stochastic", "Madam"),
 }

@@ -245,8 +245,6 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
     ),
     "StiffnessLion(...)": lambda p: fm.optim.StiffnessLion(p),
     'StiffnessLion(..., moments="8bit")': lambda p: fm.optim.StiffnessLion(p, moments="8bit"),
-    "Madam(...)": lambda p: fm.optim.Madam(p),
-    'Madam(..., moments="8bit")': lambda p: fm.optim.Madam(p, moments="8bit"),
 }
 
 

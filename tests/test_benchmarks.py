@@ -166,7 +166,7 @@ def test_a_run_prints_its_table(command, corpus, tmp_path):
 WALKS = {"later": (17, 100, 60), "steady": (11, 60, 60)}
 
 
-@pytest.mark.parametrize("optimizer", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion", "Madam"])
+@pytest.mark.parametrize("optimizer", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion"])
 def test_the_way_of_a_step_is_short(optimizer, modules):
     """A step enters few files and functions, and none of Triton's."""
     walk = modules["walk_of_a_step"]

@@ -11,7 +11,7 @@ static const Format MOMENTUM = {5, 1, 0, 2, 8, 128, 127, 0x40FC0000, 1, 0, -1, 0
 
 /* What holds for all elements that share a scale. */
 typedef struct {
-    float scale, inverse, rate, floor;
+    float scale, inverse, rate;
     float log_reference; /* log2 S_ref minus log2 of the scale's mantissa */
     Chart chart, own;
     int exact; /* whether division by the scale is exact */
@@ -42,13 +42,12 @@ INLINE Local local_to(const Job *j, float scale, int exact)
 {
     const Spec *s = j->spec;
     const Format *f = &s->format;
-    Local l = {scale, 1.0f, 0, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
+    Local l = {scale, 1.0f, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
     if (s->storage == PLAIN)
         return l;
     const int mantissa = bits_of(scale) & 0x7FFFFF; /* a power of two's reciprocal costs a tenth of a division */
     l.inverse = mantissa || scale > 0x1p126f ? 1.0f / scale : reciprocal(scale);
     l.rate = j->hyper.rate * l.inverse;
-    l.floor = j->hyper.floor * l.inverse;
     if (s->stiffness == FIELD_POWER)
         l.log_reference = j->hyper.log_reference - (mantissa ? log2_of_mantissa(scale) : 0.0f);
     if (s->geometry == EXPONENTIAL || s->geometry == TANGENT) {
@@ -169,12 +168,6 @@ INLINE float stiffness_at(const Local *l, float x, int metric)
 }
 
 INLINE float move_linear(float start, float direction, float rate) { return start - direction * rate; }
-
-INLINE float move_by_factor(float x, float step, float floor)
-{
-    const float outward = sign_of(x) * step;
-    return fabsf(x) >= floor ? x * exp2_exact(outward * (float)-1.4426950408889634) : x - floor * step;
-}
 
 INLINE float move_on_chart(const Job *j, const Local *l, float start, float direction, int geometry, int metric)
 {

@@ -83,7 +83,7 @@ CLONED void load_gradient(const Job *j, const Local *l, Tile *t)
     const Spec *s = j->spec;
     const int n = t->n;
     const float *g = j->gradient + t->at, sign = s->maximize ? -1.0f : 1.0f, scale = l->scale * j->hyper.per_unit;
-    if (s->storage == PLAIN || s->geometry == LINEAR || s->geometry == MULTIPLICATIVE)
+    if (s->storage == PLAIN || s->geometry == LINEAR)
         LOOP(t->gradient[i] = sign * g[i];)
     else if (s->metric == METRIC_ULP)
         LOOP(t->gradient[i] = sign * g[i] * (stiffness_at(l, t->x[i], METRIC_ULP) * scale);)
@@ -194,15 +194,6 @@ CLONED void lion(const Job *j, Tile *t)
          t->first[i] = t->first[i] * h->beta2 + t->gradient[i] * h->gain2;)
 }
 
-CLONED void madam(const Job *j, Tile *t)
-{
-    const Hyper hyper = j->hyper, *h = &hyper;
-    const int n = t->n;
-    LOOP(t->second[i] = t->second[i] * h->beta2 + t->gradient[i] * h->gain2 * t->gradient[i];
-         t->root[i] = sqrtf(t->second[i]);
-         t->direction[i] = bounded(t->gradient[i] * h->correction / (t->root[i] + h->eps), -h->largest, h->largest);)
-}
-
 /* ------------------------------------------------------------------------------------------------------ geometry */
 #define MOVED(mode) \
     LOOP(t->target[i] = move_linear(t->x[i] * keep, t->direction[i] * factor_at(j, l, t->ulp[i], mode), l->rate);)
@@ -228,8 +219,6 @@ CLONED void move(const Job *job, const Local *local, Tile *t)
         MOVED(FIELD_SQUARE)
     else if (s->geometry == LINEAR)
         MOVED(FIELD_POWER)
-    else if (s->geometry == MULTIPLICATIVE)
-        LOOP(t->target[i] = move_by_factor(t->x[i] * keep, t->direction[i] * j->hyper.rate, l->floor);)
     else if (s->geometry == TANGENT)
         LOOP(t->target[i] = move_on_chart(j, l, t->x[i] * keep, t->direction[i], TANGENT, metric);)
     else if (metric == METRIC_ULP)

@@ -31,8 +31,6 @@ static void take_tile(const Job *j, const Local *l, const Block *b, Tile *t)
         adam(j, t);
     else if (s->direction == LION)
         lion(j, t);
-    else if (s->direction == MADAM)
-        madam(j, t);
     else
         sgd(j, t);
     move(j, l, t);
@@ -57,7 +55,7 @@ CLONED static int32_t largest_bits(const float *x, int n)
 /* The largest gradient of a tile, with respect to the coordinates that the direction is taken in. */
 static float largest_of(const Job *j, const Local *l, Tile *t)
 {
-    if (j->spec->geometry == LINEAR || j->spec->geometry == MULTIPLICATIVE)
+    if (j->spec->geometry == LINEAR)
         return float_of(largest_bits(j->gradient + t->at, t->n));
     load_weights(j, l, t);
     load_gradient(j, l, t);

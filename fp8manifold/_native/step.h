@@ -6,19 +6,19 @@
 #include "draws.h"
 #include "format.h"
 
-enum { ADAM, SGD, LION, MADAM, MUON };                      /* directions */
+enum { ADAM, SGD, LION, MUON };                             /* directions */
 enum { CODES, GRID, FREE, PLAIN };                          /* storages */
 enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_MOMENTUM };
 enum { FLOAT32, BFLOAT16, EIGHT_BITS };                     /* moments */
-enum { LINEAR, EXPONENTIAL, TANGENT, MULTIPLICATIVE };      /* geometries */
+enum { LINEAR, EXPONENTIAL, TANGENT };                      /* geometries */
 enum { FIELD_NONE, FIELD_LINEAR, FIELD_SQRT, FIELD_SQUARE, FIELD_POWER };
 enum { METRIC_ULP, METRIC_EUCLIDEAN };
 enum { ONE_SCALE, SCALE_A_ROW, SCALE_AN_ELEMENT };
 
 /* The numbers of a step: NUMBERS of fp8manifold/optim/_directions.py, in its order. */
 typedef struct {
-    float beta1, gain1, beta2, gain2, eps, rate, keep, correction, largest, inverse_reference, log_reference;
-    float low, high, log_low, log_high, power, inject, floor, per_unit;
+    float beta1, gain1, beta2, gain2, eps, rate, keep, inverse_reference, log_reference;
+    float low, high, log_low, log_high, power, inject, per_unit;
 } Hyper;
 
 /* The fixed part of a step, as in fp8manifold/optim/_spec.py. */
@@ -49,6 +49,6 @@ typedef struct {
 
 /* As NumPy lays them out; a platform that differs is not built for. */
 _Static_assert(sizeof(Spec) == 96, "the size of SPEC in records.py");
-_Static_assert(sizeof(Job) == 232, "the size of JOB in records.py");
+_Static_assert(sizeof(Job) == 216, "the size of JOB in records.py");
 
 #endif

@@ -40,7 +40,6 @@ void load_averages(const Job *j, const Block *b, Tile *t);
 void adam(const Job *j, Tile *t);
 void sgd(const Job *j, Tile *t);
 void lion(const Job *j, Tile *t);
-void madam(const Job *j, Tile *t);
 void move(const Job *job, const Local *local, Tile *t);
 void store_weights(const Job *j, const Local *l, Tile *t);
 void inject(const Job *job, const Local *local, Tile *t);

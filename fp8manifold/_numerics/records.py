@@ -62,7 +62,7 @@ JOB: Final = np.dtype(
         # weight_keys, average_keys
         ("keys", np.int32, 8),
         # the floats of Hyper
-        ("hyper", np.float32, 19),
+        ("hyper", np.float32, 16),
     ],
     align=True,
 )

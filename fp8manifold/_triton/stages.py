@@ -181,7 +181,7 @@ def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr,
     if S.maximize:
         g = -g
     if S.covector:
-        unit = scale * hyper(words, 18)
+        unit = scale * hyper(words, 15)
         g = (
             g * (floats.chart_stiffness(x, lowest, highest, S.format) * unit)
             if S.metric == "ulp"
@@ -333,9 +333,6 @@ def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
         denominator = tl.math.sqrt_rn(largest) + hyper(words, 4)
     if S.direction == "adam":
         direction = tl.math.div_rn(m, denominator)
-    elif S.direction == "madam":
-        direction = tl.math.div_rn(g * hyper(words, 7), denominator)
-        direction = floats.bounded(direction, -hyper(words, 8), hyper(words, 8))
     elif S.direction == "lion":
         mixed = m * hyper(words, 0) + g * hyper(words, 1)
         direction = (mixed > 0.0).to(tl.float32) - (mixed < 0.0).to(tl.float32)
@@ -354,7 +351,7 @@ def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _factor(words, ulp, scale, S: tl.constexpr):
     stiffness = ulp * scale if S.metric == "ulp" else scale
-    reference = (words + HYPER + 9).to(tl.pointer_type(tl.float32))
+    reference = (words + HYPER + 7).to(tl.pointer_type(tl.float32))
     return floats.field_factor(stiffness, scale, reference, S.stiffness, S.exponents)
 
 
@@ -370,14 +367,6 @@ def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.conste
         if S.stiffness != "none":
             direction = direction * _factor(words, ulp, scale, S)
         moved = x - direction * (rate * inverse)
-    elif S.geometry == "multiplicative":
-        step, floor = direction * rate, hyper(words, 17) * inverse
-        outward = floats.sign_of(x) * step
-        moved = tl.where(
-            tl.abs(x) >= floor,
-            x * floats.exp2_exact(outward * -1.4426950408889634),
-            x - floor * step,
-        )
     else:
         moved = _moved_on_chart(
             x, floats.bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S
@@ -415,4 +404,4 @@ def with_error(
         error = target - after
     if S.direction == "adam":
         error = error * denominator
-    return m - error * hyper(words, 16)
+    return m - error * hyper(words, 14)

@@ -9,7 +9,7 @@ from fp8manifold.optim._step import StepView
 from fp8manifold.optim._triton_step import CompileUnavailableWarning
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
-from fp8manifold.optim.stiffness import Madam, StiffnessAdamW, StiffnessLion, StiffnessSGD
+from fp8manifold.optim.stiffness import StiffnessAdamW, StiffnessLion, StiffnessSGD
 from fp8manifold.optim.stiffness_muon import (
     MuonReport,
     ReportedParameter,
@@ -23,7 +23,6 @@ __all__ = [
     "CompileUnavailableWarning",
     "FisherNaturalGradient",
     "InBackward",
-    "Madam",
     "MuonReport",
     "ReportedParameter",
     "RiemannianAdam",

@@ -202,7 +202,6 @@ def _spec(moments: dict[str, Tensor], group: dict[str, Any], stored: Any) -> Spe
     """The spec of a step that stores moments of these names: Adam's, or one alone."""
     alone = {
         "exp_avg": "lion",
-        "exp_avg_sq": "madam",
         "momentum_buffer": group.get("direction") or "sgd",
     }
     direction = alone[next(iter(moments))] if len(moments) == 1 else "adam"

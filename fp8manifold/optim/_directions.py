@@ -16,8 +16,6 @@ NUMBERS: Final = (
     "eps",
     "rate",  # size of the step: the learning rate, bias corrections included
     "keep",  # what decay leaves of the weight
-    "correction",  # sqrt(1 - beta2^t), where a direction needs its absolute size
-    "largest",  # bound of a direction
     "inverse_reference",  # 1 / S_ref
     "log_reference",  # log2 S_ref
     "low",  # bounds of S / S_ref
@@ -26,7 +24,6 @@ NUMBERS: Final = (
     "log_high",
     "power",  # the stiffness exponent k
     "inject",  # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the first moment
-    "floor",  # magnitude below which a multiplicative step becomes additive
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
 POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
@@ -131,22 +128,6 @@ def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Desc
     )
 
 
-def madam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """The gradient over its root mean square, bounded.
-
-    .. math:: v = \\beta v + (1 - \\beta) g^2, \\qquad d = \\mathrm{clamp}(g / \\sqrt{v / (1 - \\beta^t)}, -c, c)
-
-    Source: Bernstein et al. 2020 (Learning compositional functions via multiplicative
-    weight updates).
-    """
-    second = moments["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
-    root = sqrt_exact(second)
-    normalised = (gradient * numbers["correction"]) / (root + numbers["eps"])
-    largest = numbers["largest"]
-    direction = torch.maximum(torch.minimum(normalised, largest), -largest)
-    return Descent(direction, {"exp_avg_sq": second}, None, root)
-
-
 class Direction(NamedTuple):
     """A direction: its pure function, the names of its moments in the state, and what
     it refuses.
@@ -164,9 +145,6 @@ DIRECTIONS: Final = {
     "adam": Direction(adam, ("exp_avg", "exp_avg_sq")),
     "sgd": Direction(sgd, ("momentum_buffer",)),
     "lion": Direction(lion, ("exp_avg",), "its step is a sign, to which no error can be added"),
-    "madam": Direction(
-        madam, ("exp_avg_sq",), "it has no first moment to put a rounding error into"
-    ),
     "muon": Direction(muon, ("momentum_buffer",), fitted=True),
 }
 MOMENT_NAMES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")

@@ -23,7 +23,7 @@ from fp8manifold.random_bits import draw_key, draw_range, round_key_rows, round_
 
 #: what there is native code for, in the order of its enumerations; all else is stepped
 #: in PyTorch
-_DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
+_DIRECTIONS: Final = ("adam", "sgd", "lion", "muon")
 _WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
 _STORAGES: Final = ("codes", "grid", "free", "plain")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")

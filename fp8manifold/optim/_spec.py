@@ -41,7 +41,7 @@ def bounds_of(direction: str | None) -> dict[str, str]:
 
 
 Storage = Literal["codes", "grid", "free", "plain", "direction"]
-Geometry = Literal["linear", "exponential", "tangent", "multiplicative"]
+Geometry = Literal["linear", "exponential", "tangent"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Spec:
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
     scale_is_power_of_two: bool = True
-    geometry: Geometry = (
-        "linear"  # in value, along the chart's geodesic, along its tangent, or multiplicative
-    )
+    geometry: Geometry = "linear"  # in value, along the chart's geodesic, or along its tangent
     stiffness: str = (
         "none"  # how S / S_ref enters a linear step: none, linear, sqrt, square or power
     )

@@ -2,7 +2,6 @@
 in blocks and shown.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from fp8manifold._base.blocks import block_on
 from fp8manifold._numerics import codec
-from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
-from fp8manifold._numerics.stiffness import bounded_ratio_power, exp2_exact
+from fp8manifold._numerics.charts import Chart, UlpChart, chart_of
+from fp8manifold._numerics.stiffness import bounded_ratio_power
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
@@ -186,7 +185,6 @@ def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
     return x.to(dtype) if draws is None else to_half(x, dtype, draws)
 
 
-_LOG2_E = math.log2(math.e)
 _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
 
 
@@ -201,12 +199,6 @@ def move(
         if spec.stiffness != "none":
             direction = direction * stiffness_factor(spec, weights, arrays, numbers)
         return start - direction * (numbers["rate"] * (1 / arrays["scale"]))
-    if spec.geometry == "multiplicative":
-        # below the floor a step can change the sign; the two have the same value and
-        # slope where they meet
-        step, floor = direction * numbers["rate"], numbers["floor"] * (1 / arrays["scale"])
-        scaled = start * exp2_exact(sign_of(start) * step * -_LOG2_E)
-        return torch.where(start.abs() >= floor, scaled, start - floor * step)
     chart, steps = (
         chart_for(spec, arrays),
         (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST),

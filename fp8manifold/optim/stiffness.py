@@ -1,4 +1,4 @@
-"""The stiffness family: AdamW, SGD, Lion and Madam over weights that live on a grid."""
+"""The stiffness family: AdamW, SGD and Lion over weights that live on a grid."""
 
 import math
 from functools import lru_cache
@@ -12,7 +12,6 @@ from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._checks import (
     Schedule,
-    check_finite,
     check_first_moment,
     lr_of,
     options_in,
@@ -409,103 +408,3 @@ class StiffnessLion(StiffnessOptimizer):
             "rate": rate,
         }
         return numbers | self._shared_numbers(slot)
-
-
-class Madam(StiffnessOptimizer):
-    """Steps that multiply a weight, for formats whose values are spaced
-    multiplicatively.
-
-    .. math:: w \\leftarrow \\mathrm{round}\\left( w \\, e^{-\\operatorname{sign}(w) \\eta d} \\right)
-              \\text{ where } |w| \\ge f, \\qquad \\mathrm{round}(w - f \\eta d) \\text{ elsewhere}, \\qquad
-              d = \\mathrm{clamp}(g / \\sqrt{\\hat v}, -c, c)
-
-    A multiplicative step can't change a sign, nor leave zero: below the floor
-    ``f = escape * 2^M S_ref`` it becomes additive, with the same value and slope there.
-    Ordinary parameters get AdamW at ``float_lr``.
-
-    Args:
-        params: parameters or groups, quantised and ordinary ones mixed.
-        lr: relative change of a weight per step where ``d`` is 1.
-        betas, eps: of ordinary parameters' AdamW; ``v`` has the second beta and ``eps``
-            everywhere.
-        weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary
-            parameters) per step.
-        float_lr: learning rate of ordinary parameters; it follows ``lr``'s schedule.
-        max_direction: the bound ``c``.
-        escape: the floor, as a share of the tensor's mean binade.
-        writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every, flags: as in
-            :class:`StiffnessAdamW`, without ``writeback="momentum"``; ``damping`` and
-            ``clip`` only say what ``bounded_share`` counts.
-
-    Raises:
-        TypeError, ValueError: as :class:`StiffnessAdamW`.
-
-    Example:
-        >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.ones(2), "E7M0", seed=0)
-        >>> optimizer = Madam([weight], lr=0.7)
-        >>> weight.square().sum().backward()
-        >>> optimizer.step()
-        >>> weight.tolist()
-        [0.5, 0.5]
-
-    Source: Bernstein et al. 2020 (arXiv 2006.14560); the additive escape is this
-    library's.
-    """
-
-    direction = "madam"
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | Tensor = 0.01,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        float_lr: float = 1e-3,
-        max_direction: float = 10.0,
-        escape: float = 2.0**-4,
-        writeback: str = "stochastic",
-        draws: Draws = "independent",
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
-    ) -> None:
-        super().__init__(params, options_in(locals()))
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_finite("float_lr", group["float_lr"])
-        check_number("max_direction", group["max_direction"], 0.0, open_low=True)
-        check_number("escape", group["escape"], 0.0, open_low=True)
-        super()._check_group(group)
-
-    def _fields(self, slot: Slot) -> dict[str, Any]:
-        return (
-            {"direction": "adam"}
-            if slot.fmt is None
-            else {"direction": "madam", "geometry": "multiplicative"}
-        )
-
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, lr, start = slot.group, lr_of(slot.group), slot.group["start_lr"]
-        if slot.fmt is None:
-            lr = group["float_lr"] * (lr / start if start else 1.0)
-        numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)
-        numbers = numbers | {"keep": 1 - lr * group["weight_decay"]}
-        if slot.fmt is None:
-            return numbers
-        return numbers | {
-            "rate": lr,
-            "correction": math.sqrt(1 - group["betas"][1] ** slot.age),
-            "largest": group["max_direction"],
-            "floor": group["escape"] * slot.state["reference"] * 2.0**slot.fmt.mantissa_bits,
-        }

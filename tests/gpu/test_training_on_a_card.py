@@ -41,7 +41,6 @@ KINDS = {
     "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
     "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
     "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
-    "Madam": partial(optim.Madam, lr=1e-2),
     "RiemannianAdam": partial(optim.RiemannianAdam, lr=1.0, float_lr=1e-3),
     "RiemannianSGD": partial(optim.RiemannianSGD, lr=1.0, float_lr=1e-3),
 }

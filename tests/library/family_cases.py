@@ -40,7 +40,6 @@ OPTIONS = {
     "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
     "StiffnessSGD": {"lr": 0.1, "momentum": 0.5, "stiffness": 1.0},
     "StiffnessMuon": {"lr": 0.02, "weight_decay": 0.0},
-    "Madam": {"lr": 0.05, "float_lr": 0.01},
     "FisherNaturalGradient": {"lr": 0.01, "refresh": 4},
 }
 

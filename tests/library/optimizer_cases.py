@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import (
-    Madam,
     RiemannianAdam,
     RiemannianSGD,
     StiffnessAdamW,
@@ -194,7 +193,7 @@ def muon_groups(parameters, **adam):
 
 
 RIEMANNIAN = (RiemannianAdam, RiemannianSGD)
-CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
+CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, *RIEMANNIAN)
 
 
 every_class = pytest.mark.parametrize("kind", CLASSES)

@@ -91,7 +91,6 @@ class Slow:
             "amsgrad": False,
             "retraction": "exponential",
         }
-        defaults |= {"max_direction": 10.0, "escape": 2.0**-4}
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
@@ -101,15 +100,10 @@ class Slow:
         )
         kinds = {
             "StiffnessLion": "lion",
-            "Madam": "madam",
             "StiffnessSGD": "sgd",
             "RiemannianSGD": "sgd",
         }
-        self.direction = (
-            "adam"
-            if self.storage == "plain" and self.kind == "Madam"
-            else kinds.get(self.kind, "adam")
-        )
+        self.direction = kinds.get(self.kind, "adam")
         self.rule = fm.optim.WRITEBACKS[self.options["writeback"]]
         self.extra = self.rule.residual_bits if self.rounds else 0
         self.residual = self.residual or [0] * n
@@ -124,9 +118,7 @@ class Slow:
             return ("momentum_buffer",) if self.options["momentum"] else ()
         if self.options["amsgrad"]:
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "madam": ("exp_avg_sq",)}[
-            self.direction
-        ]
+        return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}[self.direction]
 
     def weight(self, i):
         scale = f32(self.scales[i])
@@ -223,7 +215,7 @@ class Slow:
         """Scales whose weights all are 0 suit what is asked for; where steps are
         counted in spacings nothing does.
         """
-        if self.storage != "codes" or self.riemannian or self.kind == "Madam":
+        if self.storage != "codes" or self.riemannian:
             return self.scales
         held = self._under_each_scale(
             [self.fmt.decode_code(c) if c != 0x80 else 0.0 for c in self.stored]
@@ -335,14 +327,12 @@ class Slow:
         if self.direction == "sgd":
             beta1 = numbers["beta1"] = o["momentum"]
             numbers["gain1"] = 1.0 if t == 1 else 1 - o["dampening"]
-        if self.direction in ("adam", "madam"):
-            numbers["correction"] = correction = math.sqrt(1 - beta2**t)
-            numbers["eps"] = eps * correction
         if self.direction == "adam":
+            correction = math.sqrt(1 - beta2**t)
+            numbers["eps"] = eps * correction
             numbers["rate"] = lr * correction / (1 - beta1**t)
         if beta1:
             numbers["inject"] = (1 - beta1) / beta1 / numbers["rate"]
-        numbers["floor"] = o["escape"] * self.reference * 2.0**self.fmt.mantissa_bits
         return numbers
 
     def n(self, name):
@@ -399,12 +389,6 @@ class Slow:
                 ahead if self.options["nesterov"] else buffer, {"momentum_buffer": buffer}
             )
         second = f32(f32(old["exp_avg_sq"] * self.n("beta2")) + f32(f32(g * self.n("gain2")) * g))
-        if self.direction == "madam":
-            normalised = f32(f32(g * self.n("correction")) / f32(root(second) + self.n("eps")))
-            largest = f32(self.options["max_direction"])
-            return Descent(
-                min(max(normalised, -largest), largest), {"exp_avg_sq": second}, None, root(second)
-            )
         new = {"exp_avg": blend(old["exp_avg"], "1"), "exp_avg_sq": second}
         under = second
         if "max_exp_avg_sq" in old:
@@ -443,20 +427,9 @@ class Slow:
             else:
                 moved = start if steps == 0 else chart.shift(start, steps)
             return min(max(moved, -top), top)
-        if self.kind == "Madam":
-            return self._multiply(
-                start, f32(direction * rate), f32(self.n("floor") * weight.inverse)
-            )
         if (factor := self._factor(weight)) is not None:
             direction = f32(direction * factor)
         return f32(start - f32(direction * f32(rate * weight.inverse)))
-
-    @staticmethod
-    def _multiply(x, step, floor):
-        if abs(x) < floor:
-            return f32(x - f32(floor * step))
-        outward = f32(f32(math.copysign(1.0, x)) * step)
-        return f32(x * exp2(f32(outward * f32(-math.log2(math.e)))))
 
     def _store(self, i, weight, target, draw):
         """Round once, and say what is stored, in units of the scale."""

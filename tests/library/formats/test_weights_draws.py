@@ -95,7 +95,7 @@ def test_an_optimizer_without_draws_takes_the_weights(storage):
 
 
 @STORED
-@each("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion", "Madam"])
+@each("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion"])
 def test_an_optimizers_own_draws_go_before_the_weights(storage, name):
     def make(**draws):
         return lambda p: getattr(fm.optim, name)([{"params": p}], lr=0.01, **draws)

@@ -260,7 +260,7 @@ with warnings.catch_warnings(record=True) as caught:
          seed=i) for i, (s, f) in enumerate([((33, 70), "E4M3"), ((5, 7), "E7M0"), ((3, 64), "E5M2")])]
     for kind, options in [("StiffnessAdamW", {}), ("StiffnessAdamW", {"moments": "8bit", "writeback": "residual8"}),
                           ("RiemannianAdam", {"lr": 1.0, "writeback": "momentum"}), ("StiffnessLion", {}),
-                          ("Madam", {"moments": "bfloat16"}), ("StiffnessSGD", {"lr": 0.1, "momentum": 0.9})]:
+                          ("StiffnessAdamW", {"moments": "bfloat16"}), ("StiffnessSGD", {"lr": 0.1, "momentum": 0.9})]:
         o = getattr(fm.optim, kind)(w, **options)
         for t in range(3):
             for p in w:

@@ -62,12 +62,6 @@ OTHERS = {
         "writeback": "residual8",
         "stiffness": "linear",
     },
-    "madam": {
-        "direction": "madam",
-        "storage": "codes",
-        "geometry": "multiplicative",
-        "moments": "8bit",
-    },
     "riemannian": {
         "direction": "adam",
         "storage": "codes",

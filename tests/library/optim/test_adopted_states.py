@@ -124,7 +124,6 @@ OPTIMIZERS = {
     ),
     "lion": lambda net, **o: optim.StiffnessLion(net.parameters(), lr=LR, **o),
     "sgd": lambda net, **o: optim.StiffnessSGD(net.parameters(), lr=LR, momentum=0.9, **o),
-    "madam": lambda net, **o: optim.Madam(net.parameters(), **o),
     "muon": lambda net, **o: optim.StiffnessMuon.for_model(net, lr=LR, **o),
     "riemannian": lambda net, **o: optim.RiemannianAdam(net.parameters(), float_lr=LR, **o),
 }
@@ -213,8 +212,8 @@ def edited(**entries):
         ),
         ({"state": {}}, "lacks param_groups"),
         (
-            {"optimizer": "Madam", "state": {}, "param_groups": []},
-            "one of Madam, not of StiffnessAdamW",
+            {"optimizer": "StiffnessLion", "state": {}, "param_groups": []},
+            "one of StiffnessLion, not of StiffnessAdamW",
         ),
     ],
 )
@@ -228,8 +227,8 @@ def test_only_adamws_averages_are_torchs():
     net, adamw = of_torch(1)
     with pytest.raises(ValueError, match="goes into StiffnessAdamW only, not into RiemannianAdam"):
         optim.adopted_state(adamw.state_dict(), optim.RiemannianAdam(net.parameters()))
-    with pytest.raises(ValueError, match="one of Madam, not of StiffnessAdamW"):
-        optim.adamw_state(optim.Madam(net.parameters()).state_dict())
+    with pytest.raises(ValueError, match="one of StiffnessLion, not of StiffnessAdamW"):
+        optim.adamw_state(optim.StiffnessLion(net.parameters()).state_dict())
     with pytest.raises(TypeError, match="state_dict must be a dict, not list"):
         optim.adopted_state([], like(net))
 

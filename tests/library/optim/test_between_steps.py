@@ -38,7 +38,6 @@ KINDS = {
     ),
     "sgd-8bit": (optim.StiffnessSGD, {"lr": 1e-1, "momentum": 0.9, "moments": "8bit"}),
     "lion": (optim.StiffnessLion, {"lr": 1e-3, "moments": "8bit"}),
-    "madam": (optim.Madam, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 
 

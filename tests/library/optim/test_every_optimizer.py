@@ -343,11 +343,7 @@ def averages_of(name, p):
         name == "StiffnessMuon" and p.dim() > 1
     ):
         return ["momentum_buffer"]
-    return (
-        ["exp_avg_sq"]
-        if name == "Madam" and hasattr(p, "manifold")
-        else AVERAGES.get(name, ["exp_avg", "exp_avg_sq"])
-    )
+    return AVERAGES.get(name, ["exp_avg", "exp_avg_sq"])
 
 
 @sampled
@@ -602,7 +598,6 @@ SAME = {
     "RiemannianAdam": "Adam",
     "RiemannianSGD": "SGD",
 }
-SAME["Madam"] = "AdamW"
 THEIRS = {info.name: info for info in optim_db}
 
 
@@ -618,7 +613,7 @@ def translated(name, kwargs):
     }
     if SAME[name] == "AdamW":
         options = {"weight_decay": 1e-2, "betas": (0.9, 0.999), **options}
-    return options | ({"float_lr": float(options["lr"])} if name == "Madam" else {})
+    return options
 
 
 @pytest.mark.parametrize("name", [*SAME, "StiffnessSGD, free", "StiffnessAdamW, free"])
@@ -664,7 +659,6 @@ DECAYING = {
     "StiffnessLion": (optim.StiffnessLion, {}),
     "StiffnessMuon": (optim.StiffnessMuon, {"ns_steps": 1}),
     "StiffnessMuon, adam": (optim.StiffnessMuon, {"direction": "adam"}),
-    "Madam": (optim.Madam, {"float_lr": 0.05}),
     "StiffnessWrapper": (
         lambda p, **o: optim.StiffnessWrapper(torch.optim.SGD(p, **o), 0.5, writeback="stochastic"),
         {"lr": 0.1},

@@ -136,7 +136,6 @@ OWN = {
     "StiffnessSGD": [{"dampening": 0.5}, {"nesterov": True}, {"writeback": "momentum"}],
     "StiffnessLion": [{"betas": (0.5, 0.9)}],
     "StiffnessMuon": [{"betas": (0.8, 0.9)}, {"adam_eps": 1e-6}],
-    "Madam": [{"max_direction": 2.0, "escape": 0.5}],
     "FisherNaturalGradient": [
         {"representation": "diagonal"},
         {"representation": "ekfac"},

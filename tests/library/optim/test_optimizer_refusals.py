@@ -70,8 +70,6 @@ OPTIONS = {
     "StiffnessSGD": named("ValueError", "stiffness=-9"),
     "StiffnessLion": named("ValueError", "stiffness=nan")
     | {"betas=(0.9, 1.0)": "ValueError: betas[1]=1.0"},
-    "Madam": named("ValueError", "float_lr=-1.0; max_direction=0.0; escape=0")
-    | named("TypeError", "escape='1'"),
     "RiemannianAdam": {
         "betas=(0.0, 0.9), writeback='momentum'": "ValueError: needs betas[0] > 0",
         "amsgrad=True, moments='8bit'": "ValueError: amsgrad=True does not go with moments='8bit'",
@@ -90,7 +88,7 @@ OPTIONS = {
 ALL_OF = {
     kind: {
         **EVERY,
-        **(BETAS if kind in ("StiffnessAdamW", "RiemannianAdam", "Madam") else {}),
+        **(BETAS if kind in ("StiffnessAdamW", "RiemannianAdam") else {}),
         **(MOMENTUM if kind in ("StiffnessSGD", "RiemannianSGD") else {}),
         **({} if kind.startswith("Riemannian") else WITHOUT_LR),
         **OPTIONS[kind],
@@ -199,7 +197,6 @@ OTHERS = {
     "StiffnessWrapper",
     "StiffnessAdamW([weight], metrc='ulp')": "TypeError: StiffnessAdamW got an unexpected keyword "
     "argument 'metrc'",
-    "Madam([weight], metric='ulp')": "TypeError: Madam got an unexpected keyword argument 'metric'",
     "RiemannianSGD([weight], metric='ulp')": "TypeError: RiemannianSGD got an unexpected keyword "
     "argument 'metric'",
     # schedules

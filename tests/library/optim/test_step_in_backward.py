@@ -33,7 +33,6 @@ OPTIMIZERS = {
     "lion": lambda m: optim.StiffnessLion(m.parameters(), 1e-3),
     "sgd": lambda m: optim.StiffnessSGD(m.parameters(), 1e-2, momentum=0.9),
     "riemannian": lambda m: optim.RiemannianAdam(m.parameters(), 0.1, float_lr=1e-3),
-    "madam": lambda m: optim.Madam(m.parameters(), 1e-2),
 }
 
 

@@ -127,7 +127,6 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     ),
     "lion": lambda m, lr: fm.optim.StiffnessLion(m.parameters(), lr=lr),
     "sgd": lambda m, lr: fm.optim.StiffnessSGD(m.parameters(), lr=300 * lr, momentum=0.9),
-    "madam": lambda m, lr: fm.optim.Madam(m.parameters(), lr=lr, float_lr=lr),
     "fisher": lambda m, lr: fm.optim.FisherNaturalGradient(
         m.parameters(), m, [tokens(1)], lr=lr, refresh=10
     ),

@@ -156,7 +156,11 @@ COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 SOME = COMBINATIONS[1::5]
 #: of these, steps by torch's own operators; the others are native, as they are for who
 #: sets nothing
-EAGER = [*SOME[2::5], ("StiffnessMuon", "residual8", "8bit"), ("Madam", "residual8", "bfloat16")]
+EAGER = [
+    *SOME[2::5],
+    ("StiffnessMuon", "residual8", "8bit"),
+    ("StiffnessSGD", "residual8", "bfloat16"),
+]
 
 
 def path_of(combination):
@@ -334,7 +338,7 @@ def vectors_stepped(name, writeback, moments, path):
             p.grad._local_tensor.abs_().neg_()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = {"RiemannianAdam": 8.0, "Madam": 0.8}.get(name, 0.2)
+                group["lr"] = {"RiemannianAdam": 8.0}.get(name, 0.2)
             optimizer.step()
         check_same(parts, whole)
     ours, its = optimizers
@@ -351,7 +355,7 @@ def vectors_stepped(name, writeback, moments, path):
 
 @combined(
     "StiffnessAdamW-residual8-8bit StiffnessMuon-momentum-float32 StiffnessMuon-residual8-8bit "
-    "StiffnessLion-stochastic-8bit Madam-residual8-bfloat16 RiemannianAdam-residual8-8bit"
+    "StiffnessLion-stochastic-8bit StiffnessSGD-residual8-bfloat16 RiemannianAdam-residual8-8bit"
 )
 def test_vectors_batches_single_rows_and_wider_scales(pool, combination):
     found = pool.run(vectors_stepped, *combination, path_of(combination))

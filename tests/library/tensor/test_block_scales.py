@@ -274,7 +274,6 @@ STEPS = {
     "muon 8bit": lambda p, **o: optim.StiffnessMuon(p, lr=0.05, moments="8bit", **o),
     "lion": lambda p, **o: optim.StiffnessLion(p, lr=0.02, **o),
     "sgd": lambda p, **o: optim.StiffnessSGD(p, lr=0.1, momentum=0.9, **o),
-    "madam": lambda p, **o: optim.Madam(p, lr=0.05, **o),
     "riemannian": lambda p, **o: optim.RiemannianAdam(p, lr=1.0, **o),
 }
 

@@ -364,7 +364,6 @@ CHANGES = {
 STEPPERS = {
     "StiffnessAdamW": fm.optim.StiffnessAdamW,
     "RiemannianSGD": lambda ps: fm.optim.RiemannianSGD(ps, float_lr=0.01),
-    "Madam": lambda ps: fm.optim.Madam(ps, float_lr=0.01),
     "AdamW": lambda ps: torch.optim.AdamW(ps, foreach=True),
     "fused": lambda ps: torch.optim.AdamW(ps, fused=True),
     "geoopt": geoopt.optim.RiemannianAdam,
