@@ -68,7 +68,7 @@ def read_cached(x: Tensor, reader: Callable[[Tensor], Any]) -> Any:
     Raises:
         RuntimeError: a CUDA graph is being recorded, in which nothing can be read.
     """
-    if not _is_cacheable(x):
+    if is_read_at_once(x) or not _is_cacheable(x):
         return reader(x)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -84,8 +84,8 @@ def read_cached(x: Tensor, reader: Callable[[Tensor], Any]) -> Any:
 
 
 def _is_cacheable(x: Tensor) -> bool:
-    """True for a plain tensor on a GPU that counts the writes to it."""
-    if not x.is_cuda or torch.compiler.is_compiling():
+    """True for a plain tensor that counts the writes to it."""
+    if torch.compiler.is_compiling():
         return False
     return type(x) is Tensor and not x.is_inference()
 
@@ -109,7 +109,7 @@ def remember_value(x: Tensor, value: Any) -> None:
 
     The value is given, or a function that returns it.
     """
-    if _is_cacheable(x):
+    if not is_read_at_once(x) and _is_cacheable(x):
         _CACHE[x] = _CachedRead(x._version, value)
 
 
