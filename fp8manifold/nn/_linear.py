@@ -210,9 +210,10 @@ class QuantizedLinear(nn.Linear):
         """
         if input.is_nested:
             return over_nested(self.forward, input)
-        if torch.compiler.is_compiling() and not is_exporting():
-            self._break_graph()
         if self._units is not None:
+            # Other releases hold products in a graph, where each question is a guard.
+            if _IS_OLD_TORCH:
+                self._break_graph()
             units = units_on(self._units, self.spec, input.device)
             if units is not None:
                 return linear_from_codes(input, self.weight, self.bias, units, self.spec)
@@ -234,6 +235,7 @@ class QuantizedLinear(nn.Linear):
 
     def _fake_quantized_forward(self, x: Tensor) -> Tensor:
         """Return the output for a quantised weight, input or gradient."""
+        self._break_graph()
         if self.weight_scaler is not None or self.activation_scaler is not None:
             refuse_trace()
         draw, is_repeated = self._begin_pass()
@@ -440,6 +442,8 @@ class QuantizedLinear(nn.Linear):
 
         ``fullgraph=True`` raises the reason.
         """
+        if not torch.compiler.is_compiling() or is_exporting():
+            return
         reason = self._why_no_graph()
         if reason:
             torch._dynamo.graph_break(msg=f"{reason}: leave fullgraph=True out, or {_IN_A_GRAPH}")
