@@ -67,7 +67,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(fp8manifold\.[\w.]+\.)?(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
-        r"|Parameters|ScaleLike|Storage|StoredWeight|TrainerOptimizer)",
+        r"|Parameters|ScaleLike|Storage|StoredWeight|TrainerOptimizer|BackwardPass)",
     ),
 ]
 

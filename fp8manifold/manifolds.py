@@ -291,7 +291,7 @@ class FP8Manifold(StiffnessManifold):
             (:func:`fp8manifold.random_bits`).
 
     The stochastic manifold counts its retractions in the buffer ``counter``, part of
-        ``state_dict``.
+    ``state_dict``.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessManifold`; an unknown rounding,

@@ -185,8 +185,7 @@ class Scale(Scaler):
 
     The last scale is in the buffer ``value``, for logging. A delayed scale without past
     magnitudes is measured. The measured scale of a tensor that is empty, all zeros (+0
-        or
-    -0), or contains NaN or Inf is 1.
+    or -0), or contains NaN or Inf is 1.
 
     Raises:
         TypeError, ValueError: an unknown granularity or policy, or a history that is no

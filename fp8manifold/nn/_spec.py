@@ -216,8 +216,8 @@ class LayerSpec:
 
     Codes are multiplied if rows and columns are multiples of 16, with one scale per
     ``tensor`` or ``channel``, and without ``activation`` and ``gradient``. NaN or Inf
-        in
-    a row of the input makes its output NaN; in a gradient it makes both gradients NaN.
+    in a row of the input makes its output NaN; in a gradient it makes both gradients
+    NaN.
 
     Raises:
         TypeError, ValueError: a format or option that can't be read, or that would

@@ -424,9 +424,10 @@ class RiemannianSGD(Riemannian):
             manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
-        stabilize, float_lr, writeback, draws, retraction, moments, seed, damping,
-            clip, refresh_every, maximize, on_nonfinite, stabilize_every, reset_every,
-            flags: as in :class:`RiemannianAdam`.
+        stabilize, float_lr, writeback, draws, retraction, moments, seed: as in
+            :class:`RiemannianAdam`.
+        damping, clip, refresh_every, maximize, on_nonfinite: as in :class:`RiemannianAdam`.
+        stabilize_every, reset_every, flags: as in :class:`RiemannianAdam`.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and

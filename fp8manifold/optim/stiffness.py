@@ -242,10 +242,11 @@ class StiffnessSGD(StiffnessOptimizer):
         lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts
             from the first gradient.
         weight_decay: decoupled decay, times ``lr`` per step.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip,
-            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
-            as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
+        stiffness, metric, draws, seed, damping, clip: as in :class:`StiffnessAdamW`.
+        writeback, moments: as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
             ``momentum`` > 0, the former without Nesterov.
+        refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
+        stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and
@@ -352,9 +353,10 @@ class StiffnessLion(StiffnessOptimizer):
         lr: learning rate, Lion's: a third to a tenth of AdamW's.
         betas: of the interpolation, and of the average.
         weight_decay: decoupled decay, times ``lr`` per step.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip,
-            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
-            as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
+        stiffness, metric, draws, moments, seed: as in :class:`StiffnessAdamW`.
+        writeback: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
+        damping, clip, refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
+        stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.

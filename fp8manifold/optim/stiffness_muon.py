@@ -94,14 +94,15 @@ class StiffnessMuon(StiffnessOptimizer):
         ns_dtype: what the products are computed in; None is bfloat16 where the device
             has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip,
-            refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags:
-            as in :class:`StiffnessAdamW`. ``moments`` and ``writeback="momentum"`` need
-            ``momentum`` > 0; the latter feeds it errors as if the step were linear in
-            it.
+        stiffness, metric, draws, seed, damping, clip: as in :class:`StiffnessAdamW`.
+        writeback, moments: as in :class:`StiffnessAdamW`. ``moments`` and
+            ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors
+            as if the step were linear in it.
+        refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
+        stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Where ``u`` is all zeros the step is the decay alone, and no step depends on other
-        parameters.
+    parameters.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`; no matrix; in a step, a
