@@ -231,14 +231,15 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> fm.save_fp8(model, "trained")
         Traceback (most recent call last):
-        ValueError: the model was not read by fm.load_fp8 and knows no FP8 layout of files: use fm.export_model
+        ValueError: the model was not read by fm.load_fp8, or was decoded since, and knows no \
+FP8 layout of files: use fm.export_model for codes, save_pretrained for floats
     """
     base = _base_of(model)
     published = published_of(base)
     if published is None:
         raise ValueError(
-            "the model was not read by fm.load_fp8 and knows no FP8 layout of files: use "
-            "fm.export_model"
+            "the model was not read by fm.load_fp8, or was decoded since, and knows no FP8 layout "
+            "of files: use fm.export_model for codes, save_pretrained for floats"
         )
     layout = Layout(published)
     _refuse_adapters(base)

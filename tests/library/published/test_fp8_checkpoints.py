@@ -493,5 +493,5 @@ def test_calls_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     with refused(FileNotFoundError, "config.json"):
         load_fp8(folder)
     fm.dequantize_model(model)
-    with refused(ValueError, "down_proj.weight", "no longer in codes"):
+    with refused(ValueError, "was decoded since", "save_pretrained for floats"):
         save_fp8(model, tmp_path / "trained")
