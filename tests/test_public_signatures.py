@@ -38,6 +38,15 @@ def signature_of(function: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(bare))
 
 
+def is_inherited_step(kind: type, value: object) -> bool:
+    """Return whether a member is the step of a base class, which torch has hooked.
+
+    torch puts it on the class of the first optimizer that is made.
+    """
+    is_hooked = getattr(value, "hooked", False)
+    return is_hooked and not value.__qualname__.startswith(f"{kind.__qualname__}.")
+
+
 def lines_of_class(name: str, kind: type) -> Iterator[str]:
     """Yield a line for a class and one for each of its own public members."""
     is_plain = issubclass(kind, enum.Enum | Warning)
@@ -46,7 +55,7 @@ def lines_of_class(name: str, kind: type) -> Iterator[str]:
         fields = ", ".join(field.name for field in dataclasses.fields(kind))
         yield f"    fields: {fields}"
     for member, value in sorted(vars(kind).items()):
-        if member.startswith("_"):
+        if member.startswith("_") or is_inherited_step(kind, value):
             continue
         if isinstance(value, property):
             yield f"    .{member}"
