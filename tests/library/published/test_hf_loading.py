@@ -118,7 +118,7 @@ def test_pages_are_given_back_unless_they_were_written_to(
         at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
         return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
 
-    monkeypatch.setattr(_tensor_files, "_EVERY", 2**10)
+    monkeypatch.setattr(_tensor_files, "_FEWEST_BYTES", 2**10)
     monkeypatch.setattr(_tensor_files, "_PARTS", 2**10)
     files = _tensor_files.MappedFiles([path])
     values = torch.from_file(str(path), shared=False, size=2**18, dtype=torch.uint8)
