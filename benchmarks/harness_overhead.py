@@ -156,9 +156,9 @@ def step_alone(config: Config, corpus: Corpus, *, checked: bool) -> Step:
         now = trainer.new_step(taken, last=False)
         if not checked:
             return trainer.train_step(now, [])
-        sentry.before()
+        sentry.copy_buffers()
         loss = trainer.train_step(now, [])
-        sentry.after(now)
+        sentry.check(now)
         return loss
 
     return step

@@ -415,11 +415,11 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, monkey
         assert losses[0] == pytest.approx(math.log(257), abs=0.1)
         assert losses[-1] < losses[0] - 1.5
     assert curves[1] == curves[2]
-    for name in ("before", "after"):
+    for name in ("copy_buffers", "check"):
         monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
     for checked in (False, True):
         script.step_alone(config, opened, checked=checked)()
-        assert calls == ["before", "after"] * checked
+        assert calls == ["copy_buffers", "check"] * checked
 
 
 def rows_by_name(script, corpus, count):
