@@ -1,5 +1,18 @@
-"""A float format as a geoopt manifold: the continuous one of its stiffness, and the
-grid itself.
+"""A float format as a manifold of geoopt's: the interval around its grid, and the grid.
+
+    x  --divide by scale-->  units of the scale  --chart phi-->  steps from zero
+
+`StiffnessManifold` is the continuous interval ``[-s max, s max]``. Its chart counts
+representable steps from zero, so a tangent vector ``u`` at ``x`` is ``u / S(x)`` steps
+long, where ``S(x)`` is one ULP there. ``expmap`` goes so many steps along the chart and
+comes back; lengths and distances are numbers of steps.
+
+`FP8Manifold` has the numbers of the grid as its points: it inherits the interval's
+geometry, but ``projx`` and ``retr`` round.
+
+Everything is computed in units of the scale, in float32 or float64, and cast back to
+the dtype of the argument once. geoopt's optimizers call these methods. This library's
+optimizers read format, scale, metric and rounding, and do their own arithmetic.
 """
 
 from typing import Any, Literal, get_args
@@ -22,38 +35,39 @@ ScaleLike = float | Tensor
 
 
 class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is untyped
-    """The interval ``[-s max, s max]`` with the metric ``1 / S^2``: lengths are counted
-    in ULPs.
+    r"""The interval of a format's values, with lengths counted in ULPs.
 
-    With chart phi and spacing ``S_1`` of the metric at scale 1 (for ``ulp``
-    :func:`fp8manifold.to_chart` and
-    :func:`fp8manifold.ulp`), scale ``s``, and ``u``, ``v`` tangent at ``x``:
+    With scale ``s`` it is ``[-s max, s max]``, and its metric is ``1 / S^2``, where
+    ``S`` is the spacing of the grid. ``phi`` and ``S_1`` are the chart and the spacing
+    at scale 1; for the metric ``ulp`` they are :func:`fp8manifold.to_chart` and
+    :func:`fp8manifold.ulp`. For ``u`` and ``v`` tangent at ``x``:
 
     .. math::
 
-        S(x) &= s \\, S_1(x / s), & \\langle u, v \\rangle_x &= u v / S(x)^2, \\\\
-        \\exp_x(u) &= s \\varphi^{-1}(\\varphi(x/s) + u / S(x)), &
-        \\log_x(y) &= S(x) (\\varphi(y/s) - \\varphi(x/s)), \\\\
-        d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
-        \\operatorname{grad} f &= S(x)^2 \\nabla f.
+        S(x) &= s \, S_1(x / s), & \langle u, v \rangle_x &= u v / S(x)^2, \\
+        \exp_x(u) &= s \varphi^{-1}(\varphi(x/s) + u / S(x)), &
+        \log_x(y) &= S(x) (\varphi(y/s) - \varphi(x/s)), \\
+        d(x, y) &= |\varphi(x/s) - \varphi(y/s)|, & \Gamma_{x \to y} u &= u \, S(y) / S(x), \\
+        \operatorname{grad} f &= S(x)^2 \nabla f.
 
-    It is one-dimensional in every element (``ndim = 0``), and ends at ``+-s max``,
-    where ``expmap`` and ``projx`` stop, Inf included. Under ``ulp`` it is piecewise
-    flat, not smooth: ``S`` jumps at powers of two, where ``exp_x`` has a derivative of
-    1 away from zero and of 1/2 towards it. +0 and -0 are one point. NaN stays NaN, and
-    an empty tensor empty.
+    Every element is a manifold of one dimension (``ndim = 0``). ``expmap`` and
+    ``projx`` stop at the ends ``+-s max``, also for Inf. +0 and -0 are one point. NaN
+    stays NaN, and an empty tensor stays empty.
+
+    Under ``ulp`` it is piecewise flat, not smooth: ``S`` jumps at powers of two, where
+    ``exp_x`` has a derivative of 1 away from zero and of 1/2 towards it.
 
     Args:
         fmt: a format or its name.
-        scale: positive; a number, or a tensor that broadcasts against the points (for
-            example one entry per row).
-        metric: ``ulp`` (the format's own spacing), ``log``
-            (``S = max(|x|, 2^emin) 2^-M``), ``euclidean`` (``S = 1``), or a positive
-            function ``S(x, fmt)``, taken midway between neighbours of the grid.
+        scale: a positive number, or a positive tensor that broadcasts against the
+            points, for example with one entry per row.
+        metric: what ``S`` is. ``ulp``: the format's own spacing; ``log``:
+            ``max(|x|, 2^emin) 2^-M``; ``euclidean``: 1; or a positive function
+            ``S(x, fmt)``, which is evaluated midway between neighbours of the grid.
 
     Raises:
-        TypeError, ValueError: a format, scale or metric of another type or unknown, or
-            a scale that is not positive.
+        TypeError: a format, scale or metric of another type.
+        ValueError: an unknown format or metric, or a scale that is not positive.
 
     Example:
         >>> manifold = StiffnessManifold("E4M3")
@@ -83,103 +97,109 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         end = torch.tensor(self.format.max, dtype=torch.float64, device="cpu")
         self._steps_to_end = float(self._chart.forward(end))
         self.register_buffer("scale", _checked_scale(scale))
-        self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
+        self.register_buffer("format_fields", torch.tensor(_format_as_numbers(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; at
-        NaN the largest, or NaN.
+        """Return the spacing at ``x``: one ULP, in value.
+
+        The shape is that of ``x`` broadcast against the scale. At NaN it is the
+        format's largest spacing, or NaN under a metric that gives NaN there.
         """
-        wide, scale = self._working(x)
-        return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
+        points, scale = self._in_working_dtype(x)
+        return (self._chart.stiffness(self._inside(points / scale)) * scale).to(x.dtype)
 
     def to_chart(self, x: Tensor) -> Tensor:
-        """The coordinate of ``x``: steps from zero."""
-        wide, scale = self._working(x)
-        return self._chart.forward(self._inside(wide / scale)).to(x.dtype)
+        """Return the coordinate of ``x``: its number of steps from zero."""
+        points, scale = self._in_working_dtype(x)
+        return self._chart.forward(self._inside(points / scale)).to(x.dtype)
 
     def from_chart(self, c: Tensor) -> Tensor:
-        """The point at the coordinate ``c``, in steps from zero; ``+-s max`` beyond the
-        ends.
-        """
-        wide, scale = self._working(c, "c")
-        return (self._inside(self._chart.inverse(wide)) * scale).to(c.dtype)
+        """Return the point ``c`` steps from zero, or ``+-s max`` beyond the ends."""
+        coordinates, scale = self._in_working_dtype(c, "c")
+        return (self._inside(self._chart.inverse(coordinates)) * scale).to(c.dtype)
 
     def inner(
         self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False
     ) -> Tensor:
-        """``u v / S(x)^2``, element by element (``keepdim`` changes nothing, as
-        ``ndim`` is 0).
+        """Return ``u v / S(x)^2``, element by element.
+
+        ``keepdim`` is part of geoopt's signature and changes nothing, as ``ndim`` is 0.
         """
         return self.component_inner(x, u, v)
 
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-        """``(u / S)(v / S)``: divided first, because S^2 can leave the range of
-        float32.
-        """
+        """Return ``(u / S)(v / S)``; without ``v``, ``(u / S)^2``."""
         _check_vectors(u, u if v is None else v)
         stiffness = self.stiffness(x)
+        # divided first: S^2 can leave the range of float32
         steps = u / stiffness
         return steps * (steps if v is None else v / stiffness)
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
-        """``|u| / S(x)``: the length of ``u`` in ULPs."""
+        """Return ``|u| / S(x)``: the length of ``u`` in ULPs."""
         _check_vectors(u)
         return (u / self.stiffness(x)).abs()
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
-        """``S(x)^2 u``."""
+        """Return ``S(x)^2 u``, the Riemannian gradient of a Euclidean one."""
         _check_vectors(u)
         stiffness = self.stiffness(x)
         return u * stiffness * stiffness
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        """``u``: every number is a tangent vector."""
+        """Return ``u`` in the shape of a vector at ``x``: every number is tangent."""
         return u.expand(torch.broadcast_shapes(x.shape, u.shape))
 
     def projx(self, x: Tensor) -> Tensor:
-        """The nearest point of the interval."""
-        scale = self._scale_for(x)
+        """Return the nearest point of the interval."""
+        scale = self._scale_in_dtype_of(x)
         return torch.minimum(torch.maximum(x, -scale * self.format.max), scale * self.format.max)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for
-        bit, where ``u`` is 0.
+        """Return the point ``u / S(x)`` steps from ``x``, at most an end.
+
+        Where ``u`` is 0 it is ``x`` itself, bit for bit.
         """
         _check_vectors(u)
-        still = x - (u.detach() - u)  # x to the bit where u is 0, with derivative 1 to u
-        return torch.where(u == 0, still, (self._moved(x, u) * self._working(x)[1]).to(x.dtype))
+        _, scale = self._in_working_dtype(x)
+        moved = (self._exponential_in_units(x, u) * scale).to(x.dtype)
+        # where u is 0 this is x to the bit, and its derivative with respect to u is 1
+        unmoved = x - (u.detach() - u)
+        return torch.where(u == 0, unmoved, moved)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """The exponential map."""
+        """Return the exponential map."""
         return self.expmap(x, u)
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
-        """``S(x) (phi(y) - phi(x))``."""
+        """Return ``S(x) (phi(y) - phi(x))``, the vector that takes ``x`` to ``y``."""
         return self.stiffness(x) * (self.to_chart(y) - self.to_chart(x))
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """``|phi(x) - phi(y)|``: between points of the grid, the number of
-        representable steps.
+        """Return ``|phi(x) - phi(y)|``.
+
+        Between points of the grid it is the number of representable steps.
         """
         return (self.to_chart(x) - self.to_chart(y)).abs()
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """``v S(y) / S(x)``: the same number of ULPs at ``y``."""
+        """Return ``v S(y) / S(x)``: the same number of ULPs at ``y``."""
         _check_vectors(v)
         return v * (self.stiffness(y) / self.stiffness(x))
 
     def random(
         self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> geoopt.ManifoldTensor:
-        """Points uniform in the metric's own volume: every step between neighbours is
-        as likely.
+        """Return points that are uniform in the volume of the metric.
+
+        Every step between neighbours is as likely as any other.
         """
-        top = self.to_chart(
-            self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device) * self.format.max
-        )
+        scale = self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device)
+        steps_to_end = self.to_chart(scale * self.format.max)
         uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
         self._assert_check_shape(uniform.shape, "x")
-        return geoopt.ManifoldTensor(self.projx(self.from_chart(uniform * top)), manifold=self)
+        points = self.projx(self.from_chart(uniform * steps_to_end))
+        return geoopt.ManifoldTensor(points, manifold=self)
 
     def origin(
         self,
@@ -188,57 +208,57 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         device: torch.device | str | None = None,
         seed: int | None = 42,
     ) -> geoopt.ManifoldTensor:
-        """Zeros, the fixed point of the symmetry (``seed`` is part of geoopt's
-        signature; nothing is drawn).
+        """Return zeros, the fixed point of the symmetry ``x -> -x``.
+
+        ``seed`` is part of geoopt's signature; nothing is drawn.
         """
         return geoopt.ManifoldTensor(torch.zeros(*size, dtype=dtype, device=device), manifold=self)
 
     def extra_repr(self) -> str:
-        """Format, scale and metric."""
-        scale = (
-            f"{self.scale.item():g}"
-            if self.scale.numel() == 1
-            else f"tensor of shape {tuple(self.scale.shape)}"
-        )
+        """Return format, scale and metric, as they are printed."""
+        if self.scale.numel() == 1:
+            scale = f"{self.scale.item():g}"
+        else:
+            scale = f"tensor of shape {tuple(self.scale.shape)}"
         metric = getattr(self.metric, "__name__", self.metric)
         return f"{self.format.name}, scale={scale}, metric={metric}"
 
-    def _moved(self, x: Tensor, u: Tensor) -> Tensor:
-        """``exp_x(u)`` in units of the scale, in the dtype that the chart is computed
-        in.
-        """
-        wide, scale = self._working(x)
-        inside = self._inside(wide / scale)
-        beyond = 2 * self._steps_to_end + 1  # past either end from anywhere, and far from overflow
-        steps = (u / (self._chart.stiffness(inside) * scale)).clamp(-beyond, beyond)
-        return self._inside(self._chart.shift(inside, steps))
+    def _exponential_in_units(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return ``exp_x(u)`` in units of the scale, in the working dtype."""
+        points, scale = self._in_working_dtype(x)
+        start = self._inside(points / scale)
+        # so many steps pass either end from anywhere, and are far from overflow
+        longest = 2 * self._steps_to_end + 1
+        steps = (u / (self._chart.stiffness(start) * scale)).clamp(-longest, longest)
+        return self._inside(self._chart.shift(start, steps))
 
     def _inside(self, x: Tensor) -> Tensor:
         return clamp_to_ends(x, self.format.max)
 
-    def _working(self, x: Tensor, name: str = "x") -> tuple[Tensor, Tensor]:
-        """``x`` and the scale in the dtype that the chart is computed in."""
-        work = working_dtype(x, name)
-        return x.to(work), self.scale.to(work)
+    def _in_working_dtype(self, x: Tensor, name: str = "x") -> tuple[Tensor, Tensor]:
+        """Return ``x`` and the scale in the dtype that the chart is computed in."""
+        dtype = working_dtype(x, name)
+        return x.to(dtype), self.scale.to(dtype)
 
-    def _scale_for(self, x: Tensor) -> Tensor:
-        working_dtype(x)  # refuses integers, which would truncate the scale
+    def _scale_in_dtype_of(self, x: Tensor) -> Tensor:
+        # refuses integers, which would truncate the scale
+        working_dtype(x)
         return self.scale.to(x.dtype)
 
     def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
-        """A point must have a shape that the scale broadcasts to without widening it."""
+        """Check that the scale broadcasts to a point's shape without widening it."""
         if broadcasts_to(self.scale.shape, torch.Size(shape)):
             return True, None
-        return (
-            False,
+        reason = (
             f"{name} has shape {tuple(shape)}: the scale of shape {tuple(self.scale.shape)} does "
-            f"not fit",
+            "not fit"
         )
+        return False, reason
 
     def _check_point_on_manifold(
         self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        limit = self._scale_for(x) * self.format.max
+        limit = self._scale_in_dtype_of(x) * self.format.max
         if bool((x.abs() <= limit * (1 + rtol) + atol).all()):
             return True, None
         return False, f"a value is NaN or beyond scale * {self.format.max:g}"
@@ -246,15 +266,21 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        return (False, "the vector holds NaN") if bool(u.isnan().any()) else (True, None)
+        if bool(u.isnan().any()):
+            return False, "the vector holds NaN"
+        return True, None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse the state of another format: its points are not on this grid."""
+        """Refuse the state of another format: its points are not on this grid.
+
+        The last of ``args`` is torch's list of error messages.
+        """
         saved = state_dict.get(prefix + "format_fields")
-        if saved is not None and saved.tolist() != _fields(self.format):
+        if saved is not None and saved.tolist() != _format_as_numbers(self.format):
             exponent_bits, mantissa_bits, bias, layout = saved.tolist()
             other = FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout])
-            args[-1].append(
+            errors = args[-1]
+            errors.append(
                 f"{prefix}format_fields is of {other.name}, but this manifold is of "
                 f"{self.format.name}"
             )
@@ -263,43 +289,46 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
 
 
 class FP8Manifold(StiffnessManifold):
-    """The representable numbers of a format as the points, inside the continuous
-    manifold around them.
+    r"""The representable numbers of a format, in the interval around them.
 
-    ``retr`` rounds to the grid; ``expmap``, ``logmap``, ``dist`` and ``transp`` are the
-    ambient
-    :class:`StiffnessManifold`'s.
+    ``retr`` and ``projx`` round to the grid. ``expmap``, ``logmap``, ``dist`` and
+    ``transp`` are those of the :class:`StiffnessManifold` around it.
 
-    .. math:: R_x(u) = s \\, \\mathrm{round}(\\exp_x(u) / s), \\qquad \\mathrm{projx}(x) = s \\, \\mathrm{round}(x / s)
+    .. math:: R_x(u) = s \, \mathrm{round}(\exp_x(u) / s), \qquad
+              \mathrm{projx}(x) = s \, \mathrm{round}(x / s)
 
-    NaN, Inf and empty tensors are treated as there; -0 becomes +0 where the layout has
-    none. ``nearest`` violates ``dR_x(0) = id``, a part of the definition of a
-    retraction, because a step below half an ULP does nothing (stall). ``stochastic``
-    has ``E[R_x(u)] = exp_x(u)`` away from the ends of the range, and so ``dR_x(0) = id``
-    in the mean, but for powers of two, where small steps towards zero go half as far.
-    With the ``euclidean`` retraction ``E[R_x(u)] = x + u`` everywhere.
+    Rounding to ``nearest`` violates ``dR_x(0) = id``, which a retraction must fulfil: a
+    step below half an ULP does nothing, and training stalls. Under ``stochastic``
+    rounding it holds in the mean. Away from the ends of the range
+    ``E[R_x(u)] = exp_x(u)``, except at powers of two, where small steps towards zero go
+    half as far. With the ``euclidean`` retraction ``E[R_x(u)] = x + u`` everywhere.
+
+    NaN, Inf and empty tensors are treated as in :class:`StiffnessManifold`. -0 becomes
+    +0 if the format's layout has no -0.
 
     Args:
         fmt: a format or its name.
         scale: positive; points are ``scale`` times a value of the format.
         rounding: how ``retr`` rounds, ``nearest`` or ``stochastic``.
-        seed: key of the random bits; give every parameter its own manifold with another
-            seed.
+        seed: key of the random bits. Give every parameter a manifold with another seed.
         metric: as in :class:`StiffnessManifold`.
         retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u``.
-        draws: ``independent`` in every retraction, or ``dither``: spread evenly
-            (:func:`fp8manifold.random_bits`).
+        draws: ``independent`` in every retraction, or ``dither``, which spreads them
+            evenly over retractions (see :func:`fp8manifold.random_bits`).
 
-    The stochastic manifold counts its retractions in the buffer ``counter``, part of
-    ``state_dict``.
+    Attributes:
+        counter: the number of stochastic retractions so far, a buffer and part of
+            ``state_dict``, so that no draw is used twice.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessManifold`; an unknown rounding,
-            retraction or kind of draws.
+        TypeError: as :class:`StiffnessManifold`.
+        ValueError: as :class:`StiffnessManifold`, or an unknown rounding, retraction or
+            kind of draws.
 
     Example:
         >>> manifold = FP8Manifold("E4M3", rounding="stochastic", seed=1)
-        >>> weight = geoopt.ManifoldParameter(manifold.projx(torch.tensor([0.3, -0.7])), manifold=manifold)
+        >>> points = manifold.projx(torch.tensor([0.3, -0.7]))
+        >>> weight = geoopt.ManifoldParameter(points, manifold=manifold)
         >>> weight.tolist()
         [0.3125, -0.6875]
         >>> bool((manifold.retr(weight, torch.zeros(2)) == weight).all())
@@ -332,50 +361,64 @@ class FP8Manifold(StiffnessManifold):
         check_choice("retraction", retraction, RETRACTIONS)
         check_int("seed", seed, 0, 2**63 - 1)
         check_choice("draws", draws, get_args(Draws))
-        self.rounding, self.retraction, self.draws = rounding, retraction, draws
+        self.rounding = rounding
+        self.retraction = retraction
+        self.draws = draws
         self.register_buffer("seed_word", torch.tensor(seed))
         self.register_buffer("counter", torch.tensor(0))
 
     def projx(self, x: Tensor) -> Tensor:
-        """The nearest point of the grid (ties to the even code)."""
-        wide, scale = self._working(x)
-        return (round_to_grid(wide / scale, self.format) * scale).to(x.dtype)
+        """Return the nearest point of the grid; of two as near, that of the even code."""
+        points, scale = self._in_working_dtype(x)
+        return (round_to_grid(points / scale, self.format) * scale).to(x.dtype)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u``
-        is 0.
+        """Return ``exp_x(u)``, or ``x + u`` if ``retraction`` says so, rounded.
+
+        Where ``u`` is 0 it is ``x`` itself, bit for bit.
         """
         _check_vectors(u)
-        wide, scale = self._working(x)
-        moved = self._moved(x, u) if self.retraction == "exponential" else (wide + u) / scale
+        points, scale = self._in_working_dtype(x)
+        if self.retraction == "exponential":
+            moved = self._exponential_in_units(x, u)
+        else:
+            moved = (points + u) / scale
         return torch.where(u == 0, x, (self.round(moved) * scale).to(x.dtype))
 
     def round(self, x: Tensor) -> Tensor:
-        """Round ``x``, in units of the scale, in the manifold's own mode; stochastic
-        rounding advances ``counter``.
+        """Round ``x``, in units of the scale, as ``rounding`` says.
+
+        Stochastic rounding advances ``counter``.
         """
         if self.rounding == "nearest":
             return round_to_grid(x, self.format)
-        key: dict[str, Any] = {"seed": int(self.seed_word.item()), "step": int(self.counter.item())}
-        rounded = round_to_grid(x, self.format, "stochastic", **key, draws=self.draws)
+        rounded = round_to_grid(
+            x,
+            self.format,
+            "stochastic",
+            seed=int(self.seed_word.item()),
+            step=int(self.counter.item()),
+            draws=self.draws,
+        )
         self.counter += 1
         return rounded
 
     def extra_repr(self) -> str:
-        """Format, scale, metric and rounding, and draws and retraction unless they are
-        the defaults.
-        """
-        draws = "" if self.draws == "independent" else f", draws={self.draws}"
-        moved = "" if self.retraction == "exponential" else f", retraction={self.retraction}"
-        return f"{super().extra_repr()}, rounding={self.rounding}{draws}{moved}"
+        """Return what is printed: draws and retraction unless they are the defaults."""
+        facts = [super().extra_repr(), f"rounding={self.rounding}"]
+        if self.draws != "independent":
+            facts.append(f"draws={self.draws}")
+        if self.retraction != "exponential":
+            facts.append(f"retraction={self.retraction}")
+        return ", ".join(facts)
 
     def _check_point_on_manifold(
         self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        off = int((self.projx(x) != x).sum())
-        return (
-            (True, None) if off == 0 else (False, f"{off} of {x.numel()} values are off the grid")
-        )
+        off_grid = int((self.projx(x) != x).sum())
+        if off_grid:
+            return False, f"{off_grid} of {x.numel()} values are off the grid"
+        return True, None
 
 
 def _check_vectors(*vectors: Tensor) -> None:
@@ -383,7 +426,7 @@ def _check_vectors(*vectors: Tensor) -> None:
         working_dtype(vector, "a tangent vector")
 
 
-def _fields(fmt: FloatFormat) -> list[int]:
+def _format_as_numbers(fmt: FloatFormat) -> list[int]:
     return [fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)]
 
 
