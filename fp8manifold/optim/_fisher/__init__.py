@@ -1,12 +1,23 @@
-"""FisherNaturalGradient: natural gradient steps of linear layers, damped in the metric
-of the format.
+"""FisherNaturalGradient: natural gradient steps of linear layers.
+
+A step of the base class, with one thing put in between:
+
+    step -> _may_step      all gradients are finite, as everywhere; then in each group
+              _precondition  layers whose Fisher matrix is due: _measure it
+                             every layer: its gradient <- the natural one
+         -> _begin         _prepare puts new metrics into the state
+         -> _take          natural gradients by SGD with momentum, all else by Adam
+
+A natural gradient can fail, as a damped matrix may not be positive definite. It is
+therefore computed in `_may_step`, which must not change the state: new metrics wait in
+``_new_metrics`` until the step begins. Measuring itself is in `nngeometry.py`.
 """
 
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,66 +35,78 @@ from fp8manifold.random_bits import Draws
 __all__ = ["FisherNaturalGradient"]
 
 
+class _NamedLayer(NamedTuple):
+    """A linear layer, and its name in the model."""
+
+    name: str
+    module: nn.Linear
+
+
 class FisherNaturalGradient(StiffnessOptimizer):
-    """Natural gradient for linear layers, computed in the coordinates of their codes;
-    StiffnessAdamW for the rest.
+    r"""Natural gradient for linear layers, and StiffnessAdamW for everything else.
 
-    With the chart's derivative ``T`` (value by code, relative to the tensor's mean) and
-    the layer's Fisher matrix ``F`` the gradient ``g`` becomes
+    The natural gradient is computed in the coordinates of the codes. Let ``T`` be the
+    derivative of value by code, relative to the tensor's mean, and ``F`` the Fisher
+    matrix of the layer. Then the gradient ``g`` becomes
 
-    .. math:: \\Delta = T (T F T + \\delta \\bar f I)^{-1} T g = (F + \\delta \\bar f \\, T^{-2})^{-1} g, \\qquad
-              T = \\mathrm{clamp}(S / S_{ref}, floor, clip)^k
+    .. math:: \Delta = T (T F T + \delta \bar f I)^{-1} T g
+              = (F + \delta \bar f \, T^{-2})^{-1} g, \qquad
+              T = \mathrm{clamp}(S / S_{ref}, floor, clip)^k
 
-    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping: little of
-    it gives ``F^-1 g``, much of it the Riemannian gradient ``S^2 g``; ``k = 0`` and
-    ordinary parameters give the usual natural gradient. Then
+    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping. Little
+    damping gives ``F^-1 g``, much of it the Riemannian gradient ``S^2 g``. ``k = 0``
+    gives the usual natural gradient, as do ordinary parameters. The step is
 
-    .. math:: d = \\Delta / \\mathrm{rms}(\\Delta), \\qquad m \\leftarrow \\mu m + (1 - \\mu) d, \\qquad
-              w \\leftarrow \\mathrm{round} \\left( (1 - \\eta \\lambda) w - \\eta \\, m / (1 - \\mu^t) \\right)
+    .. math:: d = \Delta / \mathrm{rms}(\Delta), \qquad m \leftarrow \mu m + (1 - \mu) d, \qquad
+              w \leftarrow \mathrm{round} \left(
+              (1 - \eta \lambda) w - \eta \, m / (1 - \mu^t) \right)
 
-    ``F`` is the Fisher information per token under labels drawn from the model's own
-    softmax, layer by layer: its ``diagonal``, a Kronecker product (``kfac``), or that
-    product's eigenbasis (``ekfac``). It is computed by nngeometry in float32, in
-    evaluation mode, and changes neither model, nor gradients, nor the global generator.
-    Weights of linear layers that belong to no other module take natural steps, and
-    everything else
-    :class:`StiffnessAdamW`'s.
+    ``F`` is the Fisher information per token, under labels drawn from the model's own
+    softmax. Each layer has its own: the ``diagonal``, a Kronecker product (``kfac``),
+    or that product in its eigenbasis (``ekfac``). nngeometry measures it in float32,
+    with the model in evaluation mode. Model, gradients and the global generator are
+    left as they were.
+
+    The weight of a linear layer takes natural steps, unless another module has it too.
 
     Args:
         params: parameters, or groups of them with options of their own.
-        model: what the gradients are taken of, before ``torch.compile``.
-        loader: batches to measure ``F`` with, an iterable that is used again and again,
-            or a function from the number of steps taken to one.
-        lr: learning rate: AdamW's; with ``normalize=False`` a fraction of the natural
-            step.
+        model: the model whose loss is trained, before ``torch.compile``.
+        loader: batches to measure ``F`` with: an iterable that can be iterated over
+            again and again, or a function from the number of steps taken to one.
+        lr: learning rate, as for AdamW; with ``normalize=False`` a fraction of the
+            natural step.
         momentum: decay rate of the running average of directions.
         betas, eps, weight_decay: as in :class:`StiffnessAdamW`.
         representation: ``diagonal``, ``kfac`` or ``ekfac``.
         refresh: steps between two measurements of ``F``.
         damping: added to each eigenvalue of ``T F T``, in units of their mean.
         decay: weight of earlier measurements in the running average of ``F``.
-        batches: batches for one measurement: the first of the loader.
-        samples: labels drawn for each token.
+        batches: the number of batches for one measurement, from the start of the
+            loader.
+        samples: the number of labels drawn for each token.
         normalize: divide each natural gradient by its root mean square.
-        max_features: kfac and ekfac leave layers that are wider, on either side, to
+        max_features: kfac and ekfac leave layers with more inputs or outputs to
             StiffnessAdamW.
-        logits: function (model, batch) to the logits (..., V), or to what has them as
-            ``.logits``.
-        stiffness, metric, writeback, draws, moments, seed, clip, refresh_every,
-            maximize, stabilize_every, flags: as in
-            :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
-        floor: lower bound of S / S_ref, ``damping`` in :class:`StiffnessAdamW`.
-        on_nonfinite: for gradients, and for a damped ``F`` that is not positive
-            definite: ``skip``, with a ``RuntimeWarning`` because of ``F``, or
-            ``raise``.
+        logits: function (model, batch) that returns logits (..., V). By default the
+            model is called with the batch, or with the first entry of it, and returns
+            logits or an object with ``.logits``.
+        stiffness, metric, writeback, draws, moments, clip, refresh_every, maximize,
+            stabilize_every, flags: as in :class:`StiffnessAdamW`.
+        seed: as in :class:`StiffnessAdamW`; the drawn labels depend on it too.
+        floor: lower bound of S / S_ref, called ``damping`` in :class:`StiffnessAdamW`.
+        on_nonfinite: what happens if a gradient is not finite, or a damped ``F`` not
+            positive definite. ``skip`` skips the step, and because of ``F`` issues a
+            ``RuntimeWarning``; ``raise`` raises.
         reset_every: forget momentum, running averages and ``F`` every so many steps.
 
     Raises:
-        TypeError: an option of another type, a loader to iterate over once only.
+        TypeError: an option of another type, or a loader that can be iterated over only
+            once.
         ValueError: an option out of range, no linear layer that can take a natural
-            step, an empty loader, no logits.
-        FloatingPointError, ImportError: as ``on_nonfinite`` says; nngeometry is missing
-            (``fp8manifold[fisher]``).
+            step, an empty loader, or no logits.
+        FloatingPointError: in a step, if ``on_nonfinite`` is ``raise``.
+        ImportError: nngeometry is missing (``pip install 'fp8manifold[fisher]'``).
 
     Example:
         >>> import fp8manifold as fm
@@ -101,8 +124,10 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     direction = "adam"
     damping_option = "floor"
-    _metrics: dict[Tensor, dict[str, Any]]  # what a step has measured and not taken yet
-    steps_alone = False  # the gradients of a layer's weight and bias go together
+    # what a step has measured, until it begins
+    _new_metrics: dict[Tensor, dict[str, Any]]
+    # a measurement runs the model, for all layers that are due
+    steps_alone = False
 
     def __init__(
         self,
@@ -140,10 +165,11 @@ class FisherNaturalGradient(StiffnessOptimizer):
         **flags: Any,
     ) -> None:
         options = options_in(locals())
-        model, loader, logits = (options.pop(name) for name in ("model", "loader", "logits"))
         fisher.check_sources(model, loader, logits)
         fisher.load_nngeometry()
-        self.model, self.loader, self.logits = model, loader, logits
+        self.model = options.pop("model")
+        self.loader = options.pop("loader")
+        self.logits = options.pop("logits")
         super().__init__(params, options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
@@ -152,7 +178,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The base's part, and what ``F`` is measured with."""
+        """Return the base's part, and what ``F`` is measured with."""
         return super().__getstate__() | {
             "model": self.model,
             "loader": self.loader,
@@ -162,7 +188,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_unshared(type(self).__name__, group["params"])
         check_number("momentum", group["momentum"], 0.0, 1.0, open_high=True)
-        check_choice("representation", group["representation"], tuple(fisher.NEEDED))
+        check_choice("representation", group["representation"], tuple(fisher.ENTRY_OF_METRIC))
         check_finite("damping", group["damping"])
         check_number("decay", group["decay"], 0.0, 1.0, open_high=True)
         check_number("floor", group["floor"], 0.0, 1.0)
@@ -176,19 +202,22 @@ class FisherNaturalGradient(StiffnessOptimizer):
             )
         if group["moments"] != "float32" and not group["momentum"]:
             raise ValueError(
-                f"moments={group['moments']!r} needs momentum > 0: without it there is none to "
-                f"store"
+                f"moments={group['moments']!r} needs momentum > 0 (momentum=0 keeps no moment to "
+                "store)"
             )
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         fields = super()._fields(slot)
-        if "gradient" not in slot.tensors:
+        has_natural_gradient = "gradient" in slot.tensors
+        if not has_natural_gradient:
             return fields
         # the stiffness is in the natural gradient already
         return fields | {"direction": "sgd", "stiffness": "none"}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, lr, momentum = slot.group, lr_of(slot.group), slot.group["momentum"]
+        group = slot.group
+        lr = lr_of(group)
+        momentum = group["momentum"]
         if slot.spec.direction == "adam":
             numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)
         else:
@@ -196,22 +225,27 @@ class FisherNaturalGradient(StiffnessOptimizer):
         return numbers | self._shared_numbers(slot)
 
     def _prepare(self, slot: Slot) -> None:
-        if metric := self._metrics.pop(slot.parameter, None):
-            for name in [name for name in slot.state if name.startswith(fisher.METRIC)]:
+        metric = self._new_metrics.pop(slot.parameter, None)
+        if metric:
+            # those of another representation too
+            old_names = [name for name in slot.state if name.startswith(fisher.METRIC_PREFIXES)]
+            for name in old_names:
                 del slot.state[name]
             slot.state.update(metric)
         super()._prepare(slot)
 
     def _may_step(self, slots: list[Slot]) -> bool:
-        """Check gradients, then make natural ones of them: nothing of the state has
-        changed when that fails.
+        """Check gradients, then make natural ones of them.
+
+        The state is not changed, so that a failure leaves all as it was.
         """
-        self._metrics = {}
+        self._new_metrics = {}
         if not super()._may_step(slots):
             return False
+        slot_of_parameter = {slot.parameter: slot for slot in slots}
         for group in self.param_groups:
             try:
-                self._precondition(group, {slot.parameter: slot for slot in slots})
+                self._precondition(group, slot_of_parameter)
             except FloatingPointError as error:
                 if group["on_nonfinite"] == "raise":
                     raise
@@ -220,43 +254,48 @@ class FisherNaturalGradient(StiffnessOptimizer):
         return True
 
     def _precondition(self, group: dict[str, Any], slots: dict[Tensor, Slot]) -> None:
-        """Replace the gradients of a group's layers by natural ones, measuring the
-        Fisher metric where it is due.
+        """Replace the gradients of a group's layers by natural ones.
+
+        The Fisher metric is measured where it is due, for all layers that have taken as
+        many steps at once.
         """
         layers = {
-            slots[weight]: found for weight, found in self._layers(group).items() if weight in slots
+            slots[weight]: layer for weight, layer in self._layers(group).items() if weight in slots
         }
-        due: dict[int, list[Slot]] = {}
-        for slot in layers:
-            renewed = slot.done % group["refresh"] == 0 or _resets(slot)
-            if renewed or fisher.NEEDED[group["representation"]] not in slot.state:
-                due.setdefault(slot.done, []).append(slot)
-        for done, together in due.items():
-            self._measure(group, {slot: layers[slot] for slot in together}, done)
-        for slot, (name, _) in layers.items():
-            slot.tensors["gradient"] = self._natural(name, slot)
+        entry = fisher.ENTRY_OF_METRIC[group["representation"]]
+        due_by_steps: dict[int, dict[Slot, _NamedLayer]] = {}
+        for slot, layer in layers.items():
+            is_periodic = slot.done % group["refresh"] == 0
+            if is_periodic or _is_reset(slot) or entry not in slot.state:
+                due_by_steps.setdefault(slot.done, {})[slot] = layer
+        for done, due in due_by_steps.items():
+            self._measure(group, due, done)
+        for slot, layer in layers.items():
+            slot.tensors["gradient"] = self._natural_gradient(layer.name, slot)
 
-    def _layers(self, group: dict[str, Any]) -> dict[Tensor, tuple[str, nn.Linear]]:
-        """Name and layer of each weight of the group that belongs to one linear layer
-        of the model alone.
+    def _layers(self, group: dict[str, Any]) -> dict[Tensor, _NamedLayer]:
+        """Return the linear layers of the group that take natural steps, by weight.
+
+        They share their weight with no other module, and are not too wide.
         """
-        widest = 2**62 if group["representation"] == "diagonal" else group["max_features"]
-        owners: Counter[Tensor] = Counter(
-            p for m in self.model.modules() for p in m.parameters(recurse=False)
-        )
-        wanted = set(group["params"])
-        return {
-            module.weight: (name, module)
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear)
-            and module.weight in wanted
-            and owners[module.weight] == 1
-            if module.weight.numel() and max(module.in_features, module.out_features) <= widest
-        }
+        is_diagonal = group["representation"] == "diagonal"
+        widest = math.inf if is_diagonal else group["max_features"]
+        owners: Counter[Tensor] = Counter()
+        for module in self.model.modules():
+            owners.update(module.parameters(recurse=False))
+        parameters = set(group["params"])
+        layers: dict[Tensor, _NamedLayer] = {}
+        for name, module in self.model.named_modules():
+            if not isinstance(module, nn.Linear) or module.weight not in parameters:
+                continue
+            is_alone = owners[module.weight] == 1
+            width = max(module.in_features, module.out_features)
+            if is_alone and module.weight.numel() and width <= widest:
+                layers[module.weight] = _NamedLayer(name, module)
+        return layers
 
-    def _measure(
-        self, group: dict[str, Any], layers: dict[Slot, tuple[str, nn.Linear]], done: int
-    ) -> None:
+    def _measure(self, group: dict[str, Any], layers: dict[Slot, _NamedLayer], done: int) -> None:
+        """Measure the metric of layers after ``done`` steps, into ``_new_metrics``."""
         batches = fisher.first_batches(self.loader, group["batches"], seed=group["seed"], step=done)
         if not batches:
             raise ValueError("the loader gave no batch to measure the Fisher metric with")
@@ -266,29 +305,32 @@ class FisherNaturalGradient(StiffnessOptimizer):
             scores = self.logits(self.model, batches[index // samples])
             return fisher.likelihood(scores, seed=group["seed"], step=done, stream=index)
 
-        found = fisher.measure(
+        measured_layers = []
+        for slot, layer in layers.items():
+            earlier = {} if _is_reset(slot) else slot.state
+            stretch = self._stretch(slot)
+            measured_layers.append(fisher.Layer(layer.name, layer.module, stretch, earlier))
+        metrics = fisher.measure(
             self.model,
-            [
-                fisher.Layer(*x, self._stretch(s), {} if _resets(s) else s.state)
-                for s, x in layers.items()
-            ],
+            measured_layers,
             loss,
             len(batches) * samples,
             representation=group["representation"],
             damping=float(group["damping"]),
             decay=float(group["decay"]),
         )
-        self._metrics |= {
-            slot.parameter: metric for slot, metric in zip(layers, found, strict=True)
-        }
+        for slot, metric in zip(layers, metrics, strict=True):
+            self._new_metrics[slot.parameter] = metric
 
-    def _natural(self, name: str, slot: Slot) -> Tensor:
+    def _natural_gradient(self, name: str, slot: Slot) -> Tensor:
+        """Return the natural gradient of the layer of this name, in float32."""
         group = slot.group
         assert slot.parameter.grad is not None
-        metric, kind = self._metrics.get(slot.parameter) or slot.state, group["representation"]
-        gradient = slot.parameter.grad.float()
+        metric = self._new_metrics.get(slot.parameter) or slot.state
+        representation = group["representation"]
+        stretch = self._stretch(slot) if representation == "diagonal" else 1.0
         gradient = fisher.natural_gradient(
-            kind, metric, gradient, self._stretch(slot) if kind == "diagonal" else 1.0
+            representation, metric, slot.parameter.grad.float(), stretch
         )
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
@@ -300,18 +342,20 @@ class FisherNaturalGradient(StiffnessOptimizer):
         return gradient.contiguous().resolve_neg()
 
     def _stretch(self, slot: Slot) -> Tensor:
-        """``T``, in float32."""
+        """Return ``T`` of a slot, in float32."""
         group = slot.group
         if slot.storage == "plain" or slot.power == 0:
             return torch.ones((), device=slot.device).expand(slot.weight.shape)
         stiffness = stiffness_field(slot, group["metric"])
-        renewed = slot.done % group["refresh_every"] == 0
-        reference = reference_stiffness(stiffness) if renewed else slot.state["reference"]
+        # the step that begins will renew S_ref, where that is due, and find the same one
+        is_due = slot.done % group["refresh_every"] == 0
+        reference = reference_stiffness(stiffness) if is_due else slot.state["reference"]
         ratio = power_of_ratio(stiffness, reference, slot.power, group["floor"], group["clip"])
         assert isinstance(ratio, Tensor)
         return ratio.to(torch.float32).expand(slot.weight.shape)
 
 
-def _resets(slot: Slot) -> bool:
+def _is_reset(slot: Slot) -> bool:
+    """Return True if the step to come begins by clearing the parameter's averages."""
     every = slot.group["reset_every"]
     return bool(slot.done and every and slot.done % every == 0)

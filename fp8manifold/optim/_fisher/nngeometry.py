@@ -1,9 +1,18 @@
-"""The Fisher metric of linear layers, measured by nngeometry on rows of plain linear
-layers.
+"""The Fisher metric of linear layers, measured by nngeometry.
 
-nngeometry's hooks look for ``nn.Linear`` with float weights and 2-D inputs, called
-once: a hook of ours takes the rows of each call, and nngeometry measures a plain layer
-of the same shape on them.
+    loss of drawn labels --> backward pass --> rows of inputs x (N, I)
+                                               and of output gradients y (N, O)
+    rows of each layer   --> nngeometry    --> F: its diagonal, or its two factors
+    T F T + damping      --> nngeometry    --> what `natural_gradient` solves with
+
+nngeometry's hooks look for ``nn.Linear`` with float weights and 2-D inputs, called once
+in a pass. Layers here may be quantised, called several times, or take inputs of any
+shape. So hooks of ours take the rows of every call (`_recorded_calls`), and nngeometry
+measures a plain layer of the same shape on them (`_sum_over_rows`).
+
+``T``, here ``stretch``, is the derivative of value by code coordinate. A metric is a
+dict of entries for the parameter's state: `measure` makes them, `natural_gradient`
+reads them. `FisherNaturalGradient` calls both, and draws batches and labels here.
 """
 
 import math
@@ -22,32 +31,60 @@ from fp8manifold._base.checks import import_optional
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
-Pair = tuple[Tensor, Tensor]  #: Moments of inputs (I, I) and of output gradients (O, O).
-NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac": "eigenvalues"}
-"""A name that a parameter's state has under each representation."""
-METRIC: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
-"""Beginnings of the names in a parameter's state that make a metric."""
-_KINDS: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
-_LAYER: Final = ""  # the name that a module has in itself: a matrix is of one layer
-_LABELS = 0xF15E12_0000_0000  # keeps the draws of labels apart from those of the write-back
-_BATCHES = 0xBA7C4E_0000_0000
-_CHUNK = 1 << 22
+ENTRY_OF_METRIC: Final = {
+    "diagonal": "fisher_diagonal",
+    "kfac": "inverse_inputs",
+    "ekfac": "eigenvalues",
+}
+"""An entry that a parameter's state has once it has a metric, by representation."""
+METRIC_PREFIXES: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
+"""Beginnings of the names of a metric's entries in a parameter's state."""
+_MATRIX_CLASSES: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
+#: The name of the only layer of one of nngeometry's matrices, as a module names itself.
+_LAYER: Final = ""
+#: Added to the seed, so that labels and batches have other draws than the write-back.
+_LABEL_WORD: Final = 0xF15E12_0000_0000
+_BATCH_WORD: Final = 0xBA7C4E_0000_0000
+#: Logits from which labels are drawn at once; a bound of the memory in float64.
+_LOGITS_AT_ONCE: Final = 1 << 22
 
 
 def load_nngeometry() -> Any:
-    """The package, or ImportError."""
+    """Return the package, or raise ImportError."""
     return import_optional("nngeometry", "fisher", "FisherNaturalGradient")
 
 
 class Layer(NamedTuple):
-    """A layer to be measured, with ``T`` (O, I), the derivative of value by coordinate,
-    and its state so far.
-    """
+    """A layer to be measured."""
 
     name: str
     module: nn.Linear
+    #: ``T`` (O, I), the derivative of value by code coordinate.
     stretch: Tensor
+    #: The layer's state, whose averages the new measurement joins.
     earlier: dict[str, Any]
+
+
+class Sides(NamedTuple):
+    """A tensor for the inputs of a layer, and one for its outputs.
+
+    Factors of a Kronecker product, their eigenvectors or inverses are (I, I) and
+    (O, O), factors of ``T`` are (I,) and (O,).
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+
+class _Call(NamedTuple):
+    """One call of a layer in a forward pass."""
+
+    #: The index of the layer.
+    layer: int
+    #: Rows of inputs (N, I), detached.
+    rows: Tensor
+    #: The output, of which gradients are taken.
+    output: Tensor
 
 
 def measure(
@@ -60,143 +97,214 @@ def measure(
     damping: float,
     decay: float,
 ) -> list[dict[str, Any]]:
-    """New metrics, as entries for the layers' states; ``decay`` is the weight of
-    earlier measurements.
+    """Measure the metric of each layer, and return its entries for the layer's state.
+
+    Args:
+        model: the model that ``loss`` calls.
+        layers: the layers to measure.
+        loss: function of the index of a pass, to the sum of the labels' negative
+            log-likelihoods.
+        passes: the number of passes.
+        representation: ``diagonal``, ``kfac`` or ``ekfac``.
+        damping: added to each eigenvalue of ``T F T``, in units of their mean.
+        decay: weight of earlier measurements in the running average of ``F``; at 0
+            kfac and ekfac store no average.
+
+    Raises:
+        FloatingPointError: no pass reaches a layer, or a damped metric is not positive
+            definite.
     """
-    diagonal = representation == "diagonal"
-    names = ("fisher_diagonal",) if diagonal else ("fisher_inputs", "fisher_outputs")
-    found = _mean_over_tokens(model, layers, loss, passes, "diagonal" if diagonal else "kfac")
+    is_diagonal = representation == "diagonal"
+    names = ("fisher_diagonal",) if is_diagonal else ("fisher_inputs", "fisher_outputs")
+    measured = _mean_over_tokens(model, layers, loss, passes, "diagonal" if is_diagonal else "kfac")
     entries: list[dict[str, Any]] = []
-    for layer, new in zip(layers, found, strict=True):
-        known = [layer.earlier[name] if decay and name in layer.earlier else None for name in names]
-        mean = [
-            x if old is None else old * decay + x * (1 - decay)
-            for x, old in zip(new, known, strict=True)
-        ]
-        entry = dict(zip(names, mean, strict=True)) if diagonal or decay else {}
-        if diagonal:
-            entry["fisher_damping"] = _added(
-                layer, mean[0] * layer.stretch * layer.stretch, damping
-            )
+    for layer, tensors in zip(layers, measured, strict=True):
+        averages = _averages(layer, dict(zip(names, tensors, strict=True)), decay)
+        if is_diagonal:
+            eigenvalues = averages["fisher_diagonal"] * layer.stretch * layer.stretch
+            entry = averages | {"fisher_damping": _added(layer, eigenvalues, damping)}
         else:
-            entry |= _in_codes(layer, mean, representation, damping)
+            factors = Sides(averages["fisher_inputs"], averages["fisher_outputs"])
+            entry = averages if decay else {}
+            entry |= _kronecker_entries(layer, factors, representation, damping)
         entries.append(entry)
     if representation == "ekfac":
-        bases = [(entry["basis_inputs"], entry["basis_outputs"]) for entry in entries]
-        values = _mean_over_tokens(model, layers, loss, passes, "ekfac", bases)
-        for layer, entry, (each,) in zip(layers, entries, values, strict=True):
-            entry |= {"eigenvalues": each, "fisher_damping": _added(layer, each, damping)}
-    # some checkpoints drop strides, and a product's last bits depend on them
-    return [
-        {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in each.items()}
-        for each in entries
-    ]
+        bases = [Sides(entry["basis_inputs"], entry["basis_outputs"]) for entry in entries]
+        measured = _mean_over_tokens(model, layers, loss, passes, "ekfac", bases)
+        for layer, entry, (eigenvalues,) in zip(layers, entries, measured, strict=True):
+            entry["eigenvalues"] = eigenvalues
+            entry["fisher_damping"] = _added(layer, eigenvalues, damping)
+    return [_with_contiguous_tensors(entry) for entry in entries]
 
 
-def natural_gradient(
-    kind: str, metric: dict[str, Any], g: Tensor, stretch: Tensor | float = 1.0
-) -> Tensor:
-    """``T (T F T + damping)^-1 T g``, with ``stretch`` for ``T`` of a diagonal; a
-    Kronecker metric has it inside.
+def _averages(layer: Layer, tensors: dict[str, Tensor], decay: float) -> dict[str, Any]:
+    """Return the running averages after a measurement, by name."""
+    averages: dict[str, Any] = {}
+    for name, new in tensors.items():
+        if decay and name in layer.earlier:
+            averages[name] = layer.earlier[name] * decay + new * (1 - decay)
+        else:
+            averages[name] = new
+    return averages
+
+
+def _with_contiguous_tensors(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry with contiguous tensors.
+
+    Some checkpoints drop strides, and the last bits of a product depend on them.
     """
-    if kind == "kfac":
-        matrix = _matrix(kind, g, {_LAYER: (metric["inverse_inputs"], metric["inverse_outputs"])})
-    elif kind == "ekfac":
-        bases = {_LAYER: (metric["basis_inputs"], metric["basis_outputs"])}
-        matrix = _matrix(kind, g, (bases, {_LAYER: metric["eigenvalues"]}))
-    else:
-        square = stretch * stretch
-        matrix, g = _matrix(kind, g, (metric["fisher_diagonal"] * square).reshape(-1)), g * square
-    vector = load_nngeometry().object.PVector(
-        matrix.generator.layer_collection, vector_repr=g.reshape(-1)
-    )
-    solved = (
-        matrix.mv(vector)
-        if kind == "kfac"
-        else matrix.solve(vector, regul=metric["fisher_damping"])
-    )
-    result: Tensor = solved.to_torch()
-    return result.view(g.shape)
-
-
-def _in_codes(
-    layer: Layer, factors: Sequence[Tensor], representation: str, damping: float
-) -> dict[str, Tensor]:
-    """Inverses (kfac) or eigenvectors (ekfac) of ``T F T``, times ``T`` on the sides
-    that gradients come from.
-    """
-    sides = rank_one(layer.stretch)
-    x, y = (factor * side[:, None] * side for factor, side in zip(factors, sides, strict=True))
-    matrix = _matrix("kfac", layer.stretch, {_LAYER: (x, y)})
-    if representation == "kfac":
-        means = [factor.diagonal().double().mean().item() for factor in (x, y)]
-        for factor, mean, side in zip((x, y), means, ("inputs", "output gradients"), strict=True):
-            check_definite(f"layer {layer.name!r}, {side}", factor, damping**0.5 * mean, mean)
-        pair = matrix.inverse(regul=damping * means[0] * means[1]).data[_LAYER]
-        names = ("inverse_inputs", "inverse_outputs")
-        return {
-            name: inverse * side[:, None] * side
-            for name, inverse, side in zip(names, pair, sides, strict=True)
-        }
-    if not (x.isfinite().all() and y.isfinite().all()):
-        raise FloatingPointError(
-            f"layer {layer.name!r}: its Fisher metric is not finite; look for Inf and NaN in the "
-            f"model's activations"
-        )
-    matrix.compute_eigendecomposition()
-    pair, names = matrix.evecs[_LAYER], ("basis_inputs", "basis_outputs")
     return {
-        name: vectors * side[:, None]
-        for name, vectors, side in zip(names, pair, sides, strict=True)
+        name: value.contiguous() if isinstance(value, Tensor) else value
+        for name, value in entry.items()
     }
 
 
-def rank_one(stretch: Tensor) -> Pair:
-    """Factors (I,) and (O,) whose product is nearest to ``stretch`` (O, I) in the
-    logarithm.
+def natural_gradient(
+    representation: str,
+    metric: dict[str, Any],
+    gradient: Tensor,
+    stretch: Tensor | float = 1.0,
+) -> Tensor:
+    """Return ``T (T F T + damping)^-1 T g`` of a layer's gradient (O, I).
+
+    Args:
+        representation: ``diagonal``, ``kfac`` or ``ekfac``.
+        metric: entries of a state, as :func:`measure` makes them.
+        gradient: ``g``.
+        stretch: ``T`` of a diagonal; the other metrics have it inside.
+    """
+    if representation == "kfac":
+        inverses = Sides(metric["inverse_inputs"], metric["inverse_outputs"])
+        matrix = _matrix("kfac", gradient, {_LAYER: inverses})
+        solution = matrix.mv(_vector(matrix, gradient))
+    elif representation == "ekfac":
+        bases = Sides(metric["basis_inputs"], metric["basis_outputs"])
+        data = ({_LAYER: bases}, {_LAYER: metric["eigenvalues"]})
+        matrix = _matrix("ekfac", gradient, data)
+        solution = matrix.solve(_vector(matrix, gradient), regul=metric["fisher_damping"])
+    else:
+        square = stretch * stretch
+        matrix = _matrix("diagonal", gradient, (metric["fisher_diagonal"] * square).reshape(-1))
+        solution = matrix.solve(_vector(matrix, gradient * square), regul=metric["fisher_damping"])
+    result: Tensor = solution.to_torch()
+    return result.view(gradient.shape)
+
+
+def _kronecker_entries(
+    layer: Layer, factors: Sides, representation: str, damping: float
+) -> dict[str, Tensor]:
+    """Return what a Kronecker product ``F`` is solved with.
+
+    These are inverses (kfac) or eigenvectors (ekfac) of ``T F T``, multiplied by ``T``
+    on the sides that gradients come from.
+    """
+    stretches = rank_one(layer.stretch)
+    stretched = Sides(
+        factors.inputs * stretches.inputs[:, None] * stretches.inputs,
+        factors.outputs * stretches.outputs[:, None] * stretches.outputs,
+    )
+    if representation == "kfac":
+        inverses = _damped_inverses(layer, stretched, damping)
+        return {
+            "inverse_inputs": inverses.inputs * stretches.inputs[:, None] * stretches.inputs,
+            "inverse_outputs": inverses.outputs * stretches.outputs[:, None] * stretches.outputs,
+        }
+    bases = _eigenvectors(layer, stretched)
+    return {
+        "basis_inputs": bases.inputs * stretches.inputs[:, None],
+        "basis_outputs": bases.outputs * stretches.outputs[:, None],
+    }
+
+
+def _damped_inverses(layer: Layer, factors: Sides, damping: float) -> Sides:
+    """Return the inverses of both factors; the damping is shared between them."""
+    mean_inputs = factors.inputs.diagonal().double().mean().item()
+    mean_outputs = factors.outputs.diagonal().double().mean().item()
+    root = damping**0.5
+    check_definite(f"layer {layer.name!r}, inputs", factors.inputs, root * mean_inputs, mean_inputs)
+    check_definite(
+        f"layer {layer.name!r}, output gradients",
+        factors.outputs,
+        root * mean_outputs,
+        mean_outputs,
+    )
+    matrix = _matrix("kfac", layer.stretch, {_LAYER: factors})
+    return Sides(*matrix.inverse(regul=damping * mean_inputs * mean_outputs).data[_LAYER])
+
+
+def _eigenvectors(layer: Layer, factors: Sides) -> Sides:
+    if not (factors.inputs.isfinite().all() and factors.outputs.isfinite().all()):
+        raise FloatingPointError(
+            f"layer {layer.name!r}: its Fisher metric is not finite; look for Inf and NaN in the "
+            "model's activations"
+        )
+    matrix = _matrix("kfac", layer.stretch, {_LAYER: factors})
+    matrix.compute_eigendecomposition()
+    return Sides(*matrix.evecs[_LAYER])
+
+
+def rank_one(stretch: Tensor) -> Sides:
+    """Return factors of ``stretch`` (O, I): (I,) and (O,).
+
+    Their outer product is the nearest to it in the logarithm.
     """
     logarithm = stretch.double().log2()
-    return (logarithm.mean(0) - logarithm.mean()).exp2().float(), logarithm.mean(1).exp2().float()
+    inputs = (logarithm.mean(0) - logarithm.mean()).exp2().float()
+    return Sides(inputs, logarithm.mean(1).exp2().float())
 
 
-def _matrix(kind: str, weight: Tensor, data: Any) -> Any:
-    """nngeometry's matrix of a layer with a weight of this shape, made of its data."""
+def _matrix(representation: str, weight: Tensor, data: Any) -> Any:
+    """Return nngeometry's matrix of a layer whose weight has this shape."""
     package = load_nngeometry()
-    return getattr(package.object, _KINDS[kind])(
-        package.backend.DummyGenerator(_layer_of(weight), None), data=data
-    )
+    matrix_class = getattr(package.object, _MATRIX_CLASSES[representation])
+    return matrix_class(package.backend.DummyGenerator(_collection(weight), None), data=data)
 
 
-def _layer_of(weight: Tensor) -> Any:
+def _vector(matrix: Any, gradient: Tensor) -> Any:
+    """Return nngeometry's vector of a gradient, for products with a matrix."""
+    collection = matrix.generator.layer_collection
+    return load_nngeometry().object.PVector(collection, vector_repr=gradient.reshape(-1))
+
+
+def _collection(weight: Tensor) -> Any:
+    """Return nngeometry's collection of one layer, whose weight has this shape."""
     package = load_nngeometry().layercollection
     layers = package.LayerCollection()
     layers.add_layer(_LAYER, package.LinearLayer(weight.shape[1], weight.shape[0], bias=False))
     return layers
 
 
-def _added(layer: Layer, values: Tensor, damping: float) -> float:
-    """``damping`` times the mean eigenvalue, which is added to each."""
-    mean = values.double().mean().item()
-    check_definite(f"layer {layer.name!r}", values.flatten(), damping * mean, mean)
+def _added(layer: Layer, eigenvalues: Tensor, damping: float) -> float:
+    """Return what is added to each eigenvalue: ``damping`` times their mean."""
+    mean = eigenvalues.double().mean().item()
+    check_definite(f"layer {layer.name!r}", eigenvalues.flatten(), damping * mean, mean)
     return damping * mean
 
 
-def check_definite(what: str, values: Tensor, added: float, mean: float) -> None:
-    """Raise unless the eigenvalues, or a matrix, are positive by float32's precision
-    once ``added`` is on top.
+def check_definite(name: str, values: Tensor, added: float, mean: float) -> None:
+    """Raise FloatingPointError unless a damped matrix is positive definite.
+
+    Its eigenvalues must be positive by the precision of float32.
+
+    Args:
+        name: of the matrix, for the message.
+        values: the eigenvalues (N,), or the matrix (N, N), before damping.
+        added: the damping, which is added to each eigenvalue.
+        mean: the mean eigenvalue.
     """
     margin = added - torch.finfo(torch.float32).eps * mean
     if values.dim() == 1:
-        fine = bool((values + margin > 0).all())
+        is_definite = bool((values + margin > 0).all())
     else:
-        shifted = values.double()  # the factorisation's own rounding must not decide
+        # in float64: the rounding of the factorisation must not decide
+        shifted = values.double()
         shifted.diagonal().add_(margin)
-        fine = int(torch.linalg.cholesky_ex(shifted).info) == 0
-    if not (fine and 0 < mean < math.inf):
+        is_definite = int(torch.linalg.cholesky_ex(shifted).info) == 0
+    if not (is_definite and 0 < mean < math.inf):
         raise FloatingPointError(
-            f"{what}: the damped Fisher metric is not positive definite (mean eigenvalue "
+            f"{name}: the damped Fisher metric is not positive definite (mean eigenvalue "
             f"{mean:.3g}, damping adds {added:.3g}): raise damping, batches or samples, or leave "
-            f"the layer out"
+            "the layer out"
         )
 
 
@@ -206,71 +314,76 @@ def _mean_over_tokens(
     loss: Callable[[int], Tensor],
     passes: int,
     kind: str,
-    bases: Sequence[Pair] = (),
+    bases: Sequence[Sides] = (),
 ) -> list[list[Tensor]]:
-    """Each layer's diagonal (O, I), factors of inputs and output gradients (kfac), or
-    eigenvalues in ``bases``.
+    """Return the measured tensors of each layer, as means over tokens.
+
+    They are its diagonal (O, I); for ``kfac`` the factors of inputs and of output
+    gradients; or for ``ekfac`` the eigenvalues in the layer's entry of ``bases``.
     """
     sums: list[list[Tensor]] = [[] for _ in layers]
     tokens = [0] * len(layers)
-    with _watched(model, layers) as calls:
+    with _recorded_calls(model, layers) as calls:
         for index in range(passes):
             calls.clear()
             value = loss(index)
-            made = [
-                call for call in calls if value.requires_grad
-            ]  # checkpointing calls layers in the backward pass
-            gradients = (
-                torch.autograd.grad(value, [output for _, _, output in made], allow_unused=True)
-                if made
-                else ()
-            )
-            for (i, x, _), y in zip(made, gradients, strict=True):
-                if y is not None:
-                    new = _sum_over_rows(
-                        kind, x, y.reshape(-1, y.shape[-1]).float(), bases[i] if bases else None
-                    )
-                    sums[i] = [a + b for a, b in zip(sums[i], new, strict=True)] if sums[i] else new
-                    tokens[i] += len(x)
+            for call, gradient in _with_gradients(calls, value):
+                y = gradient.reshape(-1, gradient.shape[-1]).float()
+                basis = bases[call.layer] if bases else None
+                new = _sum_over_rows(kind, call.rows, y, basis)
+                earlier = sums[call.layer]
+                if earlier:
+                    new = [old + added for old, added in zip(earlier, new, strict=True)]
+                sums[call.layer] = new
+                tokens[call.layer] += len(call.rows)
     for layer, count in zip(layers, tokens, strict=True):
         if not count:
             raise FloatingPointError(
                 f"layer {layer.name!r} was not reached by any batch: its Fisher metric is "
-                f"undefined; leave it out of "
-                "the parameters, or give batches that reach it"
+                "undefined; leave it out of the parameters, or give batches that reach it"
             )
-    # a mean over passes, then over tokens, in the order in which resumed runs have to
-    # round
-    return [
-        [x / passes * (passes / count) for x in each]
-        for each, count in zip(sums, tokens, strict=True)
-    ]
+    means = []
+    for tensors, count in zip(sums, tokens, strict=True):
+        # the mean over passes comes first: resumed runs have to round in this order
+        means.append([x / passes * (passes / count) for x in tensors])
+    return means
+
+
+def _with_gradients(calls: list[_Call], value: Tensor) -> list[tuple[_Call, Tensor]]:
+    """Return the calls that ``value`` depends on, with the gradients of their outputs."""
+    if not calls or not value.requires_grad:
+        return []
+    # a copy: under checkpointing the backward pass calls layers again
+    forward_calls = list(calls)
+    outputs = [call.output for call in forward_calls]
+    gradients = torch.autograd.grad(value, outputs, allow_unused=True)
+    pairs = zip(forward_calls, gradients, strict=True)
+    return [(call, gradient) for call, gradient in pairs if gradient is not None]
 
 
 @contextmanager
-def _watched(
-    model: nn.Module, layers: Sequence[Layer]
-) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-    """A list that each call of a layer adds its place, rows of inputs (N, I) and output
-    to, in evaluation mode.
-    """
-    calls: list[tuple[int, Tensor, Tensor]] = []
+def _recorded_calls(model: nn.Module, layers: Sequence[Layer]) -> Iterator[list[_Call]]:
+    """Put the model in evaluation mode, and record the calls of layers in a list."""
+    calls: list[_Call] = []
 
-    def keep(i: int, layer: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def record(i: int, layer: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = inputs[0].detach()
-        x = layer.quantized_input(x) if isinstance(layer, QuantizedLinear) else x
-        output = output if output.requires_grad else output.detach().requires_grad_()
-        calls.append((i, x.reshape(-1, x.shape[-1]).float(), output))
-        return output.clone()  # an activation may overwrite it
+        if isinstance(layer, QuantizedLinear):
+            x = layer.quantized_input(x)
+        if not output.requires_grad:
+            output = output.detach().requires_grad_()
+        calls.append(_Call(i, x.reshape(-1, x.shape[-1]).float(), output))
+        # a copy: an activation in place may overwrite it
+        return output.clone()
 
     modes = {module: module.training for module in model.modules()}
-    hooks = [layer.module.register_forward_hook(partial(keep, i)) for i, layer in enumerate(layers)]
+    hooks = [
+        layer.module.register_forward_hook(partial(record, i)) for i, layer in enumerate(layers)
+    ]
     model.eval()
     try:
-        with (
-            torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),
-        ):  # compiled code would not see the hooks
+        # eager: compiled code would not see the hooks
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             yield calls
     finally:
         for hook in hooks:
@@ -279,60 +392,74 @@ def _watched(
             module.training = training
 
 
-def _sum_over_rows(kind: str, x: Tensor, y: Tensor, basis: Pair | None) -> list[Tensor]:
-    """nngeometry's measurement of a plain layer with inputs (N, I) whose outputs have
-    the gradients (N, O).
+def _sum_over_rows(kind: str, x: Tensor, y: Tensor, basis: Sides | None) -> list[Tensor]:
+    """Return nngeometry's measurement of a plain layer.
+
+    Args:
+        kind: what is measured, as in `_mean_over_tokens`.
+        x: inputs (N, I).
+        y: gradients of the outputs (N, O).
+        basis: eigenvectors, for ``ekfac``.
     """
     layer = nn.utils.skip_init(nn.Linear, x.shape[1], y.shape[1], bias=False, device=x.device)
+    # the gradient of this function with respect to outputs is y
     backend = load_nngeometry().backend.TorchHooksJacobianBackend(
-        layer, lambda x, y: (layer(x) * y).sum(1), layer_collection=_layer_of(layer.weight)
+        layer, lambda x, y: (layer(x) * y).sum(1), layer_collection=_collection(layer.weight)
     )
-    one: Any = [(x, y)]  # a single example: sums are divided by one
-    rows: DataLoader[Any] = DataLoader(one, batch_size=None, generator=torch.Generator())
+    # all rows are a single example: nngeometry divides its sums by the number of these
+    examples: Any = [(x, y)]
+    loader: DataLoader[Any] = DataLoader(examples, batch_size=None, generator=torch.Generator())
     if kind == "diagonal":
-        return [backend.get_covariance_diag(rows).view(layer.weight.shape)]
+        return [backend.get_covariance_diag(loader).view(layer.weight.shape)]
     if kind == "kfac":
-        return list(backend.get_kfac_blocks(rows)[_LAYER])
-    return [backend.get_kfe_diag({_LAYER: basis}, rows)[_LAYER]]
+        return list(backend.get_kfac_blocks(loader)[_LAYER])
+    return [backend.get_kfe_diag({_LAYER: basis}, loader)[_LAYER]]
 
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
-    """The logits of a model that takes the batch, or its first entry; tensors are moved
-    to the model's device.
+    """Return the logits of a model that takes the batch, or the first entry of it.
+
+    Tensors are moved to the model's device.
     """
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(inputs, Tensor):
         raise TypeError(
             f"the loader gave a {type(inputs).__name__}, not tensors: say with logits= what to do "
-            f"with it"
+            "with it"
         )
     output = model(inputs.to(next(model.parameters()).device))
     return getattr(output, "logits", output)  # type: ignore[no-any-return]
 
 
 def first_batches(loader: Any, count: int, *, seed: int, step: int) -> list[Any]:
-    """The first batches of the loader, in an order that depends on seed and step and on
-    no global generator.
+    """Return the first batches of the loader.
+
+    A loader that shuffles has an order that depends on seed and step alone: the global
+    generator is neither read nor advanced.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed((seed ^ _BATCHES ^ (step * 0x9E3779B97F4A7C15)) % 2**64)
-        return list(islice(iter(loader(step) if callable(loader) else loader), count))
+        torch.default_generator.manual_seed(
+            (seed ^ _BATCH_WORD ^ (step * 0x9E3779B97F4A7C15)) % 2**64
+        )
+        batches = loader(step) if callable(loader) else loader
+        return list(islice(iter(batches), count))
 
 
 def likelihood(scores: Any, *, seed: int, step: int, stream: int) -> Tensor:
-    """The negative log-likelihood of labels that are drawn from the softmax of logits
-    (..., V).
+    """Return the negative log-likelihood of labels drawn from the model's softmax.
+
+    Args:
+        scores: logits (..., V).
+        seed: key of the draws, with ``step`` and ``stream``.
+        step: the steps taken.
+        stream: the index of the pass.
     """
-    if (
-        not isinstance(scores, Tensor)
-        or not scores.is_floating_point()
-        or scores.dim() < 2
-        or scores.shape[-1] < 2
-    ):
-        shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    is_tensor = isinstance(scores, Tensor)
+    if not is_tensor or not scores.is_floating_point() or scores.dim() < 2 or scores.shape[-1] < 2:
+        shape = tuple(scores.shape) if is_tensor else type(scores).__name__
         raise ValueError(
             f"the model gave {shape}: logits (..., V) of at least two classes are needed; see "
-            f"logits="
+            "logits="
         )
     flat = scores.flatten(0, -2).float()
     labels = sample_labels(flat.detach(), seed=seed, step=step, stream=stream)
@@ -341,26 +468,25 @@ def likelihood(scores: Any, *, seed: int, step: int, stream: int) -> Tensor:
 
 @torch.no_grad()
 def sample_labels(scores: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
-    """One label for every row of logits (N, V), drawn from its softmax by inverting the
-    cumulative distribution.
+    """Draw a label for every row of logits (N, V), from its softmax.
 
-    A label of probability 0 is never drawn, and one below 2^-24 less often than it
-    should be.
+    The cumulative distribution is inverted. A label of probability 0 is never drawn,
+    and one below 2^-24 less often than it should be.
     """
     draws = random_bits(
-        len(scores), seed=seed ^ _LABELS, step=step, stream=stream, device=scores.device
+        len(scores), seed=seed ^ _LABEL_WORD, step=step, stream=stream, device=scores.device
     )
-    rows = max(_CHUNK // scores.shape[1], 1)
+    rows = max(_LOGITS_AT_ONCE // scores.shape[1], 1)
     labels = []
-    for part, bits in zip(scores.split(rows), draws.split(rows), strict=True):
-        cumulative = part.double().softmax(1).cumsum(1)
+    for logits, bits in zip(scores.split(rows), draws.split(rows), strict=True):
+        cumulative = logits.double().softmax(1).cumsum(1)
         threshold = cumulative[:, -1:] * (bits.double()[:, None] * 2.0**-RANDOM_BITS)
         labels.append(torch.searchsorted(cumulative, threshold, right=True)[:, 0])
     return torch.cat(labels).clamp_(max=scores.shape[1] - 1)
 
 
 def check_sources(model: Any, loader: Any, logits: Any) -> None:
-    """Raise unless a metric can be measured with these, again and again."""
+    """Raise TypeError unless a metric can be measured with these, again and again."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     if not callable(logits):
@@ -374,5 +500,5 @@ def check_sources(model: Any, loader: Any, logits: Any) -> None:
     if isinstance(loader, Iterator):
         raise TypeError(
             f"loader is a {type(loader).__name__}, used up after one pass: give a DataLoader or a "
-            f"list"
+            "list"
         )

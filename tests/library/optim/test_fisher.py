@@ -18,7 +18,7 @@ from fp8manifold.optim._fisher import nngeometry
 from nanogpt_bench.model.gpt import GPTShape, build_model
 
 pytestmark = pytest.mark.extra("nngeometry")
-EVERY = pytest.mark.parametrize("representation", nngeometry.NEEDED)
+EVERY = pytest.mark.parametrize("representation", nngeometry.ENTRY_OF_METRIC)
 STORAGES = ("plain", "grid", "fp8")
 
 
@@ -184,7 +184,9 @@ def test_each_group_has_a_representation_and_another_takes_the_place_of_the_firs
     optimizer = FisherNaturalGradient(groups, model, [batch(1), batch(2)], decay=0.0)
 
     def entries(weight):
-        return {name for name in optimizer.state[weight] if name.startswith(nngeometry.METRIC)}
+        return {
+            name for name in optimizer.state[weight] if name.startswith(nngeometry.METRIC_PREFIXES)
+        }
 
     for step, (representation, names) in enumerate(
         {
@@ -500,13 +502,15 @@ def test_measuring_leaves_no_trace():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()
     layers = layers_of(model)
-    for representation in nngeometry.NEEDED:
+    for representation in nngeometry.ENTRY_OF_METRIC:
         batches = nngeometry.first_batches([normal(20, 6)], 1, seed=0, step=0)
         found = measured(representation, model, layers, batches, decay=0.5)
         assert not any(
             x.requires_grad for metric in found for x in metric.values() if isinstance(x, Tensor)
         )
-        assert all(name.startswith(nngeometry.METRIC) for metric in found for name in metric)
+        assert all(
+            name.startswith(nngeometry.METRIC_PREFIXES) for metric in found for name in metric
+        )
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -566,7 +570,7 @@ def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch):
 def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch):
     scores = normal(300, 5000) * 3
     whole = nngeometry.sample_labels(scores, seed=3, step=1, stream=2)
-    monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry._CHUNK", 7 * 5000)
+    monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry._LOGITS_AT_ONCE", 7 * 5000)
     assert torch.equal(nngeometry.sample_labels(scores, seed=3, step=1, stream=2), whole)
     assert len(whole.unique()) > 150
 
