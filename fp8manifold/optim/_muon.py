@@ -36,11 +36,11 @@ _TOGETHER: Final = 2**20  # weights
 
 
 def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.StepView]:
-    """Take steps of the same matrices in every process, in place and in two halves, and
+    r"""Take steps of the same matrices in every process, in place and in two halves, and
     show those that are observed.
 
-    .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
-              d = F \\, \\mathrm{factor}(F u), \\quad F = (S / S_{ref})^k
+    .. math:: m \leftarrow \mu m + (1 - \mu) g, \quad u = (1 - \mu) g + \mu m, \quad
+              d = F \, \mathrm{factor}(F u), \quad F = (S / S_{ref})^k
 
     where ``u = m`` without Nesterov, and the second half is that of any other direction
     ``d``.
@@ -301,11 +301,11 @@ def orthogonal_factor(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``U V^T`` of ``U diag(s) V^T``, nearly: singular values end between about 0.7 and
+    r"""``U V^T`` of ``U diag(s) V^T``, nearly: singular values end between about 0.7 and
     1.2, those of 0 at 0.
 
-    .. math:: X_0 = \\frac{M}{\\max(\\lVert M \\rVert_F, \\epsilon)}, \\qquad
-              X_{i+1} = a X_i + \\left( b\\, X_i X_i^T + c\\, (X_i X_i^T)^2 \\right) X_i
+    .. math:: X_0 = \frac{M}{\max(\lVert M \rVert_F, \epsilon)}, \qquad
+              X_{i+1} = a X_i + \left( b\, X_i X_i^T + c\, (X_i X_i^T)^2 \right) X_i
 
     A matrix of zeros stays one, by ``eps``. Norms are computed in ``dtype`` too, of
     float16 in float32.

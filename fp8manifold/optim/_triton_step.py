@@ -138,7 +138,7 @@ def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Pendi
         _given_up.append(first_line := str(error).strip().splitlines()[0])
         warnings.warn(
             f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same "
-            f"results, slower",
+            "results, slower",
             CompileUnavailableWarning,
             stacklevel=2,
         )

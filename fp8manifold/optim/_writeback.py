@@ -147,10 +147,10 @@ def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 
 def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
-    """One of the two neighbours of every float32, away from zero with the odds of what
+    r"""One of the two neighbours of every float32, away from zero with the odds of what
     would be cut off.
 
-    .. math:: P(b) = \\frac{|x| - a}{b - a}, \\qquad a \\le |x| < b
+    .. math:: P(b) = \frac{|x| - a}{b - a}, \qquad a \le |x| < b
 
     Values of the dtype stay, -0, NaN and Inf too; finite numbers beyond its largest
     value become that, and no draw makes them Inf. Draws have 24 bits, of which bfloat16

@@ -109,7 +109,7 @@ class Riemannian(ManifoldOptimizer):
                 self.param_groups.pop()
                 raise ValueError(
                     f"lr={group['lr']} is in ULPs per step on quantised parameters, and the groups "
-                    f"have ordinary ones "
+                    "have ordinary ones "
                     "too: pass float_lr=... for these (1e-3, say), or put them in a group with its "
                     "own lr"
                 )
@@ -263,13 +263,13 @@ def _progress(group: dict[str, Any]) -> float:
 
 
 class RiemannianAdam(Riemannian):
-    """Riemannian Adam with geoopt's signature, a drop-in over quantised parameters.
+    r"""Riemannian Adam with geoopt's signature, a drop-in over quantised parameters.
 
     On this library's manifolds it is Adam in the chart, with the gradient ``S g`` of
     codes and one rounding per step,
 
-    .. math:: w \\leftarrow \\mathrm{round}\\left(\\exp_{(1 - \\lambda \\eta / \\eta_0) w}(-\\eta \\, S \\, d)\\right),
-              \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
+    .. math:: w \leftarrow \mathrm{round}\left(\exp_{(1 - \lambda \eta / \eta_0) w}(-\eta \, S \, d)\right),
+              \qquad d = \frac{\hat m}{\sqrt{\hat v} + \epsilon S_{ref}}
 
     so ``lr`` is in **ULPs per step**. The averages are in code coordinates, where
     parallel transport does nothing, in multiples of a power of two next to the
@@ -356,7 +356,7 @@ class RiemannianAdam(Riemannian):
         if group["amsgrad"] and group["moments"] != "float32":
             raise ValueError(
                 f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be "
-                f"rounded"
+                "rounded"
             )
         check_first_moment(group)
 
@@ -410,13 +410,13 @@ class RiemannianAdam(Riemannian):
 
 
 class RiemannianSGD(Riemannian):
-    """Riemannian SGD with geoopt's signature, over quantised and other parameters.
+    r"""Riemannian SGD with geoopt's signature, over quantised and other parameters.
 
     On this library's manifolds it is SGD in the chart, with momentum in code
     coordinates and one rounding:
 
-    .. math:: w \\leftarrow \\mathrm{round}\\left(\\exp_{(1 - \\lambda \\eta / \\eta_0) w}(-\\eta \\, S \\, b)\\right),
-              \\qquad b = \\mu b + (1 - \\tau) S g
+    .. math:: w \leftarrow \mathrm{round}\left(\exp_{(1 - \lambda \eta / \eta_0) w}(-\eta \, S \, b)\right),
+              \qquad b = \mu b + (1 - \tau) S g
 
     Args:
         params: parameters or groups.

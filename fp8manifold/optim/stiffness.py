@@ -116,11 +116,11 @@ def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -
 
 
 class StiffnessAdamW(StiffnessOptimizer):
-    """AdamW over weights on a grid, with steps proportional to a power of the local
+    r"""AdamW over weights on a grid, with steps proportional to a power of the local
     spacing.
 
-    .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
-              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k d \\right)
+    .. math:: w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
+              - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k d \right)
 
     with Adam's direction ``d``, learning rate ``eta``, decoupled decay ``lambda`` and
     ``S_ref`` the mean of ``S``; computed in float32 (float64 for float64 parameters)
@@ -229,10 +229,10 @@ class StiffnessAdamW(StiffnessOptimizer):
 
 
 class StiffnessSGD(StiffnessOptimizer):
-    """SGD with momentum over weights that live on a grid.
+    r"""SGD with momentum over weights that live on a grid.
 
-    .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
-              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
+    .. math:: b = \mu b + (1 - \tau) g, \qquad w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
+              - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k b \right)
 
     The Riemannian step is ``S^2 g``: ``stiffness=2.0``. Unlike in torch, decay is
     decoupled.
@@ -333,17 +333,17 @@ def check_momentum(group: dict[str, Any]) -> None:
     if group["moments"] != "float32" and not momentum:
         raise ValueError(
             f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to "
-            f"store"
+            "store"
         )
 
 
 class StiffnessLion(StiffnessOptimizer):
-    """Lion over weights that live on a grid: one average, and steps of the same size
+    r"""Lion over weights that live on a grid: one average, and steps of the same size
     for all weights of a binade.
 
-    .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
-              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
-              \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g) \\right), \\quad m = \\beta_2 m + (1 - \\beta_2) g
+    .. math:: w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
+              - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k
+              \operatorname{sign}(\beta_1 m + (1 - \beta_1) g) \right), \quad m = \beta_2 m + (1 - \beta_2) g
 
     With ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere between the bounds. Ordinary
     parameters get plain Lion.

@@ -61,13 +61,13 @@ _EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
 class StiffnessMuon(StiffnessOptimizer):
-    """Muon over matrices on a grid: one average, and a step of the same size in every
+    r"""Muon over matrices on a grid: one average, and a step of the same size in every
     direction of the matrix.
 
-    .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\qquad u = (1 - \\mu) g + \\mu m, \\\\
-              w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
-              - \\eta a \\, F \\, \\mathrm{msign}(F u) \\right),
-              \\qquad F = \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
+    .. math:: m \leftarrow \mu m + (1 - \mu) g, \qquad u = (1 - \mu) g + \mu m, \\
+              w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
+              - \eta a \, F \, \mathrm{msign}(F u) \right),
+              \qquad F = \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k
 
     ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by ``ns_steps``
     Newton-Schulz iterations; ``a`` follows from the matrix' shape. ``k = 0``, the
@@ -168,11 +168,11 @@ class StiffnessMuon(StiffnessOptimizer):
         weight_decay: float = 0.1,
         **options: Any,
     ) -> "StiffnessMuon":
-        """One optimizer for a whole model: hidden matrices by Muon, everything else by
+        r"""One optimizer for a whole model: hidden matrices by Muon, everything else by
         Adam.
 
-        .. math:: d = \\mathrm{msign}(u) \\text{ for matrices}, \\qquad
-                  d = \\hat m / (\\sqrt{\\hat v} + \\epsilon) \\text{ for the rest}
+        .. math:: d = \mathrm{msign}(u) \text{ for matrices}, \qquad
+                  d = \hat m / (\sqrt{\hat v} + \epsilon) \text{ for the rest}
 
         Muon steps matrices, kernels of convolutions and batches of matrices, except
         embeddings, the head and depthwise convolutions. Vectors, positions, tokens,
@@ -291,14 +291,14 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
     if len(shape) < 2:
         raise ValueError(
             f"a parameter of shape {shape} is no matrix: put it into a group with "
-            f"direction='adam', or let "
+            "direction='adam', or let "
             "StiffnessMuon.for_model sort the model's parameters"
         )
     fits = len(shape) == 2 or matrix_shape == "flatten"
     if not fits and (matrix_shape == "auto" or len(shape) != 3):
         raise ValueError(
             f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' "
-            f"(one matrix, a row per "
+            "(one matrix, a row per "
             "filter) or, with three dimensions, 'batch' (a matrix for each entry of the first)"
         )
 

@@ -44,11 +44,11 @@ _NORMALISE = {
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
-    """Scale another optimizer's updates, element by element, by the stiffness of the
+    r"""Scale another optimizer's updates, element by element, by the stiffness of the
     weights.
 
-    .. math:: w \\leftarrow \\mathrm{round}(w + f \\, \\Delta), \\qquad
-              f = scale(t) \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^{exponent}
+    .. math:: w \leftarrow \mathrm{round}(w + f \, \Delta), \qquad
+              f = scale(t) \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^{exponent}
 
     where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f``
     multiplies its gradient (``on="gradient"``). Points of an
@@ -135,7 +135,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         if on == "gradient" and _NORMALISE & optimizer.defaults.keys():
             warnings.warn(
                 f"a stiffness factor on the gradient of {type(optimizer).__name__} cancels in its "
-                f"normalisation: "
+                "normalisation: "
                 "use on='update'",
                 UserWarning,
                 stacklevel=2,
@@ -240,7 +240,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         if closure is None and _needs_closure(self.optimizer):
             name = type(self.optimizer).__name__
             raise TypeError(
-                f"step() needs a closure that clears the gradients, computes the loss, calls its "
+                "step() needs a closure that clears the gradients, computes the loss, calls its "
                 f"backward() and returns it: {name} calls it in each step"
             )
         before = [p.detach().clone() for p in self._parameters()]

@@ -143,7 +143,7 @@ class InBackward:
             name, other = found
             raise RuntimeError(
                 f"{name} steps in backward already, with another {type(other).__name__}, which "
-                f"would use its gradient "
+                "would use its gradient "
                 "and free it: call remove() of that optimizer's handle, or delete the optimizer "
                 "and the scheduler (torch.optim.lr_scheduler), which keeps it"
             )
@@ -268,7 +268,7 @@ class InBackward:
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
                         f"{in_words(group, i, k)} has a gradient that step_in_backward has not "
-                        f"seen: it was set by "
+                        "seen: it was set by "
                         "hand, or the parameter was moved (model.to); remove() the handle, call "
                         "step_in_backward again"
                     )
@@ -371,11 +371,11 @@ def step_in_backward(
     first: str = "refuse",
     accumulate: str | None = None,
 ) -> InBackward:
-    """Step each parameter as soon as its gradient is computed, and free it: at most one
+    r"""Step each parameter as soon as its gradient is computed, and free it: at most one
     gradient is alive at a time.
 
-    .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i, \\qquad
-              g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
+    .. math:: \text{peak} = \text{weights} + \text{state} + \max_i \text{gradient}_i, \qquad
+              g \leftarrow \min(1, \mathrm{max\_norm} / (\lVert g \rVert + 10^{-6}))\, g
 
     in place of ``weights + state + sum_i gradient_i``. Without ``clip`` the numbers are
     those of ``optimizer.step()`` after the same pass, and ``step()`` only ends the
@@ -427,7 +427,7 @@ def step_in_backward(
     """
     if not isinstance(optimizer, ManifoldOptimizer) or not optimizer.steps_alone:
         raise TypeError(
-            f"step_in_backward needs an optimizer of fp8manifold.optim whose parameters step "
+            "step_in_backward needs an optimizer of fp8manifold.optim whose parameters step "
             f"independently, not {type(optimizer).__name__}"
         )
     if optimizer._in_backward is not None:
@@ -455,7 +455,7 @@ def _options(
     if clip is None and max_norm is not None:
         raise ValueError(
             f"max_norm={max_norm!r} needs clip='previous' (one backward pass per step, by the norm "
-            f"of the step "
+            "of the step "
             "before) or clip='exact' (two backward passes per step)"
         )
     if clip is None and first != "refuse":
@@ -465,7 +465,7 @@ def _options(
     if clip is not None and accumulate is not None:
         raise ValueError(
             f"clip={clip!r} does not go with accumulate={accumulate!r}: sums can be clipped by "
-            f"clip_grad_norm_; leave "
+            "clip_grad_norm_; leave "
             "out clip"
         )
     clipping = None if clip is None else Clipping(clip, max_norm, first)
@@ -476,6 +476,6 @@ def _check_alone() -> None:
     if are_several() and (size := torch.distributed.get_world_size()) > 1:
         raise RuntimeError(
             f"step_in_backward works in one process, and here are {size}: a step would be taken "
-            f"before the "
+            "before the "
             "gradients have been summed over them"
         )

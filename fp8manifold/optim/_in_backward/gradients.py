@@ -141,10 +141,10 @@ FOR_SUMS: Final = 4  #: A fourth key word, which separates the draws of sums fro
 
 
 class GradientSum(StandIn):
-    """The sum of the gradients of several backward passes, in bfloat16, rounded
+    r"""The sum of the gradients of several backward passes, in bfloat16, rounded
     stochastically after each.
 
-    .. math:: s_1 = \\mathrm{round}(g_1), \\qquad s_i = \\mathrm{round}(s_{i-1} + g_i)
+    .. math:: s_1 = \mathrm{round}(g_1), \qquad s_i = \mathrm{round}(s_{i-1} + g_i)
 
     Read, it is a tensor of the gradient's dtype. A number that it is multiplied by is
     stored beside the sum.
@@ -162,7 +162,7 @@ class GradientSum(StandIn):
         if self.factor is not None:
             raise RuntimeError(
                 f"{_HELD}; this one was scaled already, and another gradient comes: clip after the "
-                f"last"
+                "last"
             )
         key = DrawKey((*self.words, FOR_SUMS, self.count))
         draws = draw_range(0, self.held.numel(), key, self.held.device).view(self.held.shape)
@@ -254,9 +254,9 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def clip_factor(total: Tensor, max_norm: float) -> Tensor:
-    """The factor of ``clip_grad_norm_``, at most 1.
+    r"""The factor of ``clip_grad_norm_``, at most 1.
 
-    .. math:: c = \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))
+    .. math:: c = \min(1, \mathrm{max\_norm} / (\lVert g \rVert + 10^{-6}))
     """
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
@@ -279,7 +279,7 @@ class Clipping:
         if first != "refuse" and kind != "previous":
             raise ValueError(
                 f"first={first!r} is for clip='previous': every step of clip={kind!r} has its own "
-                f"pass"
+                "pass"
             )
         self.kind, self.max_norm, self.first = kind, float(max_norm), first
         self.measuring = False
@@ -336,7 +336,7 @@ class Clipping:
                 else "call optimizer.step() after"
             )
             raise RuntimeError(
-                f"a second backward pass before the step of the first has ended, under "
+                "a second backward pass before the step of the first has ended, under "
                 f"clip={self.kind!r}: "
                 f"{end}{'' if self.measuring else ' each, which ends a step and keeps its norm'}"
             )
@@ -443,7 +443,7 @@ class Clipping:
 def _without_norm(kind: str, when: str) -> str:
     return (
         f"clip={kind!r} has no norm to clip by: before {when} take it with `with handle.measure(): "
-        f"loss.backward()`, "
+        "loss.backward()`, "
         "which takes no step"
     )
 
