@@ -17,7 +17,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from covering import covering
-from laws import loop_inside
 
 # Sums depend on the number of threads: a test and the processes it starts take one,
 # unless told otherwise.
@@ -45,8 +44,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({chosen}) and not slow"
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    loop_inside(metafunc)
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case by its value, so that ``-k`` finds it: formats, classes, dtypes and
+    short sequences of these.
+
+    pytest itself names strings, numbers and functions.
+    """
+    if isinstance(val, list | tuple) and 0 < len(val) <= 4:
+        parts = [_name_of(part) for part in val]
+        return None if None in parts else ",".join(map(str, parts))
+    return None if isinstance(val, str | int | float | None) else _name_of(val)
+
+
+def _name_of(value: object) -> str | None:
+    import torch
+
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix("torch.")
+    if value is None or isinstance(value, str | int | float):
+        return str(value)
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    return name if isinstance(name, str) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         asked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
-        if asked and hasattr(item, "callspec") and "cases" not in item.callspec.params:
+        if asked and hasattr(item, "callspec"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for matrix in matrices.values():
         (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]

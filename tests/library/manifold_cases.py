@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
-from laws import each
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -48,12 +48,12 @@ METRICS = {name: name for name in ("ulp", "log", "euclidean")}
 METRICS |= {"function-ulp": ulp_as_function, "function-smooth": smooth_function}
 
 
-every_format = each("fmt", FORMATS.values(), ids=FORMATS)
-few_formats = each("fmt", FEW.values(), ids=FEW)
-every_metric = each("metric", METRICS.values(), ids=METRICS)
-every_scale = each("scale", SCALES.values(), ids=SCALES)
-exact_scale = each("scale", [1.0, 2.0**-7], ids=["1", "2^-7"])
-both_dtypes = each("dtype", [torch.float32, torch.float64], ids=str)
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
+every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+exact_scale = pytest.mark.parametrize("scale", [1.0, 2.0**-7], ids=["1", "2^-7"])
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 @dataclass(frozen=True)

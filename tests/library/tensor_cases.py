@@ -2,8 +2,8 @@
 small network.
 """
 
+import pytest
 import torch
-from laws import each
 from optimizer_cases import normal
 from torch import nn
 
@@ -26,8 +26,8 @@ FORMATS = (
 )
 GRANULARITIES = ("tensor", "channel", "block")
 
-every_format = each("name", FORMATS)
-every_granularity = each("granularity", GRANULARITIES)
+every_format = pytest.mark.parametrize("name", FORMATS)
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
 
 def parameter(name="E4M3", shape=(4, 64), seed=0, **options):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from bench_runs import refusal
-from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import defaults_yaml
@@ -28,7 +27,9 @@ QUICK = [
 pytestmark = pytest.mark.usefixtures("here")
 
 
-@each("command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["report"], ["verify"]])
+@pytest.mark.parametrize(
+    "command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["report"], ["verify"]]
+)
 def test_help_has_examples_and_that_of_run_is_short(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

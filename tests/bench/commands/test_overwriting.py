@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from bench_runs import refusal
 from damages import GARBAGE, contents, gone
-from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.tokenizers import ByteTokenizer
@@ -92,7 +91,7 @@ MINE = '{"mine": [1, 2, 3]}\n'
 
 
 @pytest.mark.parametrize("words", WRITTEN)
-@each("own", [MINE, "no JSON\n"])
+@pytest.mark.parametrize("own", [MINE, "no JSON\n"])
 def test_a_file_of_the_users_stays(words, own, trained, corpus_dir, here, refused):
     file = here / WRITTEN[words]
     file.parent.mkdir(exist_ok=True, parents=True)

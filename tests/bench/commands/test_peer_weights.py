@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from bench_runs import refusal, train, trainer_of
-from laws import each
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import PEER_WEIGHTS
@@ -58,7 +57,7 @@ def test_peers_train_with_all_monitors(rule, peer, _, peer_config, corpus_dir, t
     assert summary["quantized_parameters"] == 12 * 64 * 64 + 64 * vocabulary
 
 
-@each(("rule", "peer", "expected"), PEERS)
+@pytest.mark.parametrize(("rule", "peer", "expected"), PEERS)
 def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, peer_config):
     trainer = trainer_of(peer_config(rule, peer, 128))
     train(trainer, 1)
@@ -76,7 +75,7 @@ def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, peer_config
     assert held_bytes(trainer.model, trainer.optimizer) >= found
 
 
-@each(("rule", "peer"), [peer[:2] for peer in PEERS])
+@pytest.mark.parametrize(("rule", "peer"), [peer[:2] for peer in PEERS])
 def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
     sizes = []
     for given in ((rule, peer), ("fp32", "null")):
@@ -93,7 +92,7 @@ def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
     assert 0.7 < sizes[0] / sizes[1] < 2.0
 
 
-@each("name", PEER_WEIGHTS)
+@pytest.mark.parametrize("name", PEER_WEIGHTS)
 def test_what_layers_hold_is_the_packages_own(name, peer_config):
     peers, floats = (
         linear_layers(trainer_of(config).model)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from laws import each
 
 import nanogpt_bench
 from nanogpt_bench.cli import main, parse
@@ -323,7 +322,7 @@ ADVISED = sorted(
 )
 
 
-@each("line", ADVISED)
+@pytest.mark.parametrize("line", ADVISED)
 def test_what_is_advised_can_be_parsed(line):
     assert len(ADVISED) > 40
     line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from bench_runs import refusal
-from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.sample import Draw, sample_run
@@ -44,8 +43,10 @@ def test_a_cache_gives_the_logits_of_a_whole_pass(model):
     assert cache.length == 8
 
 
-@each("prompt", [1, 5, 8, 13])
-@each("options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 99}])
+@pytest.mark.parametrize("prompt", [1, 5, 8, 13])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 99}]
+)
 def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(model, prompt, options):
     """By definition every token is from a pass over the last `block_size` before it."""
     seen, drawn = tokens(2, prompt), generator()
@@ -109,7 +110,7 @@ def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
         assert (found == rows[0]["text"]) is (seed == 5)
 
 
-@each("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
+@pytest.mark.parametrize("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_weights_of_every_kind_write(trained, kind, capsys):
     assert (
         main(

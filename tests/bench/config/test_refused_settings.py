@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from bench_runs import refusal
-from laws import each
 
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -156,7 +155,7 @@ def flagged(words: str) -> str:
     return " ".join(f"--{pair}" for pair in words.split())
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "said"),
     [*UNREADABLE.items(), *((flagged(words), said) for words, said in CONTRADICTIONS.items())],
 )
@@ -186,7 +185,7 @@ def agreed(given: list[str], path: Path | None = None) -> Config | None:
     raise AssertionError(given)
 
 
-@each(("key", "words"), CASES)
+@pytest.mark.parametrize(("key", "words"), CASES)
 def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advised_make_it_agree(
     key, words
 ):
@@ -196,7 +195,9 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
     agreed(given)
 
 
-@each("name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")])
+@pytest.mark.parametrize(
+    "name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")]
+)
 def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name):
     for rule in available_rules():
         given = [

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from laws import each
 
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.data.text import prepare_text
@@ -36,7 +35,7 @@ def test_its_examples_run_and_every_rule_has_a_grid_around_its_default(search):
         assert powers == pytest.approx(round(powers), abs=1e-9), name
 
 
-@each(
+@pytest.mark.parametrize(
     ("losses", "grown"),
     [
         ({-1: 3.0, 0: 2.0, 1: 1.0}, [2]),

@@ -7,7 +7,6 @@ from pathlib import Path
 import gpt2_checkpoints
 import pytest
 from bench_runs import refusal, resolved
-from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.keys import FIELDS, get
@@ -100,7 +99,7 @@ REFUSED = {
 }
 
 
-@each(("text", "words", "found"), READ)
+@pytest.mark.parametrize(("text", "words", "found"), READ)
 def test_a_file_and_the_words_beside_it_are_read(tmp_path, text, words, found):
     (tmp_path / "a.yaml").write_text(text)
     config = load_config(tmp_path / "a.yaml", words.split())
@@ -108,7 +107,7 @@ def test_a_file_and_the_words_beside_it_are_read(tmp_path, text, words, found):
     assert text != "{}" or words or config == Config()
 
 
-@each(("text", "said"), REFUSED.items())
+@pytest.mark.parametrize(("text", "said"), REFUSED.items())
 def test_wrong_files_are_refused_in_one_line(tmp_path, text, said):
     (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
     with refusal() as caught:
@@ -155,7 +154,7 @@ def test_an_entry_is_given_once_and_does_not_drop_the_others_whatever_the_order(
     assert parse_overrides(whole + mlp) == parse_overrides(mlp + whole) == merged
 
 
-@each("name", shipped_configs())
+@pytest.mark.parametrize("name", shipped_configs())
 def test_every_shipped_file_is_valid(name, tmp_path):
     config = load_config(find_config(name))
     if config.rule and config.rule not in available_rules():
@@ -200,7 +199,7 @@ def parse(key, text):
     return get(load_config(None, [f"--{key}", text]), key)
 
 
-@each("rule", available_rules())
+@pytest.mark.parametrize("rule", available_rules())
 def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_itself(
     rule, tmp_path
 ):
@@ -240,7 +239,7 @@ def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_sett
         assert rule_name(config) == name
 
 
-@each("name", OWN_OPTIMIZERS)
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
 def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name):
     spellings = ["--monitor.activation_format=e4m3", "--monitor.gradient_format=none"]
     config = resolved(["--model.format", "E4M3", "--optimizer.name", name, *spellings])

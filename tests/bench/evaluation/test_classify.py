@@ -11,7 +11,6 @@ import pytest
 import torch
 from bench_runs import flags, recorded, refusal, summary_of, train, trainer_of
 from damages import put, signed
-from laws import each
 from torch.nn import functional
 
 from nanogpt_bench.cli import main
@@ -38,7 +37,7 @@ def classify(tiny, labelled_dir):
 
 
 @pytest.mark.extra("sklearn")
-@each("seed", range(5))
+@pytest.mark.parametrize("seed", range(5))
 def test_figures_are_scikit_learns(seed):
     from sklearn import metrics as judge
 

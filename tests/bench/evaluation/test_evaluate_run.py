@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from bench_runs import recorded, summary_of
-from laws import each
 from safetensors import safe_open
 
 import fp8manifold as fm
@@ -23,7 +22,7 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
 
 
-@each("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
+@pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_untouched_weights_have_the_loss_that_the_run_recorded(trained, kind, capsys):
     rows = evaluate_run(trained[kind])
     assert rows[0].val_loss == summary_of(trained[kind])["final_val_loss"]

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import yaml
-from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -139,7 +138,7 @@ def test_a_healthy_run_has_clear_classes_only(make):
     assert failures_of(make("again", series=HEALTHY)) == []
 
 
-@each("kind", FAILING)
+@pytest.mark.parametrize("kind", FAILING)
 def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step_and_one_look_is_no_failure(
     make, kind
 ):
@@ -226,7 +225,7 @@ COURSES = {
 }
 
 
-@each("name", COURSES)
+@pytest.mark.parametrize("name", COURSES)
 def test_the_course_of_a_loss_is_judged(make, name):
     loss, kind, steps = COURSES[name]
     finding = judged(
@@ -330,7 +329,7 @@ def test_the_write_backs_are_the_librarys():
     )
 
 
-@each("rule", available_rules())
+@pytest.mark.parametrize("rule", available_rules())
 def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
     quantized = RULES[rule].storage not in schema.WITHOUT_FORMATS
     folder = tmp_path / f"alerts of {rule}"

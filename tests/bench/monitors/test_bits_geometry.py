@@ -8,7 +8,6 @@ import math
 import geoopt
 import pytest
 import torch
-from laws import each
 from torch import nn
 from watched_models import (
     NAMES,
@@ -40,7 +39,7 @@ from nanogpt_bench.monitors.geometry import (
 )
 
 
-@each("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_figures_are_the_counts(name):
     fmt = of(name)
     x = normal(1000, seed=5, std=2.0 if name == "E7M0" else fmt.max / 4)
@@ -70,7 +69,7 @@ def test_codes_that_are_no_number_are_left_out():
     assert (size, set(empty.values())) == (0, {0.0})
 
 
-@each("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_counts_are_those_of_encode(dtype):
     for fmt in map(of, NAMES):
         x = normal(3, 60_000, dtype=dtype)  # more than a piece

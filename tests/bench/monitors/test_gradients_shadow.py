@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from bench_runs import recorded
-from laws import each
 from torch import nn
 from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
 
@@ -24,8 +23,8 @@ from nanogpt_bench.monitors.gradients import (
 from nanogpt_bench.monitors.shadow import shadow_figures
 
 
-@each("shape", [(5,), (400, 700)])
-@each("size", [1.0, 1e-25, 1e25])
+@pytest.mark.parametrize("shape", [(5,), (400, 700)])
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
 def test_norms_and_signal(shape, size):
     for dtype in (
         (torch.float32, torch.float64)
@@ -69,7 +68,7 @@ def test_noise_is_the_variance_of_stochastic_rounding():
         )
 
 
-@each(
+@pytest.mark.parametrize(
     ("target", "ratio"),
     [
         (1.0, None),
@@ -88,7 +87,7 @@ def test_noise_at_the_edges(target, ratio):
     assert tiny == pytest.approx(0.0625**2 / (0.25 * 0.125**2), rel=1e-4)
 
 
-@each("shape", [(3, 4), (300, 500)])
+@pytest.mark.parametrize("shape", [(3, 4), (300, 500)])
 def test_runs_are_counted_of_transposed_half_precision_and_of_several_steps(shape):
     runs, counts = DeadRuns(), torch.zeros(shape, dtype=torch.int64)
     for seed, steps in enumerate((1, 30000, 1, 5000, 2, 60, 60)):
@@ -119,7 +118,7 @@ def test_dead_is_a_hundred_steps_below_the_threshold():
     assert nothing.dead == 0
 
 
-@each("small", [0.0, 1e-9])
+@pytest.mark.parametrize("small", [0.0, 1e-9])
 def test_a_weight_is_dead_after_its_steps_without_a_gradient(small):
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     observers, dead = observers_of(watched(model, dead_interval=50), "gradients"), []

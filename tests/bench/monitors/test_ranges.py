@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from laws import each
 from torch import nn
 from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, one_step, watched
 
@@ -49,7 +48,7 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float
     return [count / len(values) for count in counts]
 
 
-@each("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_shares_are_those_of_exact_rounding(name):
     fmt = of(name)
     middle = float(
@@ -88,7 +87,7 @@ def test_moments(shape, offset):
     assert not set(SHARES) & set(found)
 
 
-@each("value", [0.0, 0.1, -7.3])
+@pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
 def test_a_constant_has_no_moments(value):
     found = range_figures(torch.full((1000,), value), of("E4M3"))
     assert (found[KURTOSIS], found[LOG2_SKEWNESS]) == (None, None)

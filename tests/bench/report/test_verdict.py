@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from laws import each
 from run_folders import measured, rows_of, write_run
 
 from nanogpt_bench.report.results import measure
@@ -36,7 +35,7 @@ def run(tmp_path):
     return make
 
 
-@each(
+@pytest.mark.parametrize(
     ("evidence", "outcome", "text"),
     [
         # the loss
@@ -80,7 +79,7 @@ def test_limits_decide(run, evidence, outcome, text):
     assert (verdict.outcome, verdict.text) == (outcome, text)
 
 
-@each(
+@pytest.mark.parametrize(
     ("kinds", "evidence", "text"),
     [
         (["divergence"], Evidence(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
@@ -216,7 +215,7 @@ def described(
     return folder
 
 
-@each(
+@pytest.mark.parametrize(
     ("differences", "named"),
     [
         ({"text": "hen"}, "corpus"),

@@ -10,7 +10,6 @@ import tracemalloc
 
 import pytest
 from bench_runs import refusal
-from laws import each
 from rich.console import Console
 from run_folders import write_run
 
@@ -102,7 +101,7 @@ def test_without_a_summary_the_records_speak(tmp_path):
 NAMES = ("step", "train/loss", "val/loss", "time/elapsed_s", "stall/arrived")
 
 
-@each("seed", range(5))
+@pytest.mark.parametrize("seed", range(5))
 def test_columns_say_what_the_records_said(seed):
     """Records with gaps, nulls, flags and what no run writes."""
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 from bench_runs import refusal
-from laws import each
 
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.setup.resolve import resolve
@@ -68,7 +67,7 @@ def test_values_that_are_there_twice_are_found_among_many():
     assert time.process_time() - begun < 2
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "part"),
     [
         ("seed: " + "9" * 399, "seed: 9"),

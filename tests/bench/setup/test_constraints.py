@@ -6,7 +6,6 @@ import geoopt
 import pytest
 import torch
 from bench_runs import recorded, refusal, resolved, train, trainer_of
-from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -98,7 +97,7 @@ def watched(tiny, tmp_path_factory):
     return folders
 
 
-@each("name", ["stiefel", "sphere", "float"])
+@pytest.mark.parametrize("name", ["stiefel", "sphere", "float"])
 def test_the_monitor_watches_what_is_constrained(watched, name):
     figure = "geometry/off_sphere" if name == "sphere" else "geometry/orthogonality"
     looks = [record for record in recorded(watched[name]) if figure in record]

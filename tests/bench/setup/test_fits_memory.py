@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import refusal
-from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -56,8 +55,8 @@ def folder(here, monkeypatch):
     return here
 
 
-@each("command", TRAINING)
-@each("asked", TOO_MUCH)
+@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize("asked", TOO_MUCH)
 def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
     asked, command, folder, refused
 ):
@@ -204,7 +203,7 @@ def test_gradients_do_not_count_while_the_model_has_them():
     assert held_bytes(layer, optimizer) == 512
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "per_parameter"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), 4),
@@ -295,7 +294,7 @@ def test_an_empty_device_is_not_the_default(refused):
     assert "--runtime.device: '' is not allowed; give one of auto, cpu, cuda, or leave it" in said
 
 
-@each("name", ["cuda:7", "mps"])
+@pytest.mark.parametrize("name", ["cuda:7", "mps"])
 def test_other_devices_are_not_known(name, refused):
     said = refused("run", "fp32.yaml", "--runtime.device", name)
     assert f"runtime.device: {name!r} is not known" in said

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from bench_runs import recorded, refusal, resolved, summary_of, train, trainer_of
-from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -84,7 +83,7 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them():
             ]
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "option", "value"),
     [
         *((name, "momentum", 0.5) for name in ("stiffness_sgd", "riemannian_sgd")),
@@ -125,14 +124,14 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
         build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
 
 
-@each("name", ["riemannian_adam", "riemannian_sgd"])
+@pytest.mark.parametrize("name", ["riemannian_adam", "riemannian_sgd"])
 def test_the_retraction_reaches_the_optimizer(name):
     asked = on_one_byte(name, "--optimizer.retraction=euclidean")
     assert {group["retraction"] for group in asked.param_groups} == {"euclidean"}
     assert {group["retraction"] for group in on_one_byte(name).param_groups} == {None}
 
 
-@each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw"])
+@pytest.mark.parametrize("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw"])
 def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
     asked = on_one_byte(name, "--optimizer.draws=dither")
     assert {group["draws"] for group in asked.param_groups} == {"dither"}
@@ -153,7 +152,7 @@ HELD = {
 }
 
 
-@each("fmt", ["E4M3", "E7M0"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E7M0"])
 @pytest.mark.parametrize(
     "rule", [name for name in SIMULATED if RULES[name].writeback != "residual8"]
 )
@@ -172,7 +171,7 @@ def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fm
         assert torch.equal(layer.weight_codes(), twins[name].weight_codes()), name
 
 
-@each("rule", HELD)
+@pytest.mark.parametrize("rule", HELD)
 def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
     trainer = trainer_of(
         tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128)
@@ -226,8 +225,8 @@ def test_a_residual_begins_with_the_float_weights(tiny):
         assert not torch.equal(weight.dequantize(), value), name
 
 
-@each("fmt", ["E4M3", "E7M0"])
-@each("rule", WITH_TWIN)
+@pytest.mark.parametrize("fmt", ["E4M3", "E7M0"])
+@pytest.mark.parametrize("rule", WITH_TWIN)
 def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule, fmt):
     """From the same weights and batch: what the rule writes is a neighbour of what the
     twin keeps.

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bench_runs import records_of, refusal, train, trainer_of
-from laws import each
 from torch import nn
 
 from nanogpt_bench.model.gpt import GPTShape, build_model
@@ -130,7 +129,7 @@ EXACT = [(name, torch.bfloat16) for name in PRODUCTS] + [
 ]
 
 
-@each(("name", "dtype"), EXACT)
+@pytest.mark.parametrize(("name", "dtype"), EXACT)
 def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, dtype):
     of = operands(dtype, whole=dtype == torch.bfloat16)
     own, by_float32 = (
@@ -141,7 +140,7 @@ def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, d
         assert torch.equal(left, right)
 
 
-@each("name", PRODUCTS)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name):
     of = operands(torch.bfloat16, whole=False)
     exact = results(PRODUCTS[name], (of[0].double(), of[1].double()), nullcontext())
@@ -152,7 +151,7 @@ def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(n
         assert float((found == near).double().mean()) > 0.99
 
 
-@each(
+@pytest.mark.parametrize(
     ("settings", "capability", "device", "expected"),
     [
         ({"rule": "bf16-mixed"}, "AVX2", "cpu", True),

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from bench_runs import flags, refusal, resolved, train, trainer_of
-from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -30,7 +29,7 @@ def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
     return quantize(model, resolved([*flags(shape), *arguments]))
 
 
-@each(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
+@pytest.mark.parametrize(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
 def test_a_residual_finds_what_rounding_the_weights_left(writeback, kept):
     model = quantized(
         "--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}"
@@ -66,7 +65,7 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
         assert weight.manifold is quantized_layers(other)[name].manifold
 
 
-@each("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
 def test_draws_are_the_weights_own_as_well(storage):
     """Other writers of a weight then draw as its optimizer does, and a checkpoint
     records how.
@@ -78,7 +77,7 @@ def test_draws_are_the_weights_own_as_well(storage):
         assert {layer.weight.manifold.draws for layer in layers.values()} == {draws}
 
 
-@each("storage", ["master", "grid", "fp8", "continuous"])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
 def test_a_tied_head_is_untied_or_left_as_asked(storage):
     options = ("--model.format=E4M3", f"--model.storage={storage}")
     for tied, is_left in (("untie", False), ("leave", True)):
@@ -90,7 +89,7 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage):
         quantized(*options, tie=True)
 
 
-@each(
+@pytest.mark.parametrize(
     ("formats", "parts"),
     [
         ("{attn.qqv: E4M3}", ["attn.qqv", "attn.qkv"]),
@@ -179,7 +178,7 @@ def test_an_example_quantises_what_it_says_and_trains(name, corpus_dir, tmp_path
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
 
 
-@each("name", [name for name in EXAMPLES if name != "bf16_baseline"])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "bf16_baseline"])
 def test_every_example_differs_from_the_baseline_in_nothing_else(name):
     baseline, example = (
         resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from bench_runs import refusal
-from laws import each
 from sweep_runs import train_here
 
 import fp8manifold as fm
@@ -239,7 +238,7 @@ WRONG = [
 ]
 
 
-@each(("axes", "more", "options", "said"), WRONG)
+@pytest.mark.parametrize(("axes", "more", "options", "said"), WRONG)
 def test_a_wrong_file_is_one_line_and_leaves_nothing(
     write, axes, more, options, said, refused, tmp_path
 ):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 from bench_runs import refusal
-from laws import each
 from sweep_runs import read_json, runs_of, train_here, trained
 
 from nanogpt_bench.cli import main
@@ -266,7 +265,7 @@ def test_lengths_share_a_search_or_have_each_their_own(write):
 SGD = {"axes": {"rule": ["sgd"]}}
 
 
-@each(
+@pytest.mark.parametrize(
     ("content", "tune", "said"),
     [
         ({"confirm": None}, {}, "needs confirm"),

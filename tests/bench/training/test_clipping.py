@@ -5,7 +5,6 @@ backward pass.
 import pytest
 import torch
 from bench_runs import flags, one_step, records_of, refusal, trainer_of
-from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -150,7 +149,7 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accu
             )
 
 
-@each("kind", ["fixed", "delayed", "global"])
+@pytest.mark.parametrize("kind", ["fixed", "delayed", "global"])
 def test_what_is_clipped_first_does_not_saturate(tiny, kind):
     """A spike of a million times the gradient passes a scale that does not move with
     it: clipping takes it away.
@@ -188,7 +187,7 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, acc
     assert all(torch.equal(gradient, expected[name]) for name, gradient in seen.gradients.items())
 
 
-@each("clip", [1e6, 0.0])
+@pytest.mark.parametrize("clip", [1e6, 0.0])
 def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny, clip):
     stochastic = {"rounding": "stochastic"}
     trainer, itself = (trainer_of(tiny(**settings_of(stochastic, 2, clip))) for _ in range(2))
@@ -204,8 +203,8 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny,
         assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
 
 
-@each("bad", [float("nan"), float("inf")])
-@each("accumulation", [1, 2])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, accumulation):
     trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
     before = trainer.model.lm_head.weight.detach().clone()

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bench_runs import flags, one_step, recorded, summary_of, train, trainer_of
-from laws import each
 
 import nanogpt_bench
 from nanogpt_bench.checkpoint import step_file
@@ -274,7 +273,7 @@ def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(here, 
 FAILED = {"status": "failed", "stop": None}
 
 
-@each(
+@pytest.mark.parametrize(
     ("summary", "ended"),
     [
         ({"status": "finished"}, True),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from bench_runs import recorded, train, trainer_of
 from covering import covering
-from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -86,7 +85,7 @@ def test_a_rule_runs_and_reports(tiny, tmp_path, rule):
     assert f"{metric}/blocks.0.attn.qkv" in seen[0]
 
 
-@each("storage", ROUNDED)
+@pytest.mark.parametrize("storage", ROUNDED)
 @pytest.mark.parametrize("rule", ON_GRID)
 def test_weights_move_and_stay_on_their_grid(tiny, rule, storage):
     if storage == "grid" and RULES[rule].products:

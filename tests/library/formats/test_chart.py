@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds
-from laws import each
 from optimizer_cases import normal, step_from
 
 import fp8manifold as fm
@@ -20,8 +19,8 @@ from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness
 pytestmark = pytest.mark.covering(2)
 
 ALL = NAMED | ODD
-named = each("fmt", NAMED.values(), ids=NAMED)
-every = each("fmt", ALL.values(), ids=ALL)
+named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
+every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
 
 
 @every
@@ -83,7 +82,7 @@ def test_from_chart_is_the_definition(fmt, compare_bits):
 
 
 @named
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_dtypes_are_float64_rounded_once(fmt, dtype, compare_bits):
     x = every_16_bit(dtype)
     for function in (fm.ulp, fm.to_chart, fm.from_chart):
@@ -96,7 +95,7 @@ def test_16_bit_dtypes_are_float64_rounded_once(fmt, dtype, compare_bits):
 
 
 @named
-@each("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_ends_zero_and_nan(fmt, dtype):
     top, end = reference.max_code(fmt), [math.inf, -math.inf, math.nan, 0.0, -0.0]
     chart = fm.to_chart(torch.tensor([*end, fmt.max * 1.5, -fmt.max * 3], dtype=dtype), fmt)
@@ -107,7 +106,7 @@ def test_the_ends_zero_and_nan(fmt, dtype):
     assert back[2].isnan()
 
 
-@each("function", [fm.ulp, fm.to_chart, fm.from_chart])
+@pytest.mark.parametrize("function", [fm.ulp, fm.to_chart, fm.from_chart])
 def test_shapes_and_strides(function):
     x = torch.linspace(-3, 3, 60).reshape(3, 4, 5)
     whole = function(x, "E4M3")
@@ -117,8 +116,8 @@ def test_shapes_and_strides(function):
     assert torch.equal(function(x.clone().requires_grad_(), "E4M3").detach(), whole)
 
 
-@each("dtype", [torch.float32, torch.float64])
-@each("count", [1, 100, BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 100, BLOCK, 3 * BLOCK + 7])
 def test_the_mean_of_a_field_and_the_share_are_those_of_the_whole(count, dtype):
     exponents = torch.randint(-20, 20, (count,), generator=torch.Generator().manual_seed(count))
     x = torch.ldexp(torch.ones(count, dtype=dtype), exponents.to(dtype))

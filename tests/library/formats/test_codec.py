@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, random_float32, random_in_range
-from laws import each
 from tables import mirrored
 
 import fp8manifold as fm
@@ -34,9 +33,11 @@ SAMPLE = (
 )
 BIASED = [fmt for fmt in ODD.values() if "_B" in fmt.name]
 
-every = each("fmt", EVERY.values(), ids=EVERY)
-sample = each("fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name)
-extra = each("extra", [0, 4, 8])
+every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
+sample = pytest.mark.parametrize(
+    "fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name
+)
+extra = pytest.mark.parametrize("extra", [0, 4, 8])
 
 
 @cache
@@ -216,7 +217,7 @@ def test_nan(fmt):
     torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic"
 )
 @pytest.mark.usefixtures("cpp_compiler")
-@each("name", ["E4M3", "E5M2FNUZ", "E7M0"])
+@pytest.mark.parametrize("name", ["E4M3", "E5M2FNUZ", "E7M0"])
 def test_compiled(name):
     """One graph of everything, over two lengths: the bits of eager code."""
     fmt = EVERY[name]

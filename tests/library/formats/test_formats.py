@@ -10,21 +10,20 @@ import pytest
 from grid_inputs import NAMED, ODD, finite_values
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import each
 from test_grid_external import GFLOAT
 
 import fp8manifold as fm
 from fp8manifold import reference
 
 ALL = NAMED | ODD
-every = each("fmt", ALL.values(), ids=ALL)
+every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
 
 
 def read(name):
     return fm.FloatFormat.from_string(name)
 
 
-@each("name", GFLOAT)
+@pytest.mark.parametrize("name", GFLOAT)
 def test_equals_gfloat(name):
     fmt, info = read(name), GFLOAT[name]
     assert (fmt.bits, fmt.bias, fmt.mantissa_bits + 1) == (info.k, info.bias, info.precision)
@@ -66,7 +65,7 @@ def test_names_codes_and_values_are_the_oracles(fmt):
         assert read(name) == fmt
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "fields"),
     [
         *[("e4m3", (4, 3, 7, "fn")), ("E4M3FN", (4, 3, 7, "fn")), ("e4m3fnuz", (4, 3, 8, "fnuz"))],
@@ -131,7 +130,7 @@ TOO_WIDE = [
 ]
 
 
-@each("text", BAD_NAMES + TOO_WIDE)
+@pytest.mark.parametrize("text", BAD_NAMES + TOO_WIDE)
 def test_bad_names_are_refused_with_all_that_helps(text):
     with pytest.raises(ValueError, match="ExMy") as caught:
         read(text)

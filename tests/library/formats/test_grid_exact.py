@@ -17,7 +17,6 @@ from grid_inputs import (
     random_float64,
     random_in_range,
 )
-from laws import each
 from tables import mirrored, steps, stochastic_steps
 
 import fp8manifold as fm
@@ -27,7 +26,7 @@ from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS
 pytestmark = pytest.mark.covering(2)
 
 DETERMINISTIC = ROUNDINGS[:4]
-named = each("fmt", NAMED.values(), ids=NAMED)
+named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 COVERING = covering(
     [{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2
 )
@@ -35,13 +34,13 @@ COVERING = covering(
 #: rounding asks the oracle
 LATER = [fmt for place, fmt in enumerate(ODD.values()) if place not in COVERING]
 EVERY = NAMED | ODD
-every = each("fmt", EVERY.values(), ids=EVERY)
-every_in_turn = each(
+every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
+every_in_turn = pytest.mark.parametrize(
     "fmt",
     [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()],
     ids=EVERY,
 )
-overflow = each("overflow", OVERFLOWS)
+overflow = pytest.mark.parametrize("overflow", OVERFLOWS)
 
 
 def as_float64(x):
@@ -144,7 +143,7 @@ def test_decode_every_code(fmt, compare_bits):
 
 
 @named
-@each("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype):
     x = torch.from_numpy(critical64(fmt)).to(dtype)
     x = x[~x.isnan()]

@@ -5,11 +5,11 @@ implementations, bit for bit.
 import gfloat
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from gfloat.formats import format_info_p3109
 from gfloat.types import Domain, FormatInfo
 from grid_inputs import critical, critical64, every_16_bit, random_float32, random_in_range
-from laws import each
 from numpy.typing import NDArray
 
 import fp8manifold as fm
@@ -70,7 +70,7 @@ def inputs(fmt, stride=1):
     return torch.cat([torch.from_numpy(critical(fmt)).float(), *halves, *random])
 
 
-@each("name", ML_DTYPES)
+@pytest.mark.parametrize("name", ML_DTYPES)
 def test_nearest_against_ml_dtypes(name, compare_bits):
     fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
     x = inputs(fmt)
@@ -83,9 +83,9 @@ def test_nearest_against_ml_dtypes(name, compare_bits):
     compare_bits(fm.round_to_grid(x, fmt), saturated, x, name)
 
 
-@each("name", GFLOAT)
-@each("rounding", GFLOAT_ROUNDINGS)
-@each("overflow", ["saturate", "inf_or_nan"])
+@pytest.mark.parametrize("name", GFLOAT)
+@pytest.mark.parametrize("rounding", GFLOAT_ROUNDINGS)
+@pytest.mark.parametrize("overflow", ["saturate", "inf_or_nan"])
 def test_rounding_against_gfloat(name, rounding, overflow, compare_bits):
     """Its NaN is left to itself: it refuses one where the format has none."""
     fmt, info = fm.FloatFormat.from_string(name), GFLOAT[name]
@@ -100,7 +100,7 @@ def test_rounding_against_gfloat(name, rounding, overflow, compare_bits):
         )
 
 
-@each("name", GFLOAT)
+@pytest.mark.parametrize("name", GFLOAT)
 def test_stochastic_against_gfloat(name, compare_bits):
     """Ours moves up iff r < f * 2^24; gfloat moves away iff f * 2^24 + s >= 2^24: the
     same with s = 2^24 - 1 - r.

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, same_bits, snapshot, take_steps
 from paths import PATHS, by
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -71,7 +70,7 @@ def assert_independent(a, b, context):
     assert (a == b).sum() <= expected + 6 * math.sqrt(expected) + 4, context
 
 
-@each("key", KEYS, ids=str)
+@pytest.mark.parametrize("key", KEYS, ids=str)
 def test_bits_of_a_draw_are_uniform_and_independent_and_lags_uncorrelated(key):
     x = draws(**key)
     signs = np.stack([1.0 - 2 * (x >> bit & 1) for bit in range(BITS)])
@@ -106,12 +105,14 @@ NEIGHBOURS += [
 ]
 
 
-@each(("one", "other"), NEIGHBOURS, ids=str)
+@pytest.mark.parametrize(("one", "other"), NEIGHBOURS, ids=str)
 def test_neighbouring_keys_are_uncorrelated(one, other):
     assert_independent(draws(**one), draws(**other), f"{one} {other}")
 
 
-@each(("one", "other"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str)
+@pytest.mark.parametrize(
+    ("one", "other"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str
+)
 def test_one_stream_is_no_shift_of_another(one, other):
     """Consecutive keys, and two keys exchanged."""
     a, b = draws(**one), draws(**other)
@@ -133,8 +134,8 @@ def test_every_bit_of_every_key_word_changes_half_of_the_bits():
         assert abs(changed - 0.5) < 5 * 0.5 / math.sqrt(n * BITS), (word, bit)
 
 
-@each("draws", ["independent", "dither"])
-@each("offset", [0, 5, 65_536, 2**32 - 1000, 2**32, 2**32 + 77, 2**53, 2**62])
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+@pytest.mark.parametrize("offset", [0, 5, 65_536, 2**32 - 1000, 2**32, 2**32 + 77, 2**53, 2**62])
 def test_parts_are_cut_from_the_whole(offset, draws):
     key = {"seed": 8, "step": 300, "stream": 6, "draws": draws}
     whole = fm.random_bits((200_000,), **key, offset=offset)
@@ -213,7 +214,7 @@ GOLDEN = [
 ]
 
 
-@each(("key", "expected"), GOLDEN, ids=str)
+@pytest.mark.parametrize(("key", "expected"), GOLDEN, ids=str)
 def test_pinned_values(key, expected):
     """Runs are to be repeated in later releases too: these never change."""
     assert fm.random_bits((len(expected),), **key).tolist() == expected
@@ -303,8 +304,8 @@ def errors(updates, steps, draws):
     return codes - exact
 
 
-@each("name", STREAMS)
-@each("steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_stream_of_updates_is_worse_or_biased(name, steps):
     left, before = (errors(STREAMS[name], steps, draws) for draws in ("dither", "independent"))
     rms, rms_before = (float(np.sqrt((e**2).mean())) for e in (left, before))
@@ -312,8 +313,8 @@ def test_no_stream_of_updates_is_worse_or_biased(name, steps):
     assert abs(left.mean()) < 4 * left.std() / WIDTH**0.5 + 1e-9
 
 
-@each("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
-@each("way", [1, -1], ids=["down", "up"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
+@pytest.mark.parametrize("way", [1, -1], ids=["down", "up"])
 def test_a_weight_that_crosses_0_goes_no_further_than_asked(fmt, way):
     ulp = fm.FloatFormat.from_string(fmt).ulp_min
     for draws, spread in (("dither", 0.75), ("independent", 2.0)):
@@ -329,7 +330,7 @@ def test_a_weight_that_crosses_0_goes_no_further_than_asked(fmt, way):
         assert float(moved.std()) < spread
 
 
-@each("fmt", ["E4M3", "E5M2", "E2M5", "E7M0", "E2M1"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E7M0", "E2M1"])
 def test_rounding_is_the_oracles_and_right_in_the_mean(fmt):
     x = torch.cat(
         [normal(300, seed=1), torch.tensor([0.0, -0.0, 1e-3, -(2.0**-9), 7.0, 1e30, -1e30])]
@@ -360,7 +361,7 @@ CASES = {
 }
 
 
-@each("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_native_and_eager_steps_have_the_same_bits(name):
     def stepped(draws, path):
         kind, options = CASES[name]

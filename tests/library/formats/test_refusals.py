@@ -2,8 +2,8 @@
 message.
 """
 
+import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, stored_weight
 from refused import check_refused
 from tensor_cases import parameter
@@ -255,6 +255,6 @@ REFUSED = {
 }
 
 
-@each("call", REFUSED)
+@pytest.mark.parametrize("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from laws import each
 from optimizer_cases import normal, through_disk
 
 import fp8manifold as fm
@@ -49,7 +48,7 @@ def test_channels_and_other_dtypes():
         assert (scale.dtype, scale.item()) == (torch.float32, 0.5)
 
 
-@each("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_what_has_no_magnitude_has_scale_one(granularity):
     for row in ([0.0, -0.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, math.nan]):
         assert (amax_scale(torch.tensor([row]), "E4M3", granularity) == 1).all()
@@ -106,7 +105,7 @@ def test_scales_follow_each_tensor_without_a_gradient_and_say_what_they_are():
     assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
-@each("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_static_is_frozen_survives_saving_and_warns_when_it_saturates(granularity):
     scale = Scale("E4M3", granularity, "static")
     x = torch.tensor([[448.0, 1.0], [896.0, 1.0]])
@@ -139,7 +138,7 @@ def delayed_scales(scale, magnitudes):
     return [scale(torch.tensor([[m, m / 2]])).max().item() * 448 for m in magnitudes]
 
 
-@each("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_delayed_is_the_largest_of_the_tensors_before(granularity):
     scale = Scale("E4M3", granularity, "delayed", history=3)
     seen = [1.0, 8.0, 2.0, 4.0, 2.0, 2.0, 2.0]
@@ -177,7 +176,7 @@ def test_blocks_have_scales_that_are_powers_of_two():
     ).all()
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "headroom"),
     [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)],
 )

@@ -8,7 +8,6 @@ import json
 import geoopt
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, take_steps, through_disk
 from torch import nn
 
@@ -95,7 +94,9 @@ def test_an_optimizer_without_draws_takes_the_weights(storage):
 
 
 @STORED
-@each("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion"])
+@pytest.mark.parametrize(
+    "name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion"]
+)
 def test_an_optimizers_own_draws_go_before_the_weights(storage, name):
     def make(**draws):
         return lambda p: getattr(fm.optim, name)([{"params": p}], lr=0.01, **draws)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from functorch.compile import min_cut_rematerialization_partition as min_cut
-from laws import each
 from optimizer_cases import normal
 from refused import check_refused
 from torch import nn
@@ -86,8 +85,8 @@ CASES = [("E4M3", "bfloat16"), ("E4M3", "fp8"), ("E5M2", "fp8"), ("E1M6", "bfloa
 cases = pytest.mark.parametrize(("fmt", "gradient"), CASES)
 
 
-@each("granularity", ["channel", "tensor"])
-@each("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @cases
 def test_products_are_the_emulations_to_the_bit(fmt, gradient, dtype, granularity):
     size = (1024, 256)
@@ -639,7 +638,7 @@ REFUSED = {
 }
 
 
-@each("call", REFUSED)
+@pytest.mark.parametrize("call", REFUSED)
 def test_what_does_not_fit_is_refused(call):
     check_refused(call, REFUSED[call], SUBJECTS)
 
@@ -733,8 +732,8 @@ def same(ours, expected):
     assert torch.equal(ours[1].nan_to_num(-1.0), expected[1].nan_to_num(-1.0))
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("folded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("folded", [False, True])
 def test_rows_and_columns_are_rounded_as_another_package_does(folded, dtype):
     x = edges().to(dtype)
     x = x.clamp(-1e30, 1e30) if folded and dtype is not torch.float16 else x  # short of the range
@@ -761,7 +760,7 @@ def test_scales_are_the_least_ones_at_every_end():
     assert inverse.tolist() == [1.0, 2.0**126, 0.0, 0.0]
 
 
-@each("fmt", FLOAT8)
+@pytest.mark.parametrize("fmt", FLOAT8)
 def test_all_codes_are_numbers_of_the_dtype(fmt):
     read, decoded = ALL_CODES.view(FLOAT8[fmt]).float(), fm.decode(ALL_CODES, fmt)
     assert torch.equal(read.isnan(), decoded.isnan())

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal
 from torch import nn
 
@@ -64,10 +63,10 @@ def same(ours, theirs):
     assert all(map(torch.equal, ours, theirs))
 
 
-@each("autocast", [False, True])
-@each("bias", [True, False])
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("shape", [(5, 32), (1, 32), (2, 7, 64), (12, 64, 96), (0, 32), (32,)])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 32), (1, 32), (2, 7, 64), (12, 64, 96), (0, 32), (32,)])
 def test_the_bits_are_those_of_the_dispatcher(shape, dtype, bias, autocast, dispatched):
     model, x = layer(shape[-1], dtype, bias=bias), normal(*shape, seed=2).to(dtype)
     expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
@@ -139,9 +138,9 @@ def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch
         )
 
 
-@each("card", [False, True])
-@each("granularity", ["tensor", "channel", "block", "square"])
-@each("name", fm.NAMED_FORMATS)
+@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("name", fm.NAMED_FORMATS)
 def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
     name, granularity, card, dispatched, monkeypatch
 ):
@@ -168,7 +167,7 @@ def test_a_bias_of_another_dtype_is_refused_but_under_autocast():
     assert of_bias.dtype is torch.float64
 
 
-@each("operand", ["activation", "weight"])
+@pytest.mark.parametrize("operand", ["activation", "weight"])
 def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand):
     found = {}
     for storage, gradient in (

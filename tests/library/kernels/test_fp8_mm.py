@@ -4,7 +4,6 @@ torchao's float8 linear.
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import close, normal
 from torch import nn
 
@@ -23,8 +22,8 @@ def both_gradients(a, b, gradient, **options):
 
 
 @granularities
-@each("gradient_format", ["E5M2", "E3M4", None])
-@each(
+@pytest.mark.parametrize("gradient_format", ["E5M2", "E3M4", None])
+@pytest.mark.parametrize(
     ("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")]
 )
 def test_products_of_quantised_operands(a_format, b_format, gradient_format, granularity):
@@ -77,7 +76,7 @@ def test_scales_that_are_given():
     assert close(scaled, fake_quantize(a, "E4M3", rows) @ fake_quantize(b, "E4M3", columns))
 
 
-@each("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_added_up_in_float32(dtype):
     a, b = normal(4, 600, seed=1).to(dtype), normal(600, 4, seed=2).to(dtype)
     product = fp8_mm(a, b)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import bits_of, normal, take_steps
 from test_step_paths import CASES, everything, take
 
@@ -49,7 +48,7 @@ FORMATS = (
     ),
     *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
 )
-formats = each("name", FORMATS)
+formats = pytest.mark.parametrize("name", FORMATS)
 needs_native = pytest.mark.skipif(
     not is_available(), reason="the native code was not built: there is no C compiler"
 )
@@ -93,8 +92,8 @@ def same(ours, expected):
 
 @needs_native
 @formats
-@each("rounding", ["nearest", "stochastic"])
-@each("n", [1, 17, 100_003])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("n", [1, 17, 100_003])
 def test_rounding_and_codes(name, rounding, n, plain):
     x = any_floats(max(n, 6), 3)[:n]
     options = (
@@ -115,7 +114,7 @@ def test_rounding_and_codes(name, rounding, n, plain):
 
 @needs_native
 @formats
-@each("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_codes(name, dtype, plain):
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
@@ -124,9 +123,9 @@ def test_all_codes(name, dtype, plain):
 
 
 @needs_native
-@each("rounding", ["nearest", "stochastic"])
-@each("scale", [(), (9, 1)])
-@each("draws", ["independent", "dither"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", [(), (9, 1)])
+@pytest.mark.parametrize("draws", ["independent", "dither"])
 def test_scaled_rounding(rounding, draws, scale, plain):
     x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
     arguments = (x, scales, fm.FloatFormat(4, 3), rounding, draw_key(draws, 1, 2, 3))
@@ -141,8 +140,8 @@ def test_the_word_of_a_content(plain):
 
 
 @needs_native
-@each("storage", ["fp8", "grid"])
-@each("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_threads_change_nothing(storage, moments):
     results = []
     for threads in (1, 2, 5):
@@ -164,7 +163,7 @@ def test_threads_change_nothing(storage, moments):
 
 
 @needs_native
-@each(
+@pytest.mark.parametrize(
     "wrong",
     [
         lambda x: x.double(),

@@ -7,14 +7,13 @@ import copy
 import geoopt
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, through_disk
 from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import QuantizedLinear
 
-both = each("assign", [False, True])
+both = pytest.mark.parametrize("assign", [False, True])
 
 
 def grid(seed=0, name="E4M3", std=0.1, **options) -> QuantizedLinear:
@@ -57,8 +56,8 @@ def test_a_state_is_taken_to_the_bit(assign) -> None:
 
 
 @both
-@each("strict", [True, False])
-@each("factor", [1e-5, 1.0, 1e5])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
 def test_floats_are_rounded_at_a_scale_of_their_own(factor, strict, assign) -> None:
     floats, layer = nn.Linear(8, 4), grid(1, headroom=8.0)
     with torch.no_grad():
@@ -173,7 +172,7 @@ def test_a_half_precision_layer_without_the_points_is_refused() -> None:
 
 
 @both
-@each("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_what_a_hook_makes_of_a_state_is_loaded(storage, assign) -> None:
     floats = normal(4, 8, seed=7)
     layer = fm.quantize_model(nn.Linear(8, 4), "E4M3", storage)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import geoopt
 import pytest
 import torch
-from laws import each
 from manifold_cases import METRICS, lands_on_grid, same_bits, spread
 from optimizer_cases import on, step_from, value_of
 from torch import Tensor
@@ -60,7 +59,7 @@ def made(name: str, factor: float) -> SimpleNamespace:
     )
 
 
-every_case = each(
+every_case = pytest.mark.parametrize(
     "case", [partial(made, name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)]
 )
 
@@ -189,9 +188,9 @@ ON_GRID = {
 }
 
 
-@each("optimizer", ON_GRID.values(), ids=ON_GRID)
-@each("rounding", ["nearest", "stochastic"])
-@each("name", ["E4M3", "E5M2", "E3M4"])
+@pytest.mark.parametrize("optimizer", ON_GRID.values(), ids=ON_GRID)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4"])
 def test_geoopts_optimizers_stay_on_the_grid(optimizer, rounding, name) -> None:
     torch.manual_seed(0)
     scale, minimum = torch.tensor([[0.25], [1.0], [2.0]]), torch.randn(3, 50) * 1.5

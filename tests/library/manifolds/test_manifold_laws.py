@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import each
 from manifold_cases import (
     EPS,
     FORMATS,
@@ -221,7 +220,7 @@ def test_metric_log_is_multiplicative_above_the_smallest_normal(fmt) -> None:
     assert same_bits(manifold.stiffness(below), torch.full_like(below, fmt.ulp_min))
 
 
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_metric
 def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
     fmt = FORMATS["E4M3"]
@@ -239,7 +238,7 @@ def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
 
 # ----------------------------------------------- the grid: where retractions land and
 # what is drawn
-both_roundings = each("rounding", ["nearest", "stochastic"])
+both_roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
 @deterministic

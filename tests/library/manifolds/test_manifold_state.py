@@ -7,7 +7,6 @@ import copy
 import geoopt
 import pytest
 import torch
-from laws import each
 from manifold_cases import same_bits, ulp_as_function
 from optimizer_cases import step_from, through_disk
 
@@ -22,7 +21,7 @@ MAKERS = {
     "stochastic": lambda: fm.FP8Manifold("E4M3", ROWS, "stochastic", seed=2**40 + 3),
     "euclidean": lambda: fm.FP8Manifold("E7M0", 2.0, "stochastic", retraction="euclidean"),
 }
-every_manifold = each("make", MAKERS.values(), ids=MAKERS)
+every_manifold = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 def walk(manifold: geoopt.Manifold, steps: int = 3) -> torch.Tensor:
@@ -107,7 +106,7 @@ def test_to_float64(make) -> None:
     assert same_bits(wide.dist(x, -x), manifold.dist(x, -x))
 
 
-@each("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_layer_in_another_dtype_stays_on_its_grid(dtype) -> None:
     """With power-of-two scales every value of E4M3 is a bfloat16."""
     layer = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
@@ -134,8 +133,8 @@ def test_scale_is_copied_and_has_no_gradient() -> None:
     assert fm.StiffnessManifold("E4M3", torch.tensor([1, 2])).scale.dtype == torch.float32
 
 
-@each("shape", [(), (3,), (1,), (2, 3), (0,), (2, 0), (2, 3, 4)], ids=str)
-@each("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("shape", [(), (3,), (1,), (2, 3), (0,), (2, 0), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_parameters_of_every_shape(shape, rounding) -> None:
     manifold = fm.FP8Manifold("E4M3", 0.5, rounding)
     start = manifold.projx(torch.randn(shape) + 3)
@@ -152,7 +151,7 @@ def test_parameters_of_every_shape(shape, rounding) -> None:
     assert manifold.dist(weight, start).shape == shape
 
 
-@each("scale_shape", [(2, 1), (3,), (1, 3), (2, 3), (1,)], ids=str)
+@pytest.mark.parametrize("scale_shape", [(2, 1), (3,), (1, 3), (2, 3), (1,)], ids=str)
 def test_scales_that_broadcast_are_accepted(scale_shape) -> None:
     manifold = fm.FP8Manifold("E4M3", torch.full(scale_shape, 0.5))
     weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 3)), manifold=manifold)

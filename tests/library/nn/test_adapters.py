@@ -9,7 +9,6 @@ import warnings
 import geoopt
 import pytest
 import torch
-from laws import each
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -80,8 +79,8 @@ def adapted(peft, kind, model, target="fc"):
 
 @pytest.mark.extra("peft")
 @pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # IA3's own
-@each("storage", ["grid", "fp8"])
-@each("safe", [False, True])
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> None:
     model = made(storage)
@@ -131,8 +130,8 @@ def test_adapters_of_an_embedding_in_codes(peft) -> None:
 
 
 @pytest.mark.extra("peft")
-@each("storage", ["grid", "fp8"])
-@each("kind", KINDS)
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_decoded_merged_and_quantised(kind, storage, peft) -> None:
     decoded = dequantize_model(adapted(peft, kind, made(storage)).eval())
     expected = decoded(torch.arange(16))
@@ -158,8 +157,8 @@ def quantized(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.extra("peft")
-@each("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
-@each("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
     names = r"fc\.lora_A\.default, fc\.lora_B\.default, head\.lora_A\.default and 1 more"
     with pytest.warns(UserWarning, match=names) as said:
@@ -174,7 +173,7 @@ def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
 
 @pytest.mark.extra("peft")
 @pytest.mark.filterwarnings("ignore:PEFT's adapters, small and trained")
-@each("pattern", ["lora_B", "*.lora_B.*", "head.lora_B.default", "lora_*"])
+@pytest.mark.parametrize("pattern", ["lora_B", "*.lora_B.*", "head.lora_B.default", "lora_*"])
 def test_a_pattern_that_names_them_takes_them(pattern, peft) -> None:
     model = quantize_model(injected(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")
     assert "head.lora_B.default" in quantized(model)
@@ -219,7 +218,9 @@ def test_what_is_assigned_is_rounded(tmp_path) -> None:
     assert torch.equal(layer.weight, same)
 
 
-@each("write", ["weight.mul_(1.01)", "weight.data.mul_(1.01)", "nn.init.normal_(weight)"])
+@pytest.mark.parametrize(
+    "write", ["weight.mul_(1.01)", "weight.data.mul_(1.01)", "nn.init.normal_(weight)"]
+)
 def test_weights_off_the_grid_are_not_saved_without_a_word(write) -> None:
     """An operator in place can't be seen; what is saved is looked at."""
     layer = made("grid").fc

@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal
 from torch import nn
 from torch.nn.utils import (
@@ -31,7 +30,7 @@ from fp8manifold import (
 )
 from fp8manifold.nn._carried import turn, turn_back, turned_names
 
-storages = each("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
 
 
@@ -132,7 +131,7 @@ def orders(net, known) -> tuple[list[str], list[str]]:
     return names, [name for name in net.state_dict() if name in known]
 
 
-@each("tied", ["refuse", "untie", "leave"])
+@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
 @storages
 def test_parameters_and_state_keep_their_order(storage, tied) -> None:
     """Optimizers' states, averages and communication go by order."""
@@ -170,7 +169,7 @@ def test_parameters_and_state_keep_their_order(storage, tied) -> None:
         ]
 
 
-@each("name", ["spec", "weight_codes", "weight_scaler"])
+@pytest.mark.parametrize("name", ["spec", "weight_codes", "weight_scaler"])
 def test_an_attribute_without_a_place_is_refused(name) -> None:
     net = model()
     setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
@@ -227,7 +226,7 @@ DONE = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
-@each("done", DONE)
+@pytest.mark.parametrize("done", DONE)
 @storages
 def test_layers_that_something_was_done_to(storage, done) -> None:
     do, message, undo = DONE[done]

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from hf_cases import gpt2, logits
-from laws import each
 from optimizer_cases import frozen, normal, through_disk
 from tensor_cases import GRANULARITIES, parameter
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 
-storages = each("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 INITIALISERS = {
     "normal": lambda w, s: nn.init.normal_(w, std=s),
     "trunc_normal": lambda w, s: nn.init.trunc_normal_(w, std=s, a=-2 * s, b=2 * s),
@@ -29,9 +28,9 @@ def near(p: torch.Tensor, values: torch.Tensor) -> bool:
     return bool(((p - values).abs() <= values.abs() / 8 + top * 2.0**-12).all())
 
 
-@each("granularity", GRANULARITIES)
-@each("std", [1e-7, 1e-3, 1e3])
-@each("fill", INITIALISERS.values(), ids=INITIALISERS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("std", [1e-7, 1e-3, 1e3])
+@pytest.mark.parametrize("fill", INITIALISERS.values(), ids=INITIALISERS)
 def test_initialisers_take_a_fresh_scale(fill, std, granularity) -> None:
     if fill is INITIALISERS["trunc_normal"] and torch.__version__ < (2, 9):
         pytest.skip(
@@ -53,7 +52,7 @@ def test_zeros_keep_the_scale() -> None:
     assert torch.equal(p.dequantize(), values)
 
 
-@each(("size", "stays"), [(0.1, True), (1e-3, False), (100.0, False)])
+@pytest.mark.parametrize(("size", "stays"), [(0.1, True), (1e-3, False), (100.0, False)])
 def test_an_orthogonal_matrix_takes_the_scale_that_suits_it(size, stays) -> None:
     torch.manual_seed(0)
     p = fm.FP8Parameter(torch.randn(64, 64) * size, "E4M3", granularity="tensor", seed=0)
@@ -72,8 +71,8 @@ def test_an_identity_is_written_at_the_old_scale_with_a_warning() -> None:
     assert torch.equal(p.scale, scale)
 
 
-@each("granularity", GRANULARITIES)
-@each("factor", [1e-6, 1e-2, 1e4])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("factor", [1e-6, 1e-2, 1e4])
 def test_floats_of_another_size_are_loaded_at_a_scale_of_their_own(factor, granularity) -> None:
     layer, values = nn.Linear(64, 4, bias=False), normal(4, 64, seed=3, std=0.1) * factor
     layer.weight = parameter(granularity=granularity, rounding="nearest")
@@ -95,7 +94,9 @@ def test_points_of_the_grid_are_copied_as_they_are() -> None:
     assert torch.equal(p.dequantize(), points)
 
 
-@each("write", [lambda p: p.mul_(1e-6), lambda p: p[1].mul_(1e-6)], ids=["all", "a row"])
+@pytest.mark.parametrize(
+    "write", [lambda p: p.mul_(1e-6), lambda p: p[1].mul_(1e-6)], ids=["all", "a row"]
+)
 def test_what_arithmetic_loses_is_warned_of(write) -> None:
     p = parameter(rounding="nearest")
     with (
@@ -114,7 +115,7 @@ def made(storage, *, bias=True, **options):
 
 
 @storages
-@each("bare", [False, True])
+@pytest.mark.parametrize("bare", [False, True])
 def test_a_layer_begins_anew(bare, storage) -> None:
     """Trained, or on meta, given memory, and reset: a layer as if it had been made in
     the ordinary way.
@@ -184,7 +185,7 @@ def test_it_computes_what_fake_quantisation_by_hand_does(gpt, storage) -> None:
 
 
 @storages
-@each("assign", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_of_every_kind(gpt, storage, assign) -> None:
     model, other = quantized(gpt, storage), quantized(gpt, storage, seed=1)
     with torch.no_grad():

@@ -8,14 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import each
 from optimizer_cases import close, normal, through_disk
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, OperandSpec, QuantizedLinear, fake_quantize, quantize_model
 
-storages = each("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 X, G = normal(6, 32, seed=11, std=2.0), normal(6, 64, seed=12, std=1e-4)
 BACKWARD = ("activation_gradient", "weight_gradient")
 
@@ -34,8 +33,8 @@ def gradients(layer, x=X, g=G, run=None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @storages
-@each("granularity", ["tensor", "channel", "block"])
-@each("operands", [BACKWARD, BACKWARD[:1], BACKWARD[1:]], ids=str)
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("operands", [BACKWARD, BACKWARD[:1], BACKWARD[1:]], ids=str)
 def test_gradients_are_quantised_once_each(storage, granularity, operands) -> None:
     """The one that arrives before both products, the weight's after its own; the bias
     sees what arrived.
@@ -93,8 +92,8 @@ def test_batches_of_any_shape() -> None:
     assert layer(X[0]).shape == (64,)
 
 
-@each("bad", [float("inf"), float("nan")])
-@each("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_a_gradient_that_is_not_finite_is_not_hidden_by_saturation(granularity, bad) -> None:
     layer = layer_of(LayerSpec("E4M3", gradient={"format": "E5M2", "granularity": granularity}))
     g = G.clone()
@@ -115,7 +114,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
         assert not layer(X).requires_grad
 
 
-@each("operand", ["weight", "activation"])
+@pytest.mark.parametrize("operand", ["weight", "activation"])
 def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
     """The average of many passes is the operand itself; a layer in eval mode draws
     nothing.
@@ -141,7 +140,7 @@ def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
     assert int(layer.draws) == before == 300
 
 
-@each("operand", BACKWARD)
+@pytest.mark.parametrize("operand", BACKWARD)
 def test_stochastic_gradients_are_unbiased(operand) -> None:
     kind = operand.removesuffix("_gradient")
     spec = LayerSpec("E4M3", gradient={kind: {"format": "E5M2", "rounding": "stochastic"}})
@@ -194,7 +193,7 @@ def test_master_weights_in_blocks_have_scales_that_are_powers_of_two() -> None:
     )
 
 
-@each("granularity", ["channel", "block"])
+@pytest.mark.parametrize("granularity", ["channel", "block"])
 def test_activations_with_a_scale_for_each_row_or_block(granularity) -> None:
     layer = layer_of(
         LayerSpec(activation={"format": "E3M4", "granularity": granularity, "ste": "clipped"})
@@ -286,8 +285,8 @@ def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
         assert last.item() == pytest.approx(second.item(), rel=1e-5)
 
 
-@each("storage", ["grid", "fp8"])
-@each(
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize(
     "option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"scale": 1.0}, {"ste": "clipped"}]
 )
 def test_stored_weights_refuse_what_they_would_ignore(storage, option) -> None:
@@ -298,7 +297,9 @@ def test_stored_weights_refuse_what_they_would_ignore(storage, option) -> None:
     layer_of(LayerSpec(OperandSpec("E4M3"), activation=OperandSpec("E4M3", **option)), storage)
 
 
-@each("option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"ste": "identity"}])
+@pytest.mark.parametrize(
+    "option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"ste": "identity"}]
+)
 def test_options_of_a_layer_need_an_operand_that_takes_them(option) -> None:
     name = next(iter(option))
     refused = pytest.raises(ValueError, match=f"the layer has {name}=.*which no operand takes")
@@ -315,7 +316,7 @@ def test_options_of_a_layer_need_an_operand_that_takes_them(option) -> None:
     layer_of(LayerSpec("E4M3", **option))
 
 
-@each("operand", ["weight", "activation", *BACKWARD])
+@pytest.mark.parametrize("operand", ["weight", "activation", *BACKWARD])
 def test_blocks_must_fit(operand) -> None:
     kind = {operand.removesuffix("_gradient"): {"format": "E4M3", "granularity": "block"}}
     arguments = {"gradient": kind} if operand.endswith("gradient") else kind

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from laws import each
 from refused import check_refused
 from surgery_models import Model
 from tensor_cases import Net, parameter
@@ -366,12 +365,12 @@ REFUSED |= {
 }
 
 
-@each("call", REFUSED)
+@pytest.mark.parametrize("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call) -> None:
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)
 
 
-@each("formats", FORMATS)
+@pytest.mark.parametrize("formats", FORMATS)
 def test_what_is_not_allowed_is_known_without_a_model(formats) -> None:
     for more in ("", ", 'grid'"):
         calls = (

@@ -9,7 +9,6 @@ import geoopt
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import each
 from optimizer_cases import normal, on_grid
 from surgery_models import LINEARS, TOKENS, Model, layers, stored
 from torch import Tensor, nn
@@ -23,14 +22,14 @@ from fp8manifold import (
     quantize_model,
 )
 
-storages = each("storage", ["master", "grid"])
-all_storages = each("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid"])
+all_storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
 
 
-@each("bias", [True, False])
-@each("granularity", ["tensor", "channel"])
-@each("name", FORMATS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_master_is_a_fake_quantised_weight(name, granularity, bias) -> None:
     linear = nn.Linear(16, 5, bias=bias)
     weight = linear.weight
@@ -45,9 +44,9 @@ def test_master_is_a_fake_quantised_weight(name, granularity, bias) -> None:
     assert torch.equal(weight.grad, x.sum(0).expand(5, 16))
 
 
-@each("bias", [True, False])
-@each("granularity", ["tensor", "channel"])
-@each("name", FORMATS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
     """On the grid, at power-of-two scales with headroom 16, within half an ULP of the
     weight it was.
@@ -176,7 +175,7 @@ def test_gradients_flow_to_what_they_did_before(storage) -> None:
     assert model[1].weight.grad is not None
 
 
-@each("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
 def test_options_reach_the_weights(storage) -> None:
     options = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
     model, other = (
@@ -270,8 +269,10 @@ TRAINERS = {
 }
 
 
-@each("formats", ["E4M3", LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split")])
-@each(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
+@pytest.mark.parametrize(
+    "formats", ["E4M3", LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split")]
+)
+@pytest.mark.parametrize(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
 def test_a_small_network_learns(storage, make, formats) -> None:
     first, last, model = trained_loss(storage, make, formats)
     assert last < (0.2 if formats == "E4M3" else 0.25) * first
@@ -292,7 +293,7 @@ def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
 
 
 @all_storages
-@each("activation", [None, "E4M3"])
+@pytest.mark.parametrize("activation", [None, "E4M3"])
 def test_a_state_of_floats_goes_into_every_layer_and_scales_are_measured_anew(
     storage, activation
 ) -> None:

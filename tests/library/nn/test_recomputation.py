@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import frozen, normal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,7 @@ SPECS = {
     "stochastic": LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="stochastic"),
     "delayed": LayerSpec("E4M3", activation="E4M3", policy="delayed", history=3),
 }
-ways = each("reentrant", [False, True], ids=["graph", "reentrant"])
+ways = pytest.mark.parametrize("reentrant", [False, True], ids=["graph", "reentrant"])
 
 
 def net(spec: LayerSpec) -> nn.Module:
@@ -39,7 +38,7 @@ def test_a_pass_that_remembers_nothing_is_repeated(reentrant) -> None:
 
 
 @ways
-@each("spec", SPECS)
+@pytest.mark.parametrize("spec", SPECS)
 def test_one_that_would_round_otherwise_is_refused(spec, reentrant) -> None:
     out = checkpoint(net(SPECS[spec]), normal(3, 8).requires_grad_(), use_reentrant=reentrant)
     with pytest.raises(
@@ -96,10 +95,10 @@ def without_fused_operators():
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-@each("padding", [None, PADDING], ids=["whole", "nested"])
-@each("pattern", ["*", "layers.1"])
-@each("storage", ["master", "grid", "fp8", "bare"])
-@each("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "nested"])
+@pytest.mark.parametrize("pattern", ["*", "layers.1"])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "bare"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, padding) -> None:
     stored = "fp8" if storage == "bare" else storage
     made = quantize_model(
@@ -114,7 +113,7 @@ def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, paddi
         torch.testing.assert_close(seen[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
 
 
-@each("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_rows_are_quantised_as_one_tensor(layout) -> None:
     layer = QuantizedLinear(
         nn.Linear(32, 8), LayerSpec("E4M3", activation="E4M3", gradient="E5M2"), storage="master"

@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import bits_of
 from surgery_models import LINEARS, Model, layers
 from torch import Tensor, nn
@@ -89,8 +88,10 @@ def formats_of(model: nn.Module) -> dict[str, str]:
     }
 
 
-@each("storage", ["fp8", "grid", "master"])
-@each("formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize(
+    "formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}]
+)
 def test_one_format_for_every_linear_layer(formats, storage) -> None:
     model = Model()
     assert quantize_model(model, formats, storage) is model
@@ -113,7 +114,7 @@ PATTERNS = {
 }
 
 
-@each("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern) -> None:
     model = quantize_model(Model(), {pattern: "E4M3"})
     assert set(formats_of(model)) == {
@@ -183,8 +184,8 @@ def test_specs_and_dicts() -> None:
     assert LayerSpec(None, "NONE").quantizes_nothing
 
 
-@each("tied", ["refuse", "untie", "leave"])
-@each(
+@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
+@pytest.mark.parametrize(
     "formats",
     [
         "E4M3",
@@ -199,7 +200,7 @@ def test_specs_and_dicts() -> None:
         {"*": "E4M3", "lm_head": {"weight": {"format": "E4M3", "rounding": "nearest"}}},
     ],
 )
-@each("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
 def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> None:
     model, shared = Model(tied=True), {"lm_head": ("embedding.weight", "lm_head.weight")}
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -218,7 +219,7 @@ def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> Non
     assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]
 
 
-@each("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_what_none_names_may_be_anything(storage) -> None:
     model = Model(tied=True)
     model.lm_head.weight.data[3, 2] = math.nan

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, through_disk
 
 import fp8manifold as fm
@@ -82,7 +81,7 @@ def test_training_goes_on_where_torch_left_off(steps):
         assert ours.shape == mine[0].shape
 
 
-@each("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("storage", ["fp8", "grid"])
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_averages_of_torch_are_rounded_once(storage, moments):
     net, adamw = of_torch()
@@ -130,8 +129,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@each("after", MOMENTS)
-@each("before", MOMENTS)
+@pytest.mark.parametrize("after", MOMENTS)
+@pytest.mark.parametrize("before", MOMENTS)
 def test_moments_change_over_a_run(name, before, after):
     make = OPTIMIZERS[name]
     net = fm.quantize_model(model(), "E4M3", "fp8")

@@ -9,7 +9,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from laws import each
 from optimizer_cases import everyone, frozen, normal, with_factors
 from paths import PATHS, as_on_a_card, by
 from torch import Tensor, nn
@@ -115,8 +114,8 @@ def served(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@each("granularity", ["channel", "tensor", "block", "square"])
-@each("factors", [False, True])
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block", "square"])
+@pytest.mark.parametrize("factors", [False, True])
 def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factors, served):
     """With steps that are left out, a schedule of the learning rate, and scales that
     double.
@@ -290,7 +289,7 @@ def happens(edit, optimizer):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "others"])
-@each("edit", [*EDITS, *OF_ADAMW, *KEPT])
+@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *KEPT])
 def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path, served):
     """Its bits are of plain PyTorch in an optimizer that forgets everything; an edit
     drops the table, or is read.
@@ -319,7 +318,7 @@ def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path, served
 
 
 @pytest.mark.parametrize("path", PATHS)
-@each("edit", FORGED)
+@pytest.mark.parametrize("edit", FORGED)
 def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served):
     optimizer = stepped(made(path=path), 4)
     put(optimizer, 4)
@@ -331,7 +330,7 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served
 
 
 @pytest.mark.parametrize("path", PATHS)
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {"stabilize_every": 3, "reset_every": 4},

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._dynamo
 from family_cases import NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, is_layer, make, moves, zoo
-from laws import each
 from optimizer_cases import (
     bits_of,
     normal,
@@ -34,7 +33,7 @@ from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW, Sti
 from fp8manifold.scaling import STORED_GRANULARITIES
 
 by_name = pytest.mark.parametrize("name", NAMES)
-combined = each(("name", "writeback", "moments"), VALID)
+combined = pytest.mark.parametrize(("name", "writeback", "moments"), VALID)
 sampled = pytest.mark.covering(2)
 
 
@@ -77,8 +76,8 @@ def test_an_observer_sees_the_step_and_changes_nothing(name):
     assert unseen.observer is None
 
 
-@each("name", NAMES)
-@each("writeback", ["nearest", "stochastic", "residual8"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
 def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
     """Nor of scales and residuals, whatever the scales are, of all granularities; both
     zeros among them.

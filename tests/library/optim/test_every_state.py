@@ -15,7 +15,6 @@ import geoopt
 import pytest
 import torch
 from family_cases import COMBINATIONS, INVALID, NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, make, zoo
-from laws import each
 from optimizer_cases import (
     frozen,
     normal,
@@ -87,7 +86,7 @@ def test_a_subclass_may_have_options_of_its_own():
     assert (group["lr"], group["writeback"], group["moments"]) == (2e-3, "nearest", "float32")
 
 
-@each(("name", "writeback", "moments"), INVALID)
+@pytest.mark.parametrize(("name", "writeback", "moments"), INVALID)
 def test_an_invalid_combination_is_refused(name, writeback, moments):
     """With what does not go together, the reason, and what does: in the constructor, a
     group, and one added later.
@@ -378,8 +377,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@each("storage", ["fp8", "grid"])
-@each("way", WAYS)
+@pytest.mark.parametrize("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_state_goes_on_to_the_bit(kind, storage, way):
     """As torch's distributed checkpoints have it, by name; through a file, where
     schedules are None; and of old.
@@ -425,7 +424,7 @@ MAKES = {
 }
 
 
-@each("way", ["made", "loaded", "added"])
+@pytest.mark.parametrize("way", ["made", "loaded", "added"])
 @pytest.mark.parametrize("name", MAKES)
 def test_a_scheduler_divides_each_learning_rate_once(name, way):
     """Though groups were given one tensor, or a state was written whose groups shared
@@ -516,7 +515,9 @@ def step_with(net, optimizer, bad, everywhere=False):
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e30])
-@each("name", [name for name in NAMES if name not in ("FisherNaturalGradient", "StiffnessMuon")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("FisherNaturalGradient", "StiffnessMuon")]
+)
 def test_a_gradient_that_is_never_finite_is_warned_of_once(name, bad):
     """With the name of the parameter at fault; any other warning is an error."""
     net = tagged()
@@ -564,7 +565,7 @@ def test_the_count_is_saved_and_begins_anew_with_a_step():
         step_with(net, resumed, math.nan)
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "theirs"),
     [
         *(

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import each
 from optimizer_cases import frozen, normal, same_bits, snapshot, through_disk, value_of, values
 from torch import Tensor, nn
 
@@ -84,8 +83,8 @@ def counting(loader):
     return asked, batches
 
 
-@each("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
-@each("storage", STORAGES)
+@pytest.mark.parametrize("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_step_is_the_damped_natural_one(storage, bounds):
     """``(F + c T^-2)^-1 g`` with ``T = S / S_ref``, rounded once to the nearest point
     of the grid.
@@ -134,7 +133,7 @@ def test_direction_averages_and_decays():
         torch.testing.assert_close(values([weight])[0], expected)
 
 
-@each("storage", STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_other_parameters_take_the_step_of_stiffness_adamw(storage):
     """Bias, norm, embedding, and a linear layer that is too wide for its group."""
     ours, theirs = tagger(storage), tagger(storage)
@@ -269,7 +268,7 @@ def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
 
 
 @EVERY
-@each("storage", STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_resume_is_bit_exact_for_every_representation(representation, storage):
     options = {"representation": representation, "refresh": 4, "weight_decay": 0.1}
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
@@ -668,7 +667,7 @@ def test_earlier_measurements_count_with_their_decay(representation):
 
 
 @EVERY
-@each("value", [0.0, float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e30])
 def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representation, value):
     model = classifier()
     layers = layers_of(model)[:1]

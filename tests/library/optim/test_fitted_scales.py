@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from family_cases import is_valid
-from laws import each
 from optimizer_cases import normal, step_from
 from paths import PATHS, by
 from test_step_oracle import OPTIONS, SCALES, follow, scaled, stored
@@ -55,7 +54,7 @@ def loss_left(p, optimizer, steps=300):
     return float((p.detach() - wanted).square().sum() / wanted.square().sum())
 
 
-@each("fmt", LEFT)
+@pytest.mark.parametrize("fmt", LEFT)
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_layer_of_zeros_learns(kind, fmt):
     p = zeros(fmt, (8, 32))
@@ -65,7 +64,7 @@ def test_a_layer_of_zeros_learns(kind, fmt):
     assert optimizer.fitted_scales >= 8
 
 
-@each("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("kind", [*MAKE, "residual8", "momentum"])
 def test_paths_have_the_same_bits(kind, granularity):
     w = normal(160, 160, seed=2) * 0.02
@@ -92,8 +91,8 @@ def test_paths_have_the_same_bits(kind, granularity):
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion"])
-@each("writeback", WRITEBACKS)
-@each("scale", ["rows", "one"])
+@pytest.mark.parametrize("writeback", WRITEBACKS)
+@pytest.mark.parametrize("scale", ["rows", "one"])
 @scaled
 def test_fitted_scales_are_those_of_the_definition(kind, writeback, scale, factor):
     if not is_valid(kind, writeback, "float32"):
@@ -115,7 +114,7 @@ def test_fitted_scales_are_those_of_the_definition(kind, writeback, scale, facto
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessLion", "RiemannianAdam"])
-@each("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 @scaled
 def test_narrowed_scales_are_those_of_the_definition(kind, writeback, factor):
     p = stored("E4M3", scale=SCALES * factor)

@@ -8,7 +8,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, step_from, stored_weight
 from paths import PATHS, by
 from scalar_grid import Codes, exponent_of, f32
@@ -22,7 +21,7 @@ from fp8manifold.random_bits import word_range
 DRAWS = torch.arange(1 << 16, dtype=torch.int32)
 
 
-@each("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
+@pytest.mark.parametrize("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
 def test_bfloat16_is_unbiased_over_all_draws(x):
     """Exactly: of the 2^16 draws, as many round away as there are parts beyond the
     value below.
@@ -33,7 +32,9 @@ def test_bfloat16_is_unbiased_over_all_draws(x):
     assert len(kept.unique()) == (1 if value.bfloat16() == value else 2)
 
 
-@each("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
+@pytest.mark.parametrize(
+    "root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0]
+)
 def test_roots_of_roots_are_unbiased(root):
     """In units of their scale, over draws that lie evenly: the root of what is kept has
     the mean.
@@ -146,7 +147,7 @@ def test_codes_and_largest_are_those_of_the_definition(rows, columns, block, pat
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "average", "bound"),
     [
         ("StiffnessMuon", "momentum_buffer", "avg_largest"),

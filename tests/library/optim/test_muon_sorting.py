@@ -5,7 +5,6 @@ name and shape.
 import pytest
 import torch
 import transformers
-from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -108,7 +107,7 @@ class Direct(nn.Module):
             setattr(self, name, nn.Parameter(torch.ones(shape)))
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         *(

@@ -8,7 +8,6 @@ import geoopt
 import optimizer_cases as cases
 import pytest
 import torch
-from laws import each
 from optimizer_cases import frozen, grid_weight, normal, put_gradients, snapshot, stored_weight
 from refused import NAMES, check_refused, named
 from test_fisher import optimizer_of, tagger
@@ -288,14 +287,14 @@ MORE = {
 @pytest.mark.filterwarnings(
     "ignore:optimizer contains a parameter group with duplicate:UserWarning"
 )
-@each("call", [call for call in REFUSED if call not in OF_FISHER])
+@pytest.mark.parametrize("call", [call for call in REFUSED if call not in OF_FISHER])
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
     said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
     assert "load_state_dict" not in call or len(said) < 300
 
 
 @pytest.mark.extra("nngeometry")
-@each("call", OF_FISHER)
+@pytest.mark.parametrize("call", OF_FISHER)
 def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)
 
@@ -319,7 +318,7 @@ ASTRAY |= {
 
 
 @cases.every_class
-@each("given", ASTRAY)
+@pytest.mark.parametrize("given", ASTRAY)
 def test_options_set_between_steps_are_checked(kind, given):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
@@ -375,7 +374,7 @@ ANOTHER = {
 
 
 @cases.every_class
-@each(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
+@pytest.mark.parametrize(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
 def test_a_state_made_for_another_parameter_is_refused(kind, saved, ours, message):
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
     optimizer = trained(kind, ours(), moments="8bit", writeback="residual8")

@@ -7,7 +7,6 @@ from functools import partial
 import geoopt
 import pytest
 import torch
-from laws import each
 from manifold_cases import ruler
 from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, on_grid, step_from, values
 from paths import PATHS, by
@@ -79,8 +78,8 @@ def follow(name, scale, ours, theirs, steps=200):
 
 
 @pytest.mark.covering(1)
-@each("scale", SCALES)
-@each("name", FORMATS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_adam_is_adam_on_codes(name, scale):
     """The theorem: 200 steps, 1e-10 codes."""
     ours, theirs = (
@@ -93,7 +92,7 @@ def test_adam_is_adam_on_codes(name, scale):
 
 
 @pytest.mark.covering(1)
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {},
@@ -102,7 +101,7 @@ def test_adam_is_adam_on_codes(name, scale):
         {"momentum": 0.7, "dampening": 0.4},
     ],
 )
-@each("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_sgd_is_sgd_on_codes(name, options):
     """Momentum starts from the first gradient in codes, as torch's does. The step is
     kept below the curvature, S^2.
@@ -251,7 +250,7 @@ RULES = [
 ]
 
 
-@each("rule", RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_steps_elsewhere_are_geoopts(name, rule):
     ours, theirs = (getattr(house, rule[0]) for house in (fm.optim, geoopt.optim))
@@ -275,7 +274,7 @@ STABLE = {
 }
 
 
-@each("every", [1, 3])
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("name", STABLE)
 def test_stabilising_elsewhere_is_geoopts(name, every):
     for kind in (RiemannianAdam, RiemannianSGD):
@@ -430,7 +429,7 @@ def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel():
     assert (mine - peer).abs().max() > 0.01
 
 
-@each("kind", [RiemannianSGD, fm.optim.StiffnessSGD])
+@pytest.mark.parametrize("kind", [RiemannianSGD, fm.optim.StiffnessSGD])
 def test_after_a_reset_the_first_gradient_is_not_damped(kind):
     p = nn.Parameter(torch.zeros(1))
     optimizer = kind([p], lr=1.0, momentum=0.9, dampening=0.5, reset_every=1)

@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import everyone, frozen
 from torch import Tensor, nn
 
@@ -89,7 +88,7 @@ def everything(model, optimizer):
     return [frozen(dict(model.state_dict())), frozen(optimizer.state_dict())]
 
 
-@each("storage", ["fp8", "grid", "master", None])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_an_ordinary_step(name, storage):
     ends = []
@@ -171,7 +170,7 @@ def scaled(optimizer):
     scaler.step(optimizer)
 
 
-@each("use", GONE)
+@pytest.mark.parametrize("use", GONE)
 def test_what_needs_gradients_that_are_gone_is_refused(use):
     model, optimizer, _ = stepping()
     train(model, optimizer, 1)
@@ -232,8 +231,8 @@ def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to():
         loss(model).backward()
 
 
-@each("ends_steps", [False, True])
-@each("name", ["1.weight", "5.bias"])
+@pytest.mark.parametrize("ends_steps", [False, True])
+@pytest.mark.parametrize("name", ["1.weight", "5.bias"])
 def test_a_parameter_that_was_frozen_is_not_forgotten(name, ends_steps):
     """The parameter trains once it is unfrozen, in a loop without ``step()`` too."""
     model, optimizer = ordinary()
@@ -392,8 +391,8 @@ def rounded_sums(model, optimizer):
     return sums
 
 
-@each("clips", [False, True])
-@each("storage", ["fp8", None])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
     (plain, whole), (model, optimizer) = ordinary(name, storage), ordinary(name, storage)
@@ -551,7 +550,7 @@ def clipped_by_hand(model, optimizer, steps, previous, max_norm, spike=1.0):
     return previous
 
 
-@each("storage", ["fp8", None])
+@pytest.mark.parametrize("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
     plain, whole = ordinary(name, storage)
@@ -578,8 +577,8 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
-@each("max_norm", [SMALL, 0.4, 1e9])
-@each("spike", [1.0, 1000.0])
+@pytest.mark.parametrize("max_norm", [SMALL, 0.4, 1e9])
+@pytest.mark.parametrize("spike", [1.0, 1000.0])
 def test_one_pass_clips_by_the_norm_of_the_step_before_or_the_norm_so_far(name, max_norm, spike):
     plain, whole = ordinary(name)
     loss(plain).backward()
@@ -838,7 +837,7 @@ def test_half_a_pass_under_exact_clipping_is_measured_again(ends_step):
     assert int(optimizer.state[model[1].weight]["step"]) == 1
 
 
-@each("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
     """As clip_grad_norm_ and a step of all would."""
@@ -881,7 +880,7 @@ def test_infinity_takes_norms_and_clips_nothing():
     assert without_norms(model, optimizer) == everything(plain, whole)
 
 
-@each("foreach", [None, False])
+@pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("kind", ["previous", "exact"])
 def test_another_clipping_is_refused(kind, foreach):
     model, optimizer, _ = stepping(clip=kind, max_norm=SMALL, measured=True)
@@ -961,7 +960,7 @@ def test_norms_of_bfloat16_gradients_are_float32():
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("options", "error", "match"),
     [
         (

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from family_cases import NAMES, is_valid
-from laws import each
 from optimizer_cases import normal, on, step_from
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
@@ -25,7 +24,7 @@ from fp8manifold.optim._writeback import WRITEBACKS
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
 FACTORS = torch.tensor([[1.2345679], [1.0], [1.9999999]])
 STEPS = 4
-scaled = each("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
+scaled = pytest.mark.parametrize("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
 """Scales that are powers of two, and others."""
 
 
@@ -130,8 +129,8 @@ def follow(kind, p, options, steps=STEPS, moved=0.2, **more):
 
 @pytest.mark.parametrize("kind", OPTIONS)
 @scaled
-@each("moments", MOMENTS)
-@each("writeback", WRITEBACKS)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("writeback", WRITEBACKS)
 def test_every_combination(kind, writeback, moments, factor):
     if not is_valid(kind, writeback, moments):
         return
@@ -185,7 +184,7 @@ VARIED = {
         {"retraction": "euclidean", "writeback": "momentum"},
     ),
 }
-varied = each(("kind", "options"), VARIED.values(), ids=VARIED)
+varied = pytest.mark.parametrize(("kind", "options"), VARIED.values(), ids=VARIED)
 
 
 def unit(name):
@@ -198,7 +197,7 @@ def unit(name):
 @pytest.mark.covering(1)
 @varied
 @scaled
-@each("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, factor, kind, options):
     follow(
         kind, stored(name, scale=unit(name) * factor), OPTIONS[kind] | options, steps=3, moved=0.02
@@ -226,7 +225,9 @@ GRANULARITIES = {
 
 @pytest.mark.covering(1)
 @varied
-@each(("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES)
+@pytest.mark.parametrize(
+    ("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES
+)
 def test_shapes(shape, scale, more, block, kind, options):
     follow(
         kind,
@@ -280,8 +281,8 @@ def test_options(kind, options, factor):
     follow(kind, stored("E4M3", scale=SCALES * factor), OPTIONS[kind] | options, moved=0.02)
 
 
-@each("stiffness", [0.0, 1.0, 0.37])
-@each("writeback", ["nearest", "stochastic", "residual8"])
+@pytest.mark.parametrize("stiffness", [0.0, 1.0, 0.37])
+@pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
 @pytest.mark.parametrize("moments", MOMENTS)
 @scaled
 def test_what_native_code_does_in_one_loop(factor, moments, writeback, stiffness):
@@ -306,7 +307,7 @@ def test_scales_are_widened_where_a_weight_is_at_an_end(factor, kind, options):
     assert (p.scale >= before).all()
 
 
-@each("kind", OPTIONS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_the_stream_of_a_parameter_and_the_seed_key_its_draws(kind):
     """The second of two equal weights, whose gradient is the same."""
     p, twin = stored("E4M3"), stored("E4M3")
@@ -353,7 +354,7 @@ def on_manifold(p, storage, scale):
 
 @pytest.mark.parametrize("storage", ["grid", "free", "plain"])
 @varied
-@each("scale", [SCALES, 0.03], ids=["powers of two", "0.03"])
+@pytest.mark.parametrize("scale", [SCALES, 0.03], ids=["powers of two", "0.03"])
 def test_floats(storage, scale, kind, options):
     if storage == "plain" and kind.startswith("Riemannian"):
         return

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import free_weight, grid_weight, normal, snapshot, with_factors
 from paths import PATHS, by
 from torch import nn
@@ -143,7 +142,7 @@ CASES = {
 }
 
 
-@each("factors", [False, True])
+@pytest.mark.parametrize("factors", [False, True])
 @pytest.mark.parametrize(("kind", "make", "options"), CASES.values(), ids=CASES)
 def test_native_steps_have_the_bits_of_eager_ones(kind, make, options, factors):
     same_steps(kind, make, options, factors)
@@ -240,7 +239,7 @@ def test_positions_beyond_32_bits():
 
 
 @pytest.mark.parametrize("block", [1, 70])
-@each(
+@pytest.mark.parametrize(
     "case",
     [
         "adamw residual8, 8 bits",

@@ -8,7 +8,6 @@ import optimizer_cases as cases
 import pytest
 import torch
 from family_cases import VALID
-from laws import each
 from optimizer_cases import grid_weight, normal, put_gradients, step_from, stored_weight
 from paths import PATHS, by
 from test_ranks_fsdp import stepped
@@ -23,8 +22,8 @@ torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 
 
 @torch_muon
-@each("nesterov", [True, False])
-@each("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 def test_float_parameters_take_torchs_steps(nesterov, adjust):
     """100 steps with decay: equal to 1e-6; without it the first averages are equal bit
     for bit.
@@ -43,7 +42,7 @@ def test_float_parameters_take_torchs_steps(nesterov, adjust):
         assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "options"),
     [("OneCycleLR", {"total_steps": 10}), ("CyclicLR", {"base_lr": 0.01, "step_size_up": 6})],
 )
@@ -183,9 +182,11 @@ def muon(weight, shape, **options):
 
 
 @pytest.mark.covering(2)
-@each(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
-@each("storage", STORAGES)
-@each("shape", KINDS)
+@pytest.mark.parametrize(
+    ("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"]
+)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("shape", KINDS)
 def test_native_steps_have_the_bits_of_eager_ones(products, shape, storage, writeback, moments):
     found = []
     for path in PATHS:
@@ -199,8 +200,8 @@ def test_native_steps_have_the_bits_of_eager_ones(products, shape, storage, writ
     assert found[0] == found[1]
 
 
-@each("storage", STORAGES)
-@each("shape", KINDS)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("shape", KINDS)
 def test_a_step_goes_along_the_factor(products, shape, storage):
     """Whatever a factor's memory looks like: what is asked for, beside float64."""
     weight, gradient = weight_of(storage, KINDS[shape]), normal(*KINDS[shape], seed=9)
@@ -216,15 +217,15 @@ def test_a_step_goes_along_the_factor(products, shape, storage):
     assert float(error) < 0.1  # that of a write-back among it
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("moments", ["8bit", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
 def test_rows_are_stepped_as_the_whole(pair, moments, dtype):
     pair.run(
         stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype
     )
 
 
-@each("fmt", ["E2M5", None])
+@pytest.mark.parametrize("fmt", ["E2M5", None])
 def test_autocast_changes_no_product_of_a_step(fmt):
     def stepped_in(*, autocast):
         p = (

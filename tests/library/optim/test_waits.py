@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import each
 from optimizer_cases import normal, put_gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,8 +107,8 @@ def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_ca
 
 
 @pytest.mark.parametrize("native", [True, False])
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
 def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, monkeypatch):
     x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
     fmt, ways = (
@@ -279,7 +278,7 @@ def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
     assert reads_of(optimizer) == unread + 1
 
 
-@each("gradients", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
 def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
     spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)
     model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hf_cases import gpt2, llama, logits, transformers
 from hf_cases import read as read_whole
-from laws import each
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
@@ -30,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings(
 )  # what other libraries' imports announce is their own business
 TOKENS = torch.arange(10).view(2, 5)
 STORED = [(s, g) for s in ("fp8", "grid", "master") for g in ("tensor", "channel", "block")]
-stored = each(("storage", "granularity"), [pair for pair in STORED if pair != ("grid", "block")])
+stored = pytest.mark.parametrize(
+    ("storage", "granularity"), [pair for pair in STORED if pair != ("grid", "block")]
+)
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -54,7 +55,7 @@ def assert_same(model: Any, other: Any, outputs: bool = True) -> None:
 
 
 @stored
-@each("dequantize", [False, True])
+@pytest.mark.parametrize("dequantize", [False, True])
 def test_transformers_reads_compressed_tensors(storage, granularity, dequantize, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, storage, granularity=granularity, tied="leave")
     settings = copy.deepcopy(model.config.to_dict())
@@ -107,9 +108,9 @@ def rounded_by_token(x: Tensor) -> Tensor:
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("told", [False, True])
-@each("vocabulary", [48, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("vocabulary", [48, 256])
 def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype, tmp_path):
     """A head of 48 rows is one partial square; untold, transformers dequantises by
     itself where no GPU is.
@@ -254,8 +255,8 @@ def test_a_layer_by_itself_and_special_codes():
     assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
 
 
-@each("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
-@each("layout", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
 def test_formats_without_a_dtype_are_refused_by_name(name, layout):
     allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[
         layout

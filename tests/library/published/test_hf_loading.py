@@ -13,7 +13,6 @@ import pytest
 import torch
 from hf_cases import SIZES, gpt2, llama, seeded, transformers
 from hf_cases import read as read_whole
-from laws import each
 from safetensors.torch import load_file, save_file
 from surgery_models import bits
 from test_loading import LAYOUTS, in_codes, said
@@ -54,8 +53,10 @@ def plain(folder: Path, dtype: Any = "auto", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(MAKERS))
-@each("tied", ["leave", "untie", "was not"])
-@each(("saved", "asked"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
+@pytest.mark.parametrize(
+    ("saved", "asked"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")]
+)
 def test_the_bits_of_quantising_the_float_model(
     kind: str, tied: str, saved: str, asked: str, tmp_path: Path
 ) -> None:
@@ -173,7 +174,7 @@ def folder_of(model: Any, layout: str, folder: Path, **how: Any) -> Path:
     return folder
 
 
-@each(
+@pytest.mark.parametrize(
     ("layout", "storage"),
     [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")],
 )

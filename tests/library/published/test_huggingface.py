@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import gpt2, llama, logits, read, transformers
-from laws import each
 from optimizer_cases import frozen
 from surgery_models import bits
 from torch import nn
@@ -53,7 +52,7 @@ def learnt(model: Any, steps: int = 2) -> Any:
 
 @MAKERS
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
-@each("tied", ["leave", "untie", "was not"])
+@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
 def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     tmp_path = tmp_path / tied
     how = "refuse" if tied == "was not" else tied
@@ -92,8 +91,8 @@ def test_each_part_of_a_weight_is_named_whole():
         assert len(found) == count, (part, found)
 
 
-@each("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
-@each("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 def test_every_format_and_scale_comes_back(name, granularity, tmp_path):
     options: Any = {"granularity": granularity, "tied": "leave", "seed": 3, "rounding": "nearest"}
     model = huggingface.attach(quantize_model(llama(), {"*": name}, "fp8", **options))
@@ -115,7 +114,7 @@ SPECS = [
 ]
 
 
-@each("spec", SPECS)
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_specification_survives_json(spec):
     assert LayerSpec(**json.loads(json.dumps(spec_as_json(spec)))) == spec
 
@@ -144,7 +143,7 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     assert bits(learnt(other)) == bits(learnt(model))
 
 
-@each("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("storage", ["fp8", "grid"])
 def test_the_retraction_comes_back(storage, tmp_path):
     euclidean = {"retraction": "euclidean"}
     model = quantize_model(llama(), {"*": "none", "mlp": "E5M2"}, storage, **euclidean)
@@ -153,9 +152,11 @@ def test_the_retraction_comes_back(storage, tmp_path):
     assert {layer.weight.manifold.retraction for layer in layers} == {"euclidean"}
 
 
-@each("maker", [llama, gpt2])
-@each("storage", ["fp8", "grid", "master"])
-@each(("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("maker", [llama, gpt2])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
 def test_a_model_is_read_in_the_dtype_asked_for(maker, storage, saved, wanted, tmp_path):
     model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
     huggingface.attach(model).save_pretrained(tmp_path)
@@ -542,7 +543,7 @@ TAMPERED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@each(("changes", "message"), TAMPERED)
+@pytest.mark.parametrize(("changes", "message"), TAMPERED)
 def test_a_folder_that_was_tampered_with_is_refused(changes, message, tmp_path):
     huggingface.attach(
         quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8")

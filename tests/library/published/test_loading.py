@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from laws import each
 from safetensors import torch as safetensors
 from surgery_models import bits
 from torch import Tensor, nn
@@ -55,9 +54,9 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("tied", ["leave", "untie", "was not"])
-@each("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 def test_the_bits_of_quantising_the_float_model(
     dtype: Any, tied: Any, granularity: Any, tmp_path: Path
 ) -> None:
@@ -164,7 +163,7 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
 ]
 
 
-@each(("changes", "line"), UNFIT)
+@pytest.mark.parametrize(("changes", "line"), UNFIT)
 def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(
     changes: Any, line: str, tmp_path: Path
 ) -> None:
@@ -270,7 +269,7 @@ def said(layout: str, name: str, file: str = "") -> str:
     return f"{name}{where} holds codes ({kind}), {how}: {WANTED}"
 
 
-@each("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_quantized(layout: str, tmp_path: Path) -> None:
     state = in_codes(state_of(made(tied=False)), layout, NAME)
     safetensors.save_file(state, tmp_path / "part.safetensors")
@@ -282,8 +281,8 @@ def test_load_quantized(layout: str, tmp_path: Path) -> None:
         assert model.one.weight.is_meta
 
 
-@each("storage", ["fp8", "grid", "master", "embedded"])
-@each(
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master", "embedded"])
+@pytest.mark.parametrize(
     "layout", [name for name in LAYOUTS if "weight_scale" not in LAYOUTS[name][2] or "int8" in name]
 )
 def test_load_state_dict(layout: str, storage: Any) -> None:
@@ -302,8 +301,8 @@ def test_load_state_dict(layout: str, storage: Any) -> None:
     assert torch.equal(torch.as_tensor(model.one.weight.detach()), before)
 
 
-@each("dtype", [torch.int8, torch.uint8, F8, E8M0])
-@each("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, F8, E8M0])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
 def test_layers_of_codes_are_not_quantised(dtype: torch.dtype, storage: Any) -> None:
     layer = nn.Linear(32, 4)
     layer.weight = nn.Parameter(codes(torch.ones(4, 32), dtype), requires_grad=False)

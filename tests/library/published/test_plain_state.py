@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import frozen, normal
 from safetensors.torch import load_file, save_file
 from tensor_cases import FORMATS, GRANULARITIES, same_store
@@ -34,9 +33,9 @@ def through_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-@each("name", FORMATS)
-@each("granularity", GRANULARITIES)
-@each("assign", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("assign", [False, True])
 def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_path: Path) -> None:
     model, other = (made(name, granularity=granularity, seed=seed) for seed in (0, 1))
     with torch.no_grad():
@@ -91,7 +90,7 @@ def test_the_names_and_what_is_left_as_it_is() -> None:
         )
 
 
-@each("storage", ["grid", "master", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "master", "fp8"])
 def test_every_storage_takes_them(storage: Any) -> None:
     model, other = made(), made(storage=storage, seed=1)
     state = model.state_dict()
@@ -104,7 +103,7 @@ def test_every_storage_takes_them(storage: Any) -> None:
         assert torch.equal(value, model[index].weight.dequantize())
 
 
-@each("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     model, other = made(granularity=granularity), made(granularity=granularity, seed=1)
     tensors, _ = exported_state_dict(model)
@@ -159,9 +158,9 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
     assert ended[0] == ended[1]
 
 
-@each("strict", [True, False])
-@each("storage", ["fp8", "grid", "master", "embedded"])
-@each("name", ["E4M3", "E2M5"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master", "embedded"])
+@pytest.mark.parametrize("name", ["E4M3", "E2M5"])
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
     """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other
     parts pass.
@@ -199,8 +198,8 @@ def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) 
     ).keys() == {"b"}
 
 
-@each("name", FORMATS)
-@each("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None:
     """Whose header has in JSON what the numbers of a state say, and whose codes have a
     dtype of torch's.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import step_from
 from published_cases import (
     E4M3,
@@ -50,9 +49,9 @@ def emptied(kind: str, scale: torch.dtype, code: int) -> tuple[Tensors, Any, Ten
     return tensors, stored, group
 
 
-@each("kind", ["tensor", "channel", "square", "block"])
-@each("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0])
-@each("code", [0, MINUS_ZERO, NAN])
+@pytest.mark.parametrize("kind", ["tensor", "channel", "square", "block"])
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0])
+@pytest.mark.parametrize("code", [0, MINUS_ZERO, NAN])
 def test_a_scale_of_zero_over_zeros_or_nan_comes_back(
     kind: str, scale: torch.dtype, code: int
 ) -> None:
@@ -68,8 +67,8 @@ def test_a_scale_of_zero_over_zeros_or_nan_comes_back(
     assert_written_as_read(stored, tensors)
 
 
-@each("scale", [torch.float32, torch.bfloat16, torch.float16, E8M0])
-@each("kind", ["tensor", "channel", "square", "block"])
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, E8M0])
+@pytest.mark.parametrize("kind", ["tensor", "channel", "square", "block"])
 def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(
     kind: str, scale: torch.dtype
 ) -> None:
@@ -270,7 +269,7 @@ def test_what_is_not_known_is_refused_by_tensor_and_file(
     assert "fp8manifold reads float8" in line
 
 
-@each("groups", [[{}], "all", {"g": 1}, {"g": {"weights": 8}}])
+@pytest.mark.parametrize("groups", [[{}], "all", {"g": 1}, {"g": {"weights": 8}}])
 def test_groups_that_are_none_are_refused(groups: Any) -> None:
     with pytest.raises(ValueError, match=r"^config_groups=.* groups by name are needed$"):
         stored_weights(headers_of(PLAIN), {"config_groups": groups})

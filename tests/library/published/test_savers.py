@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import llama
-from laws import each
 from safetensors import torch as safetensors
 from torch import nn
 
@@ -71,7 +70,7 @@ def test_a_float_model_does_not_read_codes_as_numbers(read, tmp_path):
         read(model, tmp_path)
 
 
-@each("read", [read_by_torch, read_by_safetensors])
+@pytest.mark.parametrize("read", [read_by_torch, read_by_safetensors])
 def test_a_model_in_codes_reads_them(read, tmp_path):
     model, again = in_codes(), in_codes()
     with torch.no_grad():

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import VALID, make
-from laws import each
 from optimizer_cases import bits_of, frozen
 from rank_cases import batch, combined, loss_of, model, refusal, seeds, stored, synced, train_on
 from tensor_cases import parameter
@@ -489,7 +488,9 @@ def with_other_layers(spec, each):
 
 
 @pytest.mark.parametrize("spec", SHARED)
-@each("runs", [["first", "second"], ["first second", "second first"], ["first second", "first"]])
+@pytest.mark.parametrize(
+    "runs", [["first", "second"], ["first second", "second first"], ["first second", "first"]]
+)
 def test_ranks_that_run_other_layers_share_no_scales(pair, spec, runs):
     for said in pair.run(with_other_layers, spec, runs):
         assert "another process does not run" in said
@@ -498,7 +499,7 @@ def test_ranks_that_run_other_layers_share_no_scales(pair, spec, runs):
 
 
 @pytest.mark.parametrize("spec", SHARED)
-@each("runs", ["first second", "second", "", "first first"])
+@pytest.mark.parametrize("runs", ["first second", "second", "", "first first"])
 def test_ranks_that_leave_out_the_same_layers_share_scales(pair, spec, runs):
     found = pair.run(with_other_layers, spec, [runs, runs])
     assert not isinstance(found[0], str), found[0]

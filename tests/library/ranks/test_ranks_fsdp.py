@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import VALID, make
-from laws import each
 from optimizer_cases import bits_of, frozen, normal
 from paths import by
 from rank_cases import batch, combined, loss_of, model
@@ -141,8 +140,8 @@ def stepped_from_zeros(name, granularity, options):
         assert optimizers[0].state[p].get("reference") == optimizers[1].state[q].get("reference")
 
 
-@each("granularity", ["tensor", "channel"])
-@each(
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize(
     ("name", "stiffness"),
     [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)],
 )
@@ -176,8 +175,8 @@ def test_rows_are_stepped_as_the_whole(pool, combination):
     pool.run(stepped, *combination, net, path_of(combination))
 
 
-@each("factors", [False, True])
-@each("granularity", ["tensor", "block"])
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
 @combined(
     "StiffnessAdamW-residual8-8bit StiffnessAdamW-stochastic-bfloat16 StiffnessMuon-residual8-8bit "
     "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit"
@@ -187,28 +186,32 @@ def test_every_granularity(pools, combination, granularity, factors):
         pools[size].run(stepped, *combination, {"granularity": granularity, "factors": factors})
 
 
-@each("moments", ["float32", "8bit"])
-@each("name", ["StiffnessAdamW", "StiffnessMuon"])
-@each("net", [{"storage": "float"}, {"rows": 7}])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon"])
+@pytest.mark.parametrize("net", [{"storage": "float"}, {"rows": 7}])
 def test_rows_of_floats_and_of_odd_columns(pair, name, moments, net):
     pair.run(stepped, name, "stochastic", moments, net)
 
 
 @pytest.mark.covering(1)
-@each(("name", "writeback", "moments"), COMBINATIONS)
-@each(("granularity", "path"), [("channel", "native"), ("tensor", "eager"), ("block", "native")])
+@pytest.mark.parametrize(("name", "writeback", "moments"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("granularity", "path"), [("channel", "native"), ("tensor", "eager"), ("block", "native")]
+)
 def test_rows_dither_as_the_whole(pool, name, writeback, moments, granularity, path):
     net = {"granularity": granularity}
     pool.run(stepped, name, writeback, moments, net, path, border=True, draws="dither")
 
 
-@each("name", ["RiemannianAdam", "RiemannianSGD"])
+@pytest.mark.parametrize("name", ["RiemannianAdam", "RiemannianSGD"])
 def test_rows_draw_by_the_weights_own(pool, name):
     pool.run(stepped, name, "stochastic", "8bit", {"draws": "dither"}, border=True, draws=None)
 
 
-@each("dtype", [torch.bfloat16, torch.float16])
-@each("name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"]
+)
 def test_rows_of_halves_draw_as_the_whole(pair, name, dtype):
     path = "eager" if (name, dtype) == ("StiffnessMuon", torch.float16) else "native"
     pair.run(stepped, name, "stochastic", "float32", {"storage": "float"}, path, dtype=dtype)

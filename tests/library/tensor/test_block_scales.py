@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from laws import each
 from optimizer_cases import frozen, normal, snapshot, step_from, take_steps, with_factors
 from paths import PATHS, by
 from safetensors.torch import load_file, save_file
@@ -106,7 +105,7 @@ def test_what_shares_memory_sees_a_new_scale() -> None:
     assert p.scale.unique().tolist() == [8.0]
 
 
-@each("granularity", ["block", "square"])
+@pytest.mark.parametrize("granularity", ["block", "square"])
 def test_scales_narrow_and_are_refitted_in_their_memory(granularity) -> None:
     p = parameter("E4M3", (200, 192), granularity=granularity, rounding="nearest", headroom=1.0)
     values, memory = p.dequantize(), p.exponents
@@ -219,8 +218,8 @@ def squares(shape):
     ]
 
 
-@each("shape", [*SHAPES, (1, 1), (0, 5), (4200, 260)])
-@each("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (0, 5), (4200, 260)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_square_is_what_it_is_alone(shape, dtype) -> None:
     w = normal(*shape, seed=2).to(dtype)
     kept = w.numel() < 2**20
@@ -238,7 +237,7 @@ def test_each_square_is_what_it_is_alone(shape, dtype) -> None:
     assert torch.equal(p.dequantize(), (fm.decode(p.codes, "E4M3") * p.expanded_scale()).to(dtype))
 
 
-@each("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_views_and_rows_are_decoded_alone(shape) -> None:
     p = weight(shape)
     values = p.dequantize()
@@ -294,9 +293,9 @@ def test_paths_have_the_same_bits(kind, factors) -> None:
     assert states[0] == states[1]
 
 
-@each("path", PATHS)
-@each("writeback", ["stochastic", "residual8"])
-@each("shape", SHAPES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_at_equal_scales_it_is_the_step_of_one_scale(shape, writeback, path) -> None:
     w = normal(*shape, seed=7).clamp(-3, 3)
     both = [
@@ -308,9 +307,9 @@ def test_at_equal_scales_it_is_the_step_of_one_scale(shape, writeback, path) -> 
     assert torch.equal(both[0].codes, both[1].codes)
 
 
-@each("path", PATHS)
-@each("writeback", ["stochastic", "residual8"])
-@each("columns", [256, 192, 131])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize("columns", [256, 192, 131])
 def test_a_square_widens_as_a_whole(columns, writeback, path) -> None:
     """Whatever else shares its rows stays; values stay on average, and those that the
     wider grid holds stay all.

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import each
 from manifold_cases import deterministic
 from optimizer_cases import bits_of, normal
 
@@ -17,9 +16,11 @@ from fp8manifold import amax_scale, fake_quantize, round_to_grid
 STES = ("identity", "clipped", "relu", "none")
 
 
-@each("scale", [1.0, 0.125, torch.tensor(0.3), torch.tensor([[0.25], [0.3], [2.0]])])
-@each("name", ["E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ"])
-@each("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "scale", [1.0, 0.125, torch.tensor(0.3), torch.tensor([[0.25], [0.3], [2.0]])]
+)
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_value_is_the_scaled_rounding(name, scale, dtype) -> None:
     x = normal(3, 200, dtype=dtype, std=50.0)
     s = torch.as_tensor(scale).to(dtype)
@@ -29,7 +30,7 @@ def test_value_is_the_scaled_rounding(name, scale, dtype) -> None:
         assert y.dtype == dtype
 
 
-@each("name", ["E2M1", "E4M3"])
+@pytest.mark.parametrize("name", ["E2M1", "E4M3"])
 def test_float16_saturates_where_its_grid_goes_on(name) -> None:
     x = torch.tensor([6.5e4, -6.5e4, 1.0, 0.0] * 8).half()
     for granularity in ("tensor", "block"):
@@ -37,8 +38,10 @@ def test_float16_saturates_where_its_grid_goes_on(name) -> None:
         assert 6e4 < y[0] == -y[1] < math.inf
 
 
-@each("pow2", [False, True])
-@each(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize(
+    ("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)]
+)
 def test_without_a_scale_amax_gives_it(granularity, axis, pow2) -> None:
     x = normal(5, 6, std=3.0)
     scale = amax_scale(x, "E4M3", granularity, axis=axis, pow2=pow2)
@@ -49,9 +52,9 @@ def test_without_a_scale_amax_gives_it(granularity, axis, pow2) -> None:
     ).all()  # half an ULP: nothing has saturated
 
 
-@each("size", [1e60, 1e-60, 1e300, 1e-300])
-@each("pow2", [False, True])
-@each("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("size", [1e60, 1e-60, 1e300, 1e-300])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_float64_has_scales_of_its_own(granularity, pow2, size) -> None:
     x = normal(4, 64, dtype=torch.float64) * size
     y = fake_quantize(x, "E4M3", granularity=granularity, pow2=pow2)
@@ -75,8 +78,8 @@ def test_special_values() -> None:
     assert fake_quantize(torch.zeros(4), "E4M3").tolist() == [0.0] * 4
 
 
-@each("rounding", ["nearest", "stochastic", "toward_zero", "up", "down"])
-@each("scale", ["tensor", "row", "column", "block"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "toward_zero", "up", "down"])
+@pytest.mark.parametrize("scale", ["tensor", "row", "column", "block"])
 def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale, rounding) -> None:
     """Division, rounding and multiplication walk over it together; the definition does
     one after the other.
@@ -100,7 +103,7 @@ def gradient_of(x, upstream, **options) -> torch.Tensor:
     return leaf.grad
 
 
-@each(
+@pytest.mark.parametrize(
     ("ste", "kept"),
     [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)],
 )

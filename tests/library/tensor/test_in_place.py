@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import each
 from optimizer_cases import normal, step_from, through_disk
 from surgery_models import TOKENS, Model, bits, layers, stored
 from tensor_cases import FORMATS, GRANULARITIES, same_store
@@ -68,8 +67,8 @@ def same_as_its_values(model: nn.Module, *inputs: Tensor) -> None:
         assert torch.equal(ours[name], gradient), name
 
 
-@each("granularity", ["tensor", "channel", "block"])
-@each("tied", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_model_computes_with_the_values_of_its_codes(granularity, tied) -> None:
     model = quantize_model(
         seeded(Language, tied),
@@ -133,7 +132,9 @@ def test_of_some_experts_or_rows_no_others_are_decoded(granularity, monkeypatch)
     assert table.grad.sum() == TOKENS.numel() * 32
 
 
-@each("options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}]
+)
 def test_experts_step_as_the_rows_that_they_are(options) -> None:
     weight = seeded(torch.randn, 3, 4, 32)
     own, flat = (
@@ -176,7 +177,7 @@ CONVOLUTIONS = [
 ]
 
 
-@each(("layer", "shape"), CONVOLUTIONS)
+@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS)
 def test_convolutions(layer, shape) -> None:
     model = quantize_model(
         nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight"
@@ -231,7 +232,7 @@ def test_states_are_saved_and_loaded() -> None:
     assert torch.equal(other.experts.up.dequantize(), state["experts.up"])
 
 
-@each("tied", ["refuse", "leave", "untie"])
+@pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
 def test_models_are_read_into_codes_where_they_are(tied) -> None:
     with torch.device("meta"):
         model = Language()
@@ -282,8 +283,8 @@ def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
     assert model.experts.up.grad is None
 
 
-@each("granularity", GRANULARITIES)
-@each("name", FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name, granularity) -> None:
     """The same values, codes and scales as storage grid, where that has the
     granularity, at one headroom.
@@ -316,8 +317,10 @@ def begun(model: nn.Module) -> list[Tensor]:
     return [optimizer.state[layer.weight]["residual"] for layer in layers(model)]
 
 
-@each("assign", [False, True])
-@each("way", [dict, through_disk, lambda state: through_disk(fm.unflatten_state_dict(state))])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "way", [dict, through_disk, lambda state: through_disk(fm.unflatten_state_dict(state))]
+)
 def test_what_rounding_left_is_part_of_the_state(way, assign) -> None:
     """Until an optimizer has taken it: residuals begin with it after a state was
     loaded, as they do before.
@@ -341,7 +344,7 @@ def test_what_rounding_left_is_part_of_the_state(way, assign) -> None:
     assert all(r.count_nonzero() > 0 for r in begun(model))  # what floats leave
 
 
-@each("writeback", ["stochastic", "nearest", "residual8"])
+@pytest.mark.parametrize("writeback", ["stochastic", "nearest", "residual8"])
 def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback) -> None:
     """Codes that were written again have left something else, which no later optimizer
     may begin with.
@@ -358,8 +361,8 @@ def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback) -> Non
     assert shared.count_nonzero() == 0
 
 
-@each("assign", [False, True])
-@each("scale", [2.0**-9, 1.0, 500.0])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("scale", [2.0**-9, 1.0, 500.0])
 def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign, scale) -> None:
     floats = Model()
     for p in floats.parameters():

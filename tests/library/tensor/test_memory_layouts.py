@@ -6,7 +6,6 @@ import geoopt
 import pytest
 import torch
 from family_cases import NAMES, make
-from laws import each
 from optimizer_cases import normal, stored_weight
 from paths import PATHS, by
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ CHANGES = {
     "negated later": lambda x: (-x)._neg_view(),
     "of odd strides": of_odd_strides,
 }
-changes = each("change", CHANGES.values(), ids=CHANGES)
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 def as_bytes(x: Tensor) -> bytes:
@@ -70,10 +69,10 @@ def stepped(name, storage, shape, change, path) -> list[bytes]:
 
 @pytest.mark.covering(2)
 @changes
-@each("path", PATHS)
-@each("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
-@each("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
-@each("name", [name for name in NAMES if name != "FisherNaturalGradient"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
+@pytest.mark.parametrize("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
 def test_steps(name, storage, shape, path, change, products) -> None:
     assert stepped(name, storage, shape, change, path) == stepped(
         name, storage, shape, torch.clone, path
@@ -102,9 +101,9 @@ FUNCTIONS = {
 
 
 @changes
-@each("native", [True, False])
-@each("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@each("name", FUNCTIONS)
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, dtype, native, change, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         if not native:
@@ -115,7 +114,7 @@ def test_functions(name, dtype, native, change, monkeypatch) -> None:
 
 
 @changes
-@each("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
+@pytest.mark.parametrize("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
 def test_bytes_are_those_of_a_contiguous_copy(shape, change) -> None:
     for x in (normal(*shape), normal(*shape).bfloat16()):
         expected = x.view(torch.uint8) if shape else x.reshape(1).view(torch.uint8)

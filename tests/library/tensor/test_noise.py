@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, on, same_bits
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
@@ -55,7 +54,7 @@ def wrapped(parameters):
     )
 
 
-@each("make", [make, wrapped])
+@pytest.mark.parametrize("make", [make, wrapped])
 def test_one_optimizer_for_each_parameter(make) -> None:
     """Manifolds of weights on a grid have seeds; two with one seed are told apart by
     what they hold.
@@ -98,7 +97,7 @@ def test_a_removed_parameters_stream_is_not_given_again() -> None:
     assert optimizer.state_dict()["streams_begun"] == resumed.streams_begun + 1 == 3
 
 
-@each("later", [lambda optimizer: optimizer, copy.deepcopy, "state"])
+@pytest.mark.parametrize("later", [lambda optimizer: optimizer, copy.deepcopy, "state"])
 def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later) -> None:
     first, second, third = byte(5), byte(5), byte(5)
     optimizer = wrapped([first, second])
@@ -120,7 +119,7 @@ def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later) -> N
     assert len({gone, optimizer.streams[second], optimizer.streams[third]}) == 3
 
 
-@each("lacking", ["streams", "streams_begun"])
+@pytest.mark.parametrize("lacking", ["streams", "streams_begun"])
 def test_a_state_without_streams_is_refused(lacking) -> None:
     optimizer = wrapped([byte(0)])
     saved = optimizer.state_dict()
@@ -181,7 +180,7 @@ def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_
         assert torch.equal(one.codes, expected)
 
 
-@each("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
+@pytest.mark.parametrize("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
 def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot) -> None:
     p, moves = byte(6), []
     with torch.no_grad():
@@ -201,7 +200,7 @@ def quantized(rounding) -> torch.nn.Module:
     return fm.quantize_model(model, "E4M3", "fp8", rounding=rounding)
 
 
-both = each(
+both = pytest.mark.parametrize(
     "options", [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
 )
 
@@ -228,7 +227,7 @@ def test_an_average_of_bare_parameters_is_in_floats() -> None:
     assert torch.equal(average.module.first, torch.full((N,), 2.0))
 
 
-@each("kind", ["bfloat16", "codes", "codes and bfloat16"])
+@pytest.mark.parametrize("kind", ["bfloat16", "codes", "codes and bfloat16"])
 def test_an_average_of_bfloat16_or_codes_is_in_float32(kind) -> None:
     """An average in their own numbers would drop what is below half a spacing of them."""
     model = (
@@ -278,8 +277,8 @@ SPECS = {
 
 
 @both
-@each("spec", SPECS.values(), ids=SPECS)
-@each("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_an_average_is_the_plain_average(storage, spec, options) -> None:
     """Every storage, and layers with scales, counts and manifolds, to the bit; buffers
     are copied.
@@ -307,7 +306,7 @@ def test_an_average_is_the_plain_average(storage, spec, options) -> None:
     assert not torch.equal(average.module.first.weight, model.first.weight)
 
 
-@each("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_an_average_of_transposed_weights(storage) -> None:
     """GPT-2 has such weights; square ones would silently be averaged in the wrong
     layout.

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, through_disk, with_factors
 from rank_cases import batch, loss_of, model
 from tensor_cases import same_store
@@ -91,8 +90,8 @@ def stepped(p):
 
 @every_dtype
 @every_granularity
-@each("rounding", ["nearest", "stochastic"])
-@each("fmt", ["E4M3", "E1M6"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E1M6"])
 def test_an_operator_that_changes_no_value_changes_no_code(
     fmt, rounding, granularity, dtype
 ) -> None:
@@ -105,8 +104,8 @@ def test_an_operator_that_changes_no_value_changes_no_code(
         assert torch.equal(p.scale, scale), name
 
 
-@each("rounding", ["nearest", "stochastic"])
-@each("fmt", ["E4M3", "E3M4", "E1M6"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E3M4", "E1M6"])
 def test_halves_are_rounded_once(fmt, rounding) -> None:
     """Their quotient by the scale of a whole tensor is not rounded to bfloat16 first."""
     w = normal(10_000, std=0.1).bfloat16()
@@ -127,7 +126,7 @@ def test_a_scale_is_described_with_its_factor() -> None:
     assert "scale=1.25*2^-3" in repr(fm.FP8Tensor(torch.ones(2), "E4M3", scale=1.25 * 2.0**-3))
 
 
-@each("granularity", ["block", "square"])
+@pytest.mark.parametrize("granularity", ["block", "square"])
 def test_exponents_become_floats_for_all_that_share_them(granularity) -> None:
     p, q = (
         fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity),
@@ -159,7 +158,7 @@ def layers(granularity, seed, **options):
     return fm.quantize_model(net, kinds, "fp8", seed=seed, **options)
 
 
-@each("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 def test_layers_are_saved_and_read_again(granularity) -> None:
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     state = net.state_dict()
@@ -179,9 +178,9 @@ def test_layers_are_saved_and_read_again(granularity) -> None:
     assert same_store(through_disk({"w": net[0].weight.detach()})["w"], net[0].weight)
 
 
-@each("exported", ["weight_scale", "weight_scale_inv"])
-@each("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each(
+@pytest.mark.parametrize("exported", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
     ("granularity", "shapes"),
     [
         ("tensor", [(), (1,), (1, 1)]),
@@ -215,8 +214,8 @@ def test_codes_of_other_libraries_are_read_with_their_scales(
 
 
 @pytest.mark.filterwarnings("ignore:.*partial squares")
-@each("layout", ["compressed-tensors", "torchao"])
-@each("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 def test_what_was_exported_is_read_again(granularity, layout) -> None:
     layout = "fp8" if granularity == "square" else layout
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
@@ -225,8 +224,8 @@ def test_what_was_exported_is_read_again(granularity, layout) -> None:
     assert torch.equal(other(x), net(x))
 
 
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
-@each("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_master_weights_in_half_precision_are_exported(granularity, dtype) -> None:
     layer = fm.QuantizedLinear(
         nn.Linear(64, 4).to(dtype), fm.LayerSpec("E4M3", granularity=granularity), "master"
@@ -253,7 +252,7 @@ def test_compiled_code_reads_the_scales_of_the_moment(granularity) -> None:
     assert counter.frame_count == 2
 
 
-@each("products", ["fp8", "int8"])
+@pytest.mark.parametrize("products", ["fp8", "int8"])
 def test_products_of_codes_take_the_scales_that_there_are(products) -> None:
     fmt = "E4M3" if products == "fp8" else "E1M6"
     net = with_factors(

@@ -7,7 +7,6 @@ import pickle
 import geoopt
 import pytest
 import torch
-from laws import each
 from optimizer_cases import normal, through_disk
 from safetensors import torch as safetensors
 from tensor_cases import (
@@ -44,9 +43,9 @@ COPIES = {
 }
 
 
-@each("kind", [fm.FP8Parameter, fm.FP8Tensor])
+@pytest.mark.parametrize("kind", [fm.FP8Parameter, fm.FP8Tensor])
 @every_granularity
-@each("make", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 def test_a_copy_is_the_same_and_apart(make, granularity, kind) -> None:
     options = {
         "granularity": granularity,
@@ -116,7 +115,7 @@ def test_floats_are_rounded_at_the_scale_that_is_there() -> None:
         assert torch.equal(p.codes, fm.encode(layer.weight.detach() / scale, "E4M3"))
 
 
-@each("swap", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
 def test_moving_a_module_keeps_class_and_codes(swap) -> None:
     net = stepped(Net(keep_remainder=False))
     loss_of(net).backward()
@@ -140,7 +139,7 @@ def test_moving_a_module_keeps_class_and_codes(swap) -> None:
     assert net(torch.empty(3, 32, device="meta")).shape == (3, 1)
 
 
-@each("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype) -> None:
     net = Net()
     with pytest.raises((TypeError, RuntimeError), match="float32 or bfloat16, not"):
@@ -296,7 +295,7 @@ def test_a_parameter_of_a_stored_tensor_is_its_parameter(granularity) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@each("options", [{"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
 def test_a_network_learns_on_a_card(options) -> None:
     net = Net().cuda()
     compiled, optimizer = (
@@ -351,7 +350,7 @@ def test_checkpointed_activations() -> None:
     )
 
 
-@each("remainder", [False, True])
+@pytest.mark.parametrize("remainder", [False, True])
 def test_a_tied_weight_comes_back_from_a_file_of_safetensors(remainder, tmp_path):
     def made(seed):
         torch.manual_seed(seed)

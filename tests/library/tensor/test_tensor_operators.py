@@ -8,7 +8,6 @@ import geoopt
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import each
 from optimizer_cases import normal, step_from
 from tensor_cases import (
     Net,
@@ -50,7 +49,7 @@ READS = {
 
 
 @every_granularity
-@each("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_reading_gives_plain_tensors_of_the_values(read, granularity) -> None:
     p = parameter(granularity=granularity)
     codes = p.codes.clone()
@@ -77,7 +76,7 @@ VIEWS = {
 
 
 @every_granularity
-@each("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_reads_the_values_and_writes_into_the_codes(view, granularity) -> None:
     p = parameter(granularity=granularity)
     plain = p.dequantize()
@@ -93,8 +92,10 @@ def test_a_view_reads_the_values_and_writes_into_the_codes(view, granularity) ->
         assert torch.equal(part + 0, view(plain))  # the view goes on following
 
 
-@each("make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"])
-@each("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_made_like_it_is_plain(make, dtype) -> None:
     p = parameter(dtype=dtype)
     assert type(p.new_zeros(4, 32)) is Tensor
@@ -161,7 +162,7 @@ WRITES = {
 
 
 @every_granularity
-@each("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writing_rounds_the_result_to_nearest(write, granularity) -> None:
     p = parameter(granularity=granularity, rounding="nearest")
     plain = p.dequantize()
@@ -224,7 +225,9 @@ def test_copying_one_into_another_is_exact() -> None:
     assert q.codes.data_ptr() != p.codes.data_ptr()
 
 
-@each(("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")])
+@pytest.mark.parametrize(
+    ("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")]
+)
 def test_a_finer_scale_takes_a_coarser_one(own, other) -> None:
     p, q = parameter(granularity=own), parameter(granularity=other, seed=1)
     with torch.no_grad():
@@ -370,8 +373,8 @@ STEPPERS = {
 }
 
 
-@each("use", [lambda p: p, lambda p: p[1:3]], ids=["whole", "view"])
-@each("write", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("use", [lambda p: p, lambda p: p[1:3]], ids=["whole", "view"])
+@pytest.mark.parametrize("write", CHANGES.values(), ids=CHANGES)
 def test_a_write_between_forward_and_backward_is_an_error(write, use) -> None:
     p, x = parameter(rounding="nearest", scale=1.0), normal(3, 64).requires_grad_()
     loss = F.linear(x, use(p)).sum()
@@ -391,9 +394,9 @@ def test_what_only_reads_is_none() -> None:
     assert torch.equal(x.grad, p.dequantize().sum(0).expand(3, 64))
 
 
-@each("activation", [None, "E5M2"])
-@each("storage", ["grid", "fp8"])
-@each("make", STEPPERS.values(), ids=STEPPERS)
+@pytest.mark.parametrize("activation", [None, "E5M2"])
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("make", STEPPERS.values(), ids=STEPPERS)
 def test_a_step_between_forward_and_backward_is_an_error(make, storage, activation) -> None:
     """The first step, which is planned, and the next, which repeats it."""
     if make is STEPPERS["fused"] and storage == "grid":

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from laws import each
 from optimizer_cases import normal
 from safetensors import torch as safetensors
 from tensor_cases import parameter, same_store
@@ -51,7 +50,7 @@ COLLECTIVES = {
 @pytest.mark.filterwarnings(
     "ignore:.*is deprecated:FutureWarning"
 )  # new names of the same in torch 2.14
-@each("call", COLLECTIVES.values(), ids=COLLECTIVES)
+@pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_are_refused(call) -> None:
     p = parameter()
     kept = p.clone()
@@ -131,7 +130,7 @@ def test_other_ways_of_sharding_are_refused_before_a_step() -> None:
         )
 
 
-@each("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", WRAPS)
 @elsewhere
 def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap) -> None:
     """The layer refuses to run without its manifold, whatever steps it, and our
@@ -172,7 +171,7 @@ def test_processes_share_the_parts() -> None:
     assert type(model[0].weight) is fm.FP8Parameter
 
 
-@each(
+@pytest.mark.parametrize(
     "access",
     [
         torch.from_dlpack,

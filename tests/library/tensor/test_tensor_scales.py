@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import each
 from manifold_cases import deterministic
 from optimizer_cases import normal, step_from
 from tensor_cases import FORMATS, every_format, every_granularity, parameter
@@ -176,9 +175,9 @@ def step_of_chart(p: fm.FP8Tensor) -> Tensor:
     return fm.ulp(p.dequantize() / p.expanded_scale(), p.format) * p.expanded_scale()
 
 
-@each("granularity", ["tensor", "channel", "block", "square"])
-@each("factor", [2.0, 4.0, 0.5])
-@each("fmt", ["E4M3", "E2M5", "E5M2"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("factor", [2.0, 4.0, 0.5])
+@pytest.mark.parametrize("fmt", ["E4M3", "E2M5", "E5M2"])
 def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
     p = weight(fmt, granularity)
     optimizer = OPTIMIZERS["adamw"](p)
@@ -193,8 +192,8 @@ def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
     assert int(optimizer.state[p]["residual"].abs().max()) > 64
 
 
-@each("name", OPTIMIZERS)
-@each("way", ["itself", "detached", "adapted", "loaded", "moved"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["itself", "detached", "adapted", "loaded", "moved"])
 def test_the_residual_is_found(name, way) -> None:
     """By whatever name the weight is rescaled, and in a state that was loaded and has
     not stepped.
@@ -268,7 +267,7 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     assert torch.equal(whole(p, optimizer.state[p]["residual"]), before)
 
 
-@each("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_without_a_residual_nothing_is_other_than_it_was(writeback) -> None:
     """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as
     one that nobody steps.

@@ -6,7 +6,6 @@ import math
 import geoopt
 import pytest
 import torch
-from laws import each
 from optimizer_cases import frozen, normal, same_bits
 from tensor_cases import decoded, every_format, every_granularity, parameter, same_store
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
     assert (p.granularity, p.block_size) == (granularity, 32 if granularity == "block" else None)
 
 
-@each(
+@pytest.mark.parametrize(
     ("shape", "granularity", "scale"),
     [
         ((4, 64), "tensor", ()),
@@ -74,7 +73,7 @@ def test_every_code_survives(name) -> None:
     assert torch.equal(again.codes, fm.encode(fm.decode(codes, fmt), fmt).expand(3, -1))
 
 
-@each(
+@pytest.mark.parametrize(
     ("given_dtype", "dtype"),
     [
         (torch.float64, torch.float32),
@@ -153,7 +152,9 @@ def test_it_is_one_byte_a_weight() -> None:
     assert new == 64 * 4096 + 64 * 4 + 8
 
 
-@each("call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"])
+@pytest.mark.parametrize(
+    "call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"]
+)
 def test_autograd_keeps_codes(call) -> None:
     """Nothing of the size of the weight is saved for the backward pass but views of its
     codes.
