@@ -299,9 +299,9 @@ class FP8Manifold(StiffnessManifold):
 
     Rounding to ``nearest`` violates ``dR_x(0) = id``, which a retraction must fulfil: a
     step below half an ULP does nothing, and training stalls. Under ``stochastic``
-    rounding it holds in the mean. Away from the ends of the range
-    ``E[R_x(u)] = exp_x(u)``, except at powers of two, where small steps towards zero go
-    half as far. With the ``euclidean`` retraction ``E[R_x(u)] = x + u`` everywhere.
+    rounding ``E[R_x(u)] = exp_x(u)`` away from the ends of the range. So it holds in the
+    mean, except at powers of two, where ``exp_x`` takes small steps towards zero half as
+    far. With the ``euclidean`` retraction ``E[R_x(u)] = x + u``, also there.
 
     NaN, Inf and empty tensors are treated as in :class:`StiffnessManifold`. -0 becomes
     +0 if the format's layout has no -0.
