@@ -146,9 +146,9 @@ def test_any_direction_balances_its_own_rounding() -> None:
 def test_the_sign_of_a_noisy_gradient_has_a_floor_higher_by_half_pi() -> None:
     spacing = 1 / 32
     noise = torch.full((WEIGHTS,), 40 * spacing)
-    averages = Toy(
-        "E1M6", torch.zeros(WEIGHTS), noise, direction=torch.sign, rate=spacing / 4
-    ).run(1500, 500)
+    averages = Toy("E1M6", torch.zeros(WEIGHTS), noise, direction=torch.sign, rate=spacing / 4).run(
+        1500, 500
+    )
     agrees(averages.excess, averages.floor * math.pi / 2)
 
 
