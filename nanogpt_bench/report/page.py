@@ -1,10 +1,24 @@
-"""The page: sections in one HTML file with data, code and styles, without a network."""
+"""The page: sections in one HTML file with data, code and styles, without a network.
+
+    sections.py             what a section shows: text, tables, charts
+    templates/page.html     the page around the sections
+    templates/section_*.html   one per layout of a section
+    templates/parts.html    table, legend, places for charts
+    page.css, page.js       styles, and what draws the charts and hides rows
+
+Jinja escapes everything that a template inserts. Only the bench's own styles, scripts
+and JSON are marked as safe, below.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from enum import StrEnum
 from importlib import resources
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from nanogpt_bench.report.row_styles import DASHES, THEMES, Style, theme_colours
 from nanogpt_bench.report.svg_figures import javascript
@@ -18,115 +32,105 @@ POLICY = (
 # The page uses Vega, with its interpreter, which reads expressions and does not compile
 # them.
 VEGA = "window.vegaEmbed = vegaEmbed;"
-#: characters of a line's name above which it is cut after some lines
-LONGEST_NAME = 100
 #: a longer legend starts closed
 SHORT_LEGEND = 16
-#: a cell of a table: its text and its CSS class
-Cell = tuple[str, str]
+
+
+class Layout(StrEnum):
+    """How a section is laid out: the name of its template."""
+
+    FACTS = "facts"
+    TABLES = "tables"
+    CURVES = "curves"
+    LISTING = "listing"
+    FAILURES = "failures"
+    CONFIGS = "configs"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section: its address, title, HTML (with all text escaped) and charts."""
+    """A section: its address, title, layout, what its template shows, and charts."""
 
     name: str
     title: str
-    body: str
+    layout: Layout
+    content: Mapping[str, Any]
     charts: Sequence[Chart] = field(default=())
 
-    def html(self) -> str:
-        return f'<section id="{self.name}"><h2>{escape(self.title)}</h2>{self.body}</section>'
+
+class Cell(NamedTuple):
+    """A cell of a table: its text and its CSS class."""
+
+    text: str
+    kind: str = ""
 
 
-def chart_places(shown: Sequence[Chart]) -> str:
-    """Return places for charts, two side by side."""
-    if not shown:
-        return ""
-    return f'<div class="charts">{"".join(map(_figure, shown))}</div>'
+class TableLine(NamedTuple):
+    """A line of a table: its cells and its CSS class."""
+
+    cells: Sequence[Cell]
+    kind: str = ""
 
 
-def _figure(chart: Chart) -> str:
-    least = f";min-width:{chart.least}px" if chart.least else ""
-    place = f'<div id="chart-{chart.name}" style="height:{chart.height}px{least}"></div>'
-    if chart.least:
-        place = f'<div class="scroll">{place}</div>'
-    wide = css_class("wide" if chart.wide else "")
-    heading = f"<h3>{escape(chart.title)}</h3><figcaption>{escape(chart.caption)}</figcaption>"
-    return f"<figure{wide}>{heading}{place}</figure>"
+class Table(NamedTuple):
+    """A table of the page."""
+
+    head: Sequence[Cell]
+    lines: Sequence[TableLine]
 
 
-def css_class(name: str) -> str:
-    return f' class="{name}"' if name else ""
+class LegendKey(NamedTuple):
+    """A row's button in the legend."""
+
+    label: str
+    #: the CSS variable of its colour
+    variable: str
+    #: lengths of dashes and gaps, in pixels, as SVG has them
+    dashes: str
 
 
-def table(head: Sequence[Cell], lines: Sequence[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
-    """Return a table that scrolls sideways; `kinds` are the CSS classes of its lines."""
-    body = ""
-    for kind, line in zip(kinds or [""] * len(lines), lines, strict=True):
-        body += f"<tr{css_class(kind)}>{_cells('td', line)}</tr>"
-    heading = f"<thead><tr>{_cells('th', head)}</tr></thead>"
-    return f'<div class="scroll"><table>{heading}<tbody>{body}</tbody></table></div>'
+class Legend(NamedTuple):
+    """The legend of line charts."""
+
+    keys: Sequence[LegendKey] = ()
+    is_open: bool = True
 
 
-def _cells(tag: str, cells: Sequence[Cell]) -> str:
-    elements = ""
-    for place, (text, kind) in enumerate(cells):
-        content = escape(text)
-        if place == 0 and len(text) > LONGEST_NAME:
-            # the name of a line, of which some lines are shown, and all under the pointer
-            content = f'<span class="clamp" tabindex="0">{content}</span>'
-        elements += f"<{tag}{css_class(kind)}>{content}</{tag}>"
-    return elements
-
-
-def legend(labels: Sequence[str], styles: Mapping[str, Style], charts: Sequence[Chart]) -> str:
-    """Return the legend of line charts.
-
-    It has a button per row, which shows and hides that row everywhere.
-    """
+def make_legend(
+    labels: Sequence[str], styles: Mapping[str, Style], charts: Sequence[Chart]
+) -> Legend:
+    """Return the legend of the rows that some chart draws, in the order of `labels`."""
     drawn: set[str] = set()
     for chart in charts:
         drawn.update(chart.rows)
-    keys = "".join(_key(label, styles[label]) for label in labels if label in drawn)
-    if not keys:
-        return ""
-    opened = " open" if len(drawn) <= SHORT_LEGEND else ""
-    summary = f"<summary>Rows ({len(drawn)}): press to show or hide</summary>"
-    return f'<details class="legend"{opened}>{summary}<div class="keys">{keys}</div></details>'
-
-
-def _key(label: str, style: Style) -> str:
-    dash = " ".join(map(str, DASHES[style.dash]))
-    line = (
-        '<line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
-        f'style="stroke:var({style.variable})" stroke-dasharray="{dash}"/>'
-    )
-    sample = f'<svg width="30" height="8" aria-hidden="true">{line}</svg>'
-    text = escape(label)
-    attributes = f'class="key" type="button" aria-pressed="true" data-row="{text}"'
-    return f"<button {attributes}>{sample}<span>{text}</span></button>"
+    keys = []
+    for label in labels:
+        if label in drawn:
+            style = styles[label]
+            keys.append(LegendKey(label, style.variable, " ".join(map(str, DASHES[style.dash]))))
+    return Legend(keys, is_open=len(keys) <= SHORT_LEGEND)
 
 
 def render(title: str, sections: Sequence[Section]) -> str:
-    """Return the page as one string of HTML; all text of a run is escaped."""
+    """Return the page as one string of HTML."""
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     charts: list[Chart] = []
-    links = ""
     for section in sections:
         charts += section.charts
-        links += f'<a href="#{section.name}">{escape(section.title)}</a>'
-    body = "".join(section.html() for section in sections)
-    style = f"{_theme()}{_asset('page.css')}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
-        f"<body><main><h1>{escape(title)}</h1><nav>{links}</nav>{body}</main>\n"
-        f'<script id="charts" type="application/json">{_packed(charts)}</script>\n'
-        f"<script>{javascript(VEGA)}</script>\n"
-        f"<script>{_asset('page.js')}</script>\n</body></html>\n"
+    return environment.get_template("page.html").render(
+        title=title,
+        sections=sections,
+        policy=Markup(POLICY),
+        style=Markup(_theme() + _asset("page.css")),
+        charts_json=Markup(_packed(charts)),
+        vega=Markup(javascript(VEGA)),
+        script=Markup(_asset("page.js")),
     )
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,7 +21,15 @@ from nanogpt_bench.report.curve_charts import (
     stall_chart,
     watched_charts,
 )
-from nanogpt_bench.report.page import Section, chart_places, legend, table
+from nanogpt_bench.report.page import (
+    Cell,
+    Layout,
+    Legend,
+    Section,
+    Table,
+    TableLine,
+    make_legend,
+)
 from nanogpt_bench.report.parallel_chart import parallel_chart
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.row_styles import Style
@@ -60,17 +67,8 @@ class Page:
     def references(self) -> list[Row]:
         return [result.row for result in self.results if result.reference]
 
-    def legend(self, drawn: Sequence[Chart]) -> str:
-        return legend([row.label for row in self.rows], self.styles, drawn)
-
-
-def _muted(text: str) -> str:
-    return f'<p class="muted">{escape(text)}</p>'
-
-
-def _listing(items: Sequence[str]) -> str:
-    lines = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return f"<ul>{lines}</ul>"
+    def legend(self, drawn: Sequence[Chart]) -> Legend:
+        return make_legend([row.label for row in self.rows], self.styles, drawn)
 
 
 def all_sections(page: Page) -> list[Section]:
@@ -93,28 +91,30 @@ def all_sections(page: Page) -> list[Section]:
 
 
 def _facts_section(page: Page) -> Section:
-    facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items()
-    )
-    return Section("what", "What was run", f"<dl>{facts}</dl>")
+    return Section("what", "What was run", Layout.FACTS, {"facts": page.facts})
 
 
 def _results_section(page: Page) -> Section:
     columns = shown_columns(page.results)
-    head = [(column.heading, "number" if column.numeric else "") for column in columns]
+    head = [Cell(column.heading, "number" if column.numeric else "") for column in columns]
     lines = []
-    kinds = []
     for result in page.results:
-        line = [
-            (column.cell(result), "number" if column.numeric else "words")
+        cells = [
+            Cell(column.cell(result), "number" if column.numeric else "words")
             for column in columns[:-1]
         ]
         # The verdict, in the last column, has the colour of its judgement.
-        line.append((columns[-1].cell(result), f"words {result.verdict.outcome}"))
-        lines.append(line)
-        kinds.append("reference" if result.reference else "")
-    body = table(head, lines, kinds) + _muted(_results_note(page))
-    return Section("results", "Results", body)
+        cells.append(Cell(columns[-1].cell(result), f"words {result.verdict.outcome}"))
+        lines.append(TableLine(cells, "reference" if result.reference else ""))
+    tables = [Table(head, lines)]
+    return _tables_section("results", "Results", tables, below=_results_note(page))
+
+
+def _tables_section(
+    name: str, title: str, tables: Sequence[Table], *, above: str = "", below: str = ""
+) -> Section:
+    content = {"above": above, "tables": tables, "below": below}
+    return Section(name, title, Layout.TABLES, content)
 
 
 def _results_note(page: Page) -> str:
@@ -138,7 +138,7 @@ def _loss_section(page: Page) -> Section | None:
     drawn = loss_charts(page.rows, page.styles)
     marked = any(_has_marks(chart) for chart in drawn)
     words = "Open diamonds: an alert of divergence, or the end of a run that failed."
-    below = _muted(words) if marked else ""
+    below = words if marked else ""
     return _curves_section(page, "loss", "Loss curves", drawn, below=below)
 
 
@@ -147,16 +147,23 @@ def _has_marks(chart: Chart) -> bool:
 
 
 def _curves_section(
-    page: Page, name: str, title: str, drawn: Sequence[Chart], *, above: str = "", below: str = ""
+    page: Page,
+    name: str,
+    title: str,
+    drawn: Sequence[Chart],
+    *,
+    above: str = "",
+    notes: Sequence[str] = (),
+    below: str = "",
 ) -> Section | None:
-    """Return a section of curves; None without any.
+    """Return a section of curves; None without any curve or note.
 
-    Texts may stand above and below their legend.
+    A text and a list of notes may stand above their legend, and a text below.
     """
-    if not drawn:
+    if not drawn and not notes:
         return None
-    body = f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}"
-    return Section(name, title, body, drawn)
+    content = {"above": above, "notes": notes, "legend": page.legend(drawn), "below": below}
+    return Section(name, title, Layout.CURVES, content, drawn)
 
 
 def _studies_section(page: Page) -> Section | None:
@@ -164,11 +171,7 @@ def _studies_section(page: Page) -> Section | None:
     charts.append(rate_chart(page.rows, page.styles))
     charts.append(parallel_chart(page.rows, page.styles))
     drawn = [chart for chart in charts if chart is not None]
-    if not drawn and not page.studies.notes:
-        return None
-    notes = _listing(page.studies.notes) if page.studies.notes else ""
-    body = notes + page.legend(drawn) + chart_places(drawn)
-    return Section("settings", "Across settings", body, drawn)
+    return _curves_section(page, "settings", "Across settings", drawn, notes=page.studies.notes)
 
 
 STALL_WORDS = (
@@ -183,7 +186,7 @@ STALL_WORDS = (
 def _stall_section(page: Page) -> Section | None:
     watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
     drawn = [*stall_chart(page.rows, page.styles), *watched]
-    return _curves_section(page, "stall", "Stall", drawn, above=_muted(STALL_WORDS))
+    return _curves_section(page, "stall", "Stall", drawn, above=STALL_WORDS)
 
 
 def _watched_section(page: Page, namespace: str) -> Section | None:
@@ -201,11 +204,11 @@ def _alerts_section(page: Page) -> Section | None:
     for row, run in row_runs(page.rows):
         for kind, count in run.alert_counts.items():
             cells = [f"{row.label} · {run.name}", kind, *_first_alert(run, kind, count)]
-            lines.append([(text, "words") for text in cells])
+            lines.append(TableLine([Cell(text, "words") for text in cells]))
     if not lines:
         return None
-    head = [(heading, "") for heading in ALERT_HEADINGS]
-    return Section("alerts", "Alerts", table(head, lines))
+    head = [Cell(heading) for heading in ALERT_HEADINGS]
+    return _tables_section("alerts", "Alerts", [Table(head, lines)])
 
 
 def _first_alert(run: Run, kind: str, count: int) -> list[str]:
@@ -229,21 +232,24 @@ def _endings_section(page: Page) -> Section | None:
     items += [f"{row.label}: {row.reason or 'not run'}" for row in page.rows if not row.runs]
     if not items:
         return None
-    return Section("endings", "Early ends and gaps in the record", _listing(items))
+    title = "Early ends and gaps in the record"
+    return Section("endings", title, Layout.LISTING, {"items": items})
 
 
 def _configs_section(page: Page) -> Section:
-    settings = "".join(_config(row.label, run) for row, run in row_runs(page.rows))
-    return Section("configs", "Configuration of every run", settings)
+    runs = [
+        {"title": f"{row.label} — {run.name}", "text": configuration_text(run)}
+        for row, run in row_runs(page.rows)
+    ]
+    return Section("configs", "Configuration of every run", Layout.CONFIGS, {"runs": runs})
 
 
-def _config(label: str, run: Run) -> str:
+def configuration_text(run: Run) -> str:
+    """Return a run's configuration as YAML, below its history as comments."""
     text = "no configuration on disk\n"
     if run.config:
         text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
-    text = history_comment(run.environment) + text
-    summary = f"{escape(label)} — {escape(run.name)}"
-    return f"<details><summary>{summary}</summary><pre>{escape(text)}</pre></details>"
+    return history_comment(run.environment) + text
 
 
 TUNED_WORDS = (
@@ -256,15 +262,14 @@ TUNED_WORDS = (
 def _tuned_section(page: Page) -> Section | None:
     if not page.studies.tunings:
         return None
-    tables = "".join(_tuning_table(tuning) for tuning in page.studies.tunings)
-    return Section("tuned", "What was tuned", f'<p class="muted">{TUNED_WORDS}</p>{tables}')
+    tables = [_tuning_table(tuning) for tuning in page.studies.tunings]
+    return _tables_section("tuned", "What was tuned", tables, above=TUNED_WORDS)
 
 
-def _tuning_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _tuning_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     kinds = [""] * TUNING_WORDS + ["number"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
-    head = list(zip(TUNING_HEADINGS, kinds, strict=True))
-    lines = [list(zip(cells, kinds, strict=True)) for cells in tuning_cells(rows)]
-    return table(head, lines)
+    head = list(map(Cell, TUNING_HEADINGS, kinds))
+    return Table(head, [TableLine(list(map(Cell, texts, kinds))) for texts in tuning_cells(rows)])
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,10 @@ class FailedRun:
 
 
 def _failures_section(page: Page) -> Section | None:
-    """Return one page for each failed run, in the order of the table; None without any."""
+    """Return one page for each run that failed or has a failure in its records.
+
+    They are in the order of the table; without any there is no section.
+    """
     failed = []
     for row, run in row_runs(page.rows):
         if run.metrics or run.status == "failed":
@@ -286,58 +294,84 @@ def _failures_section(page: Page) -> Section | None:
                 failed.append(FailedRun(row.label, run, diagnosis))
     if not failed:
         return None
-    words = "One page for each run that failed or in whose records a class of failure was found."
-    body = _muted(words)
+    pages = []
     charts: list[Chart] = []
     for place, one in enumerate(failed):
         drawn = _loss_until_failure(place, one, page)
-        body += _failure_page(place, one, drawn, opened=len(failed) <= OPEN_PAGES)
+        pages.append(_failure_page(place, one, drawn, is_open=len(failed) <= OPEN_PAGES))
         charts += drawn
-    return Section("failures", "Failures", body, charts)
+    return Section("failures", "Failures", Layout.FAILURES, {"pages": pages}, charts)
 
 
-def _failure_page(place: int, failed: FailedRun, charts: Sequence[Chart], *, opened: bool) -> str:
+class TimelineEvent(NamedTuple):
+    """An event of the timeline, on a track from the first step to the last."""
+
+    name: str
+    source: str
+    #: the place on the track
+    percent: str
+    step: int
+    text: str
+
+
+class ShownFinding(NamedTuple):
+    """A class of failure that was found, and its evidence."""
+
+    name: str
+    step: int | None
+    sentence: str
+    figures: str
+
+
+@dataclass(frozen=True)
+class FailurePage:
+    """What the template shows of one failed run."""
+
+    place: int
+    title: str
+    summary: str
+    #: "" for a run that finished
+    ending: str
+    events: Sequence[TimelineEvent]
+    last_step: int
+    findings: Sequence[ShownFinding]
+    #: one line each, "" without any such class
+    clear: str
+    unjudged: str
+    charts: Sequence[Chart]
+    is_open: bool
+
+
+def _failure_page(
+    place: int, failed: FailedRun, charts: Sequence[Chart], *, is_open: bool
+) -> FailurePage:
     run = failed.run
     diagnosis = failed.diagnosis
-    title = failed.label if failed.label == run.name else f"{failed.label} · {run.name}"
     onsets = "; ".join(f"{class_name(one.kind)} from step {one.step}" for one in diagnosis.found)
-    summary = onsets or "failed without a class of failure in its records"
-    ending = "" if run.status == "finished" else f"<p>The run {escape(describe_ending(run))}.</p>"
-    findings = "".join(map(_finding, diagnosis.found))
     clear = [one for one in diagnosis.findings if one.state == "clear"]
     unjudged = [one for one in diagnosis.findings if one.state not in ("clear", "found")]
-    evidence = f"{findings}{_class_list('Clear', clear)}{_class_list('Not judged', unjudged)}"
-    return (
-        f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
-        f"<summary><h3>{escape(title)}</h3><span>{escape(summary)}</span></summary>"
-        f"{ending}{_timeline(failed)}<h4>Evidence</h4>{evidence}{chart_places(charts)}</details>"
+    last = max([event.step for event in diagnosis.timeline] + [run.last_step or 0, 1])
+    return FailurePage(
+        place=place,
+        title=failed.label if failed.label == run.name else f"{failed.label} · {run.name}",
+        summary=onsets or "failed without a class of failure in its records",
+        ending="" if run.status == "finished" else describe_ending(run),
+        events=[_timeline_event(event, last) for event in diagnosis.timeline],
+        last_step=last,
+        findings=[_shown_finding(finding) for finding in diagnosis.found],
+        clear=_class_list("Clear", clear),
+        unjudged=_class_list("Not judged", unjudged),
+        charts=charts,
+        is_open=is_open,
     )
 
 
-def _timeline(failed: FailedRun) -> str:
-    """Return the events of a run in order; "" without any."""
-    timeline = failed.diagnosis.timeline
-    if not timeline:
-        return ""
-    last = max([event.step for event in timeline] + [failed.run.last_step or 0, 1])
-    events = "".join(_event(event, last) for event in timeline)
-    return f'<h4>Timeline, step 0 to {last}</h4><div class="timeline">{events}</div>'
+def _timeline_event(event: Event, last: int) -> TimelineEvent:
+    percent = f"{100 * event.step / last:.2f}"
+    return TimelineEvent(class_name(event.kind), event.source, percent, event.step, event.text)
 
 
-def _event(event: Event, last: int) -> str:
-    """Return an event of the timeline, on a track from the first step to the last."""
-    name = escape(class_name(event.kind))
-    source = escape(event.source)
-    place = f"left:{100 * event.step / last:.2f}%"
-    return (
-        f'<div class="event {source}"><span class="event-name">{name}</span>'
-        f'<span class="event-track"><i style="{place}"></i></span>'
-        f'<span class="event-step">step {event.step}</span>'
-        f'<span class="event-text">{source}: {escape(event.text)}</span></div>'
-    )
-
-
-def _finding(finding: Finding) -> str:
+def _shown_finding(finding: Finding) -> ShownFinding:
     figures = []
     for name, value in finding.evidence.items():
         if value is not None:
@@ -346,11 +380,7 @@ def _finding(finding: Finding) -> str:
     sentence = ""
     if finding.message:
         sentence = finding.message[:1].upper() + finding.message[1:].rstrip(".") + "."
-    return (
-        f'<div class="finding"><b>{escape(class_name(finding.kind))}</b> '
-        f"<span>from step {finding.step}</span><p>{escape(sentence)}</p>"
-        f'<p class="muted">{escape(", ".join(figures))}</p></div>'
-    )
+    return ShownFinding(class_name(finding.kind), finding.step, sentence, ", ".join(figures))
 
 
 def _class_list(title: str, findings: Sequence[Finding]) -> str:
@@ -361,7 +391,7 @@ def _class_list(title: str, findings: Sequence[Finding]) -> str:
     for finding in findings:
         missing = f" (no {', '.join(finding.missing)})" if finding.missing else ""
         items.append(class_name(finding.kind) + missing)
-    return f'<p class="muted">{title}: {escape("; ".join(items))}.</p>'
+    return f"{title}: {'; '.join(items)}."
 
 
 def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart]:

@@ -5,7 +5,6 @@ where they were.
 import json
 import shutil
 import signal
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop import train
 from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.report.sections import _config
+from nanogpt_bench.report.sections import configuration_text
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.signals import StopRequest
 
@@ -104,7 +103,7 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     assert f"  note: {told}\n" in capsys.readouterr().out
     loaded = load_run(RUN)
     assert told in loaded.notes
-    assert f"# {told}" in unescape(_config("", loaded))
+    assert f"# {told}" in configuration_text(loaded)
 
 
 def test_settings_that_change_no_number_are_free_and_so_is_the_place_of_the_corpus(
