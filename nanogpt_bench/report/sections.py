@@ -233,7 +233,7 @@ def _endings_section(page: Page) -> Section | None:
     if not items:
         return None
     title = "Early ends and gaps in the record"
-    return Section("endings", title, Layout.LISTING, {"items": items})
+    return Section("endings", title, Layout.LISTING, {"texts": items})
 
 
 def _configs_section(page: Page) -> Section:
