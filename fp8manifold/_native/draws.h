@@ -1,12 +1,17 @@
-/* Counter-based random words, as fp8manifold/random_bits.py has them: a function of three round keys and a position,
- * and a phase that is added. */
+/* Counter-based random words, as in fp8manifold/random_bits.py.
+ *
+ *     word(position) = hash(position; three round keys) + phase
+ *
+ * A word depends on nothing but its position and the keys, so that threads, tiles and processes
+ * can draw theirs in any order. */
 #ifndef FP8MANIFOLD_DRAWS_H
 #define FP8MANIFOLD_DRAWS_H
 
 #include "portable.h"
 
 typedef struct {
-    uint32_t first, second, third, phase;
+    uint32_t first, second, third; /* added in the rounds of the hash */
+    uint32_t phase;                /* added at the end */
 } Keys;
 
 INLINE uint32_t random_word(const Keys keys, uint32_t position)

@@ -1,4 +1,8 @@
-/* Whole arrays to the grid, to codes and back: matrices with a scale for each row, or one in all. */
+/* Whole arrays to the grid, to codes and back.
+ *
+ *     array (rows x length)  ->  rows, or one row if all share a scale
+ *       -> pieces of up to 16384 elements under one scale  ->  threads
+ *         -> one loop: decode, round or encode */
 #include <math.h>
 #include <stddef.h>
 
@@ -6,7 +10,7 @@
 #include "format.h"
 #include "threads.h"
 
-#define CHUNK 16384
+#define PIECE 16384
 
 typedef struct {
     Format format;
@@ -14,196 +18,230 @@ typedef struct {
     void *to;
     const float *scale; /* NULL for 1 */
     int64_t rows, length;
-    int32_t shared;     /* whether all rows share one scale */
+    int32_t shared; /* whether all rows share one scale */
     int32_t stochastic, rescale, bfloat16;
-    int32_t nan_code;   /* what a NaN is encoded as */
-    int32_t spacing;    /* decode: the spacings at the values in place of the values */
+    int32_t nan_code; /* what a NaN is encoded as */
+    int32_t spacing;  /* decode: the spacings at the values in place of the values */
     Keys keys;
-    uint32_t position;  /* of the first element */
+    uint32_t position; /* of the first element */
 } Array;
 
 _Static_assert(sizeof(Array) == 144, "the size of ARRAY in records.py");
 
-/* Some elements that share a scale. */
-typedef void (*Piece)(const Array *a, int64_t at, int n, float scale);
+/* Takes n elements from `start` on, which share a scale. */
+typedef void (*TakePiece)(const Array *array, int64_t start, int n, float scale);
 
 typedef struct {
     const Array *array;
-    Piece piece;
+    TakePiece take_piece;
 } Work;
 
 static void take_share(const void *context, int part, int parts)
 {
     const Work *work = context;
-    const Array *a = work->array;
-    const int64_t rows = a->shared ? 1 : a->rows, length = a->shared ? a->rows * a->length : a->length;
-    const int64_t in_row = (length + CHUNK - 1) / CHUNK, pieces = rows * in_row;
-    for (int64_t k = pieces * part / parts; k < pieces * (part + 1) / parts; k++) {
-        const int64_t row = k / in_row, start = k % in_row * CHUNK, left = length - start;
-        const float scale = !a->scale ? 1.0f : a->scale[a->shared ? 0 : row];
-        work->piece(a, row * length + start, (int)(left < CHUNK ? left : CHUNK), scale);
+    const Array *array = work->array;
+    const int64_t rows = array->shared ? 1 : array->rows;
+    const int64_t length = array->shared ? array->rows * array->length : array->length;
+    const int64_t pieces_in_row = (length + PIECE - 1) / PIECE;
+    const int64_t pieces = rows * pieces_in_row;
+    const int64_t first_piece = pieces * part / parts;
+    const int64_t stop_piece = pieces * (part + 1) / parts;
+    for (int64_t piece = first_piece; piece < stop_piece; piece++) {
+        const int64_t row = piece / pieces_in_row;
+        const int64_t column = piece % pieces_in_row * PIECE;
+        const int64_t left = length - column;
+        const float scale = array->scale ? array->scale[row] : 1.0f;
+        work->take_piece(array, row * length + column, (int)(left < PIECE ? left : PIECE), scale);
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------- decode */
-INLINE float any_value(const Format *f, int32_t code)
+static void run(const Array *array, TakePiece take_piece, int threads)
 {
-    const int32_t magnitude = code & (f->sign_bit - 1);
-    float value = decode_code(f, code).value;
-    value = magnitude == f->inf_code ? (code & f->sign_bit ? -INFINITY : INFINITY) : value;
-    const int is_nan = (code == f->one_nan) | (f->many_nans & (magnitude > f->max_code) & (magnitude != f->inf_code));
+    const Work work = {array, take_piece};
+    run_in_threads(take_share, &work, threads);
+}
+
+/* -------------------------------------------------------------------------------------- decode */
+/* The value of any code, NaN and Inf included. */
+INLINE float any_value(const Format *format, int32_t code)
+{
+    const int32_t magnitude = code & (format->sign_bit - 1);
+    const int is_inf = magnitude == format->inf_code;
+    const int is_above = (magnitude > format->max_code) & !is_inf;
+    const int is_nan = (code == format->one_nan) | (format->many_nans & is_above);
+    const float inf = code & format->sign_bit ? -INFINITY : INFINITY;
+    float value = decode_code(format, code).value;
+    value = is_inf ? inf : value;
     return is_nan ? NAN : value;
 }
 
 INLINE uint16_t nearest_bfloat16(float x)
 {
-    const uint32_t bits = (uint32_t)bits_of(x), rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const uint32_t bits = (uint32_t)bits_of(x);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)(x != x ? 0x7FC0 : rounded);
 }
 
-/* From this many elements on a table of all codes is faster than arithmetic: a load each, and not two dozen operations. */
+/* From this many elements on a table of all codes is faster than arithmetic: one load for each
+ * element in place of two dozen operations. */
 #define WORTH_A_TABLE 1024
 
-CLONED static void fill_table(const Array *a, float scale, float *restrict table)
+CLONED static void fill_table(const Array *array, float scale, float *restrict table)
 {
-    const Format format = a->format;
-    const int32_t all = 2 * format.sign_bit - 1;
-    if (a->spacing)
+    const Format format = array->format;
+    const int32_t code_mask = 2 * format.sign_bit - 1;
+    if (array->spacing) {
         for (int32_t code = 0; code < 256; code++)
-            table[code] = decode_code(&format, code & all).ulp * scale;
-    else
+            table[code] = decode_code(&format, code & code_mask).ulp * scale;
+    } else {
         for (int32_t code = 0; code < 256; code++)
-            table[code] = any_value(&format, code & all) * scale;
+            table[code] = any_value(&format, code & code_mask) * scale;
+    }
 }
 
-static void look_up(const uint8_t *restrict codes, const float *restrict table, float *restrict out, int n)
+static void look_up(const uint8_t *restrict codes, const float *restrict table,
+                    float *restrict out, int n)
 {
     for (int i = 0; i < n; i++)
         out[i] = table[codes[i]];
 }
 
-CLONED static void decode_piece(const Array *a, int64_t at, int n, float scale)
+CLONED static void decode_piece(const Array *array, int64_t start, int n, float scale)
 {
-    if (n >= WORTH_A_TABLE || a->spacing) {
+    const uint8_t *codes = (const uint8_t *)array->from + start;
+    float *restrict out = (float *)array->to + start;
+    if (n >= WORTH_A_TABLE || array->spacing) {
         float table[256];
-        fill_table(a, scale, table);
-        look_up((const uint8_t *)a->from + at, table, (float *)a->to + at, n);
+        fill_table(array, scale, table);
+        look_up(codes, table, out, n);
         return;
     }
-    const Format format = a->format;
-    const uint8_t *codes = (const uint8_t *)a->from + at;
-    float *restrict out = (float *)a->to + at;
+    const Format format = array->format;
     for (int i = 0; i < n; i++)
         out[i] = any_value(&format, codes[i]) * scale;
 }
 
-CLONED static void decode_piece_bfloat16(const Array *a, int64_t at, int n, float scale)
+CLONED static void decode_piece_bfloat16(const Array *array, int64_t start, int n, float scale)
 {
-    const Format format = a->format;
-    const uint8_t *codes = (const uint8_t *)a->from + at;
-    uint16_t *restrict out = (uint16_t *)a->to + at;
+    const Format format = array->format;
+    const uint8_t *codes = (const uint8_t *)array->from + start;
+    uint16_t *restrict out = (uint16_t *)array->to + start;
     for (int i = 0; i < n; i++)
         out[i] = nearest_bfloat16(any_value(&format, codes[i]) * scale);
 }
 
-/* -------------------------------------------------------------------------------------------------------- round */
-INLINE void round_piece(const Array *a, int64_t at, int n, float scale, int stochastic, int scaled)
+EXPORT void fp8manifold_decode(const Array *array, int threads)
 {
-    const Format format = a->format;
-    const Keys keys = a->keys;
-    const uint32_t position = a->position + (uint32_t)at;
-    const float *x = (const float *)a->from + at;
-    float *restrict out = (float *)a->to + at;
-    const float back = a->rescale ? scale : 1.0f;
+    run(array, array->bfloat16 ? decode_piece_bfloat16 : decode_piece, threads);
+}
+
+/* --------------------------------------------------------------------------------------- round */
+/* `stochastic`, and `scaled` where there is a scale, are constants. */
+INLINE void round_piece(const Array *array, int64_t start, int n, float scale, int stochastic,
+                        int scaled)
+{
+    const Format format = array->format;
+    const Keys keys = array->keys;
+    const uint32_t position = array->position + (uint32_t)start;
+    const float *x = (const float *)array->from + start;
+    float *restrict out = (float *)array->to + start;
+    const float new_scale = array->rescale ? scale : 1.0f;
     for (int i = 0; i < n; i++) {
         const int32_t draw = stochastic ? draw_of(random_word(keys, position + (uint32_t)i)) : 0;
-        const float y = round_value(&format, scaled ? x[i] / scale : x[i], stochastic, draw);
-        out[i] = scaled ? y * back : y;
+        const float units = scaled ? x[i] / scale : x[i];
+        const float rounded = round_value(&format, units, stochastic, draw);
+        out[i] = scaled ? rounded * new_scale : rounded;
     }
 }
 
-CLONED static void round_nearest(const Array *a, int64_t at, int n, float scale) { round_piece(a, at, n, scale, 0, 0); }
-CLONED static void round_stochastic(const Array *a, int64_t at, int n, float scale)
+CLONED static void round_nearest(const Array *array, int64_t start, int n, float scale)
 {
-    round_piece(a, at, n, scale, 1, 0);
-}
-CLONED static void round_nearest_scaled(const Array *a, int64_t at, int n, float scale)
-{
-    round_piece(a, at, n, scale, 0, 1);
-}
-CLONED static void round_stochastic_scaled(const Array *a, int64_t at, int n, float scale)
-{
-    round_piece(a, at, n, scale, 1, 1);
+    round_piece(array, start, n, scale, 0, 0);
 }
 
-/* ------------------------------------------------------------------------------------------------------- encode */
-INLINE void encode_piece(const Array *a, int64_t at, int n, int stochastic, int fixed)
+CLONED static void round_stochastic(const Array *array, int64_t start, int n, float scale)
 {
-    const Format format = a->format;
-    const Keys keys = a->keys;
-    const uint32_t position = a->position + (uint32_t)at;
-    const float *x = (const float *)a->from + at;
-    uint8_t *restrict out = (uint8_t *)a->to + at;
-    const int32_t nan_code = a->nan_code;
+    round_piece(array, start, n, scale, 1, 0);
+}
+
+CLONED static void round_nearest_scaled(const Array *array, int64_t start, int n, float scale)
+{
+    round_piece(array, start, n, scale, 0, 1);
+}
+
+CLONED static void round_stochastic_scaled(const Array *array, int64_t start, int n, float scale)
+{
+    round_piece(array, start, n, scale, 1, 1);
+}
+
+EXPORT void fp8manifold_round(const Array *array, int threads)
+{
+    if (array->scale)
+        run(array, array->stochastic ? round_stochastic_scaled : round_nearest_scaled, threads);
+    else
+        run(array, array->stochastic ? round_stochastic : round_nearest, threads);
+}
+
+/* -------------------------------------------------------------------------------------- encode */
+/* `stochastic` and `fixed_point` are constants. */
+INLINE void encode_piece(const Array *array, int64_t start, int n, int stochastic, int fixed_point)
+{
+    const Format format = array->format;
+    const Keys keys = array->keys;
+    const uint32_t position = array->position + (uint32_t)start;
+    const float *x = (const float *)array->from + start;
+    uint8_t *restrict out = (uint8_t *)array->to + start;
+    const int32_t nan_code = array->nan_code;
     for (int i = 0; i < n; i++) {
         const int32_t draw = stochastic ? draw_of(random_word(keys, position + (uint32_t)i)) : 0;
-        const int32_t code = encode_finite(&format, x[i], stochastic, draw, fixed);
+        const int32_t code = encode_finite(&format, x[i], stochastic, draw, fixed_point);
         out[i] = (uint8_t)(x[i] != x[i] ? nan_code : code);
     }
 }
 
-CLONED static void encode_nearest(const Array *a, int64_t at, int n, float scale)
+CLONED static void encode_nearest(const Array *array, int64_t start, int n, float scale)
 {
     (void)scale;
-    encode_piece(a, at, n, 0, 0);
+    encode_piece(array, start, n, 0, 0);
 }
-CLONED static void encode_stochastic(const Array *a, int64_t at, int n, float scale)
+
+CLONED static void encode_stochastic(const Array *array, int64_t start, int n, float scale)
 {
     (void)scale;
-    encode_piece(a, at, n, 1, 0);
+    encode_piece(array, start, n, 1, 0);
 }
-CLONED static void encode_stochastic_fixed(const Array *a, int64_t at, int n, float scale)
+
+CLONED static void encode_stochastic_fixed(const Array *array, int64_t start, int n, float scale)
 {
     (void)scale;
-    encode_piece(a, at, n, 1, 1);
+    encode_piece(array, start, n, 1, 1);
 }
 
-/* -------------------------------------------------------------------------------------------------------- calls */
-static void run(const Array *a, Piece piece, int threads)
+EXPORT void fp8manifold_encode(const Array *array, int threads)
 {
-    const Work work = {a, piece};
-    run_in_threads(take_share, &work, threads);
-}
-
-EXPORT void fp8manifold_decode(const Array *a, int threads)
-{
-    run(a, a->bfloat16 ? decode_piece_bfloat16 : decode_piece, threads);
-}
-
-EXPORT void fp8manifold_round(const Array *a, int threads)
-{
-    if (a->scale)
-        run(a, a->stochastic ? round_stochastic_scaled : round_nearest_scaled, threads);
+    const int fixed_point = in_fixed_point(&array->format, array->format.mantissa_bits);
+    if (!array->stochastic)
+        run(array, encode_nearest, threads);
     else
-        run(a, a->stochastic ? round_stochastic : round_nearest, threads);
+        run(array, fixed_point ? encode_stochastic_fixed : encode_stochastic, threads);
 }
 
-EXPORT void fp8manifold_encode(const Array *a, int threads)
-{
-    const int fixed = in_fixed_point(&a->format, a->format.mantissa_bits);
-    run(a, !a->stochastic ? encode_nearest : fixed ? encode_stochastic_fixed : encode_stochastic, threads);
-}
-
-/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both as signed numbers.
-   Every NaN counts as the quiet one: a GPU's arithmetic gives other bits than a CPU's. */
+/* ------------------------------------------------------------------------------------- content */
+/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both as signed
+ * numbers.  Every NaN counts as the quiet one: a GPU's arithmetic gives other bits than a CPU's. */
 CLONED static uint64_t content_of(const int32_t *bits, int64_t n, Keys keys)
 {
     uint64_t sum = 0;
     for (int64_t i = 0; i < n; i++) {
-        int32_t value = (bits[i] & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : bits[i];
-        sum += (uint64_t)(int64_t)value * (uint64_t)(int64_t)(int32_t)random_word(keys, (uint32_t)i);
+        const int is_nan = (bits[i] & 0x7FFFFFFF) > 0x7F800000;
+        const int32_t value = is_nan ? 0x7FC00000 : bits[i];
+        const int32_t word = (int32_t)random_word(keys, (uint32_t)i);
+        sum += (uint64_t)(int64_t)value * (uint64_t)(int64_t)word;
     }
     return sum;
 }
 
-EXPORT uint64_t fp8manifold_content(const int32_t *bits, int64_t n, const Keys *keys) { return content_of(bits, n, *keys); }
+EXPORT uint64_t fp8manifold_content(const int32_t *bits, int64_t n, const Keys *keys)
+{
+    return content_of(bits, n, *keys);
+}

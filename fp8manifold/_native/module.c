@@ -1,11 +1,11 @@
-/* What the library says of itself. */
+/* Which sources the library was built from. */
 #include "portable.h"
 
 #ifndef SOURCES
 #define SOURCES "unknown"
 #endif
 
-/* A digest of the sources it was built from. */
 EXPORT const char *fp8manifold_sources(void);
 
+/* The digest that the build passes on, as `digest` of hatch_build.py. */
 const char *fp8manifold_sources(void) { return SOURCES; }

@@ -1,4 +1,4 @@
-/* What differs between compilers and processors, in one place. */
+/* What differs between compilers and processors, and floats as their bits. */
 #ifndef FP8MANIFOLD_PORTABLE_H
 #define FP8MANIFOLD_PORTABLE_H
 
@@ -13,23 +13,21 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* One function for each width of vectors; the loader of the program takes the widest that the processor has.  A
- * sanitizer starts after the loader, so that its builds have one. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(ONE_CLONE)
+/* Compiles a function for several widths of vectors.  The program's loader takes the widest that
+ * the processor has.  ONE_CLONE is for builds with a sanitizer, which starts after the loader. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(ONE_CLONE)
 #define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONED
 #endif
 
-/* Threads may set one flag at the same time, to the same value. */
+/* Sets a flag.  Several threads may do so at the same time, as all write the same value. */
 #if defined(__GNUC__)
-#define SET(flag) __atomic_store_n(flag, 1, __ATOMIC_RELAXED)
+#define SET_FLAG(flag) __atomic_store_n(flag, 1, __ATOMIC_RELAXED)
 #else
-#define SET(flag) (*(volatile int32_t *)(flag) = 1)
+#define SET_FLAG(flag) (*(volatile int32_t *)(flag) = 1)
 #endif
-
-/* Elements a stage passes on at a time: few enough that all of a tile's arrays stay in the first-level cache. */
-#define TILE 512
 
 INLINE int32_t bits_of(float x)
 {
@@ -45,11 +43,20 @@ INLINE float float_of(int32_t bits)
     return x;
 }
 
-/* 2^exponent; the exponent is one of a normal float32. */
-INLINE float power_of_two(int32_t exponent) { return float_of((int32_t)((uint32_t)(exponent + 127) << 23)); }
+/* 2^exponent, which must be a normal float32. */
+INLINE float power_of_two(int32_t exponent)
+{
+    return float_of((int32_t)((uint32_t)(exponent + 127) << 23));
+}
 
-INLINE int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-INLINE int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
-INLINE float bounded(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+INLINE int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
+INLINE int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* x between two bounds; NaN stays NaN. */
+INLINE float clamp(float x, float low, float high)
+{
+    const float at_least_low = x < low ? low : x;
+    return at_least_low > high ? high : at_least_low;
+}
 
 #endif

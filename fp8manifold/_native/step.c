@@ -1,173 +1,234 @@
-/* One step of many parameters: tiles of rows, each stage after the other. */
+/* One step of many parameters: rows cut into tiles, tiles taken by threads.
+ *
+ *     for each job (parameter)
+ *         for each piece of this thread (a row, or a run of 8192 elements of a long one)
+ *             8-bit moments: all tiles once for the largest gradient, from which scales follow
+ *             all tiles: take_tile, or the single loop of in_one_loop.c
+ *
+ * Which thread takes what changes nothing: draws go by an element's position, and scales of moments
+ * belong to whole rows. */
 #include <stddef.h>
 
 #include "threads.h"
 #include "tile.h"
 
-/* --------------------------------------------------------------------------------------------------------- tiles */
-CLONED static void draw_words(const Keys *given, Tile *t)
+/* --------------------------------------------------------------------------------------- tiles */
+CLONED static void draw_words(const Keys *shared_keys, Tile *tile)
 {
-    const Keys keys = *given;
-    const int n = t->n;
-    LOOP(t->words[i] = random_word(keys, (uint32_t)(t->at + i));)
+    const Keys keys = *shared_keys;
+    const int n = tile->n;
+    for (int i = 0; i < n; i++)
+        tile->words[i] = random_word(keys, (uint32_t)(tile->start + i));
 }
 
-/* Whether one of the codes is that of the largest magnitude, and, as 2, whether all are 0. */
-CLONED static int ends_of(const Format *f, const uint8_t *codes, int n)
+/* Take all stages of a step, one after the other. */
+static void take_tile(const Job *job, const PerScale *per_scale, const BlockScales *block,
+                      Tile *tile)
 {
-    const uint8_t magnitude = (uint8_t)(f->sign_bit - 1), last = (uint8_t)f->max_code;
-    uint8_t found = 0, any = 0;
-    LOOP(const uint8_t code = codes[i] & magnitude; found |= (uint8_t)(code == last); any |= code;)
-    return found | (any ? 0 : 2);
-}
-
-static void take_tile(const Job *j, const Local *l, const Block *b, Tile *t)
-{
-    const Spec *s = j->spec;
-    load_weights(j, l, t);
-    load_gradient(j, l, t);
-    load_averages(j, b, t);
-    if (s->direction == ADAM)
-        adam(j, t);
-    else if (s->direction == LION)
-        lion(j, t);
+    const Spec *spec = job->spec;
+    load_weights(job, per_scale, tile);
+    load_gradient(job, per_scale, tile);
+    load_moments(job, block, tile);
+    if (spec->direction == ADAM)
+        adam(job, tile);
+    else if (spec->direction == LION)
+        lion(job, tile);
     else
-        sgd(j, t);
-    move(j, l, t);
-    if (rounds(s) && s->writeback != WRITE_NEAREST)
-        draw_words(&j->weight_keys, t);
-    store_weights(j, l, t);
-    if (rounds(s) && s->writeback == WRITE_MOMENTUM)
-        inject(j, l, t);
-    if (s->moments != FLOAT32)
-        draw_words(&j->average_keys, t);
-    store_averages(j, b, t);
+        sgd(job, tile);
+    move(job, per_scale, tile);
+    if (is_rounded(spec) && spec->writeback != WRITE_NEAREST)
+        draw_words(&job->weight_keys, tile);
+    store_weights(job, per_scale, tile);
+    if (is_rounded(spec) && spec->writeback == WRITE_MOMENTUM)
+        inject(job, per_scale, tile);
+    if (spec->moments != FLOAT32)
+        draw_words(&job->moment_keys, tile);
+    store_moments(job, block, tile);
 }
 
-/* The bits of the largest magnitude. */
-CLONED static int32_t largest_bits(const float *x, int n)
-{
-    int32_t largest = 0;
-    LOOP(largest = most(largest, bits_of(x[i]) & 0x7FFFFFFF);)
-    return largest;
-}
+/* What is true of some codes after a step: flags that are or-ed. */
+enum { REACHES_THE_LAST_CODE = 1, IS_ALL_ZERO = 2 };
 
-/* The largest gradient of a tile, with respect to the coordinates that the direction is taken in. */
-static float largest_of(const Job *j, const Local *l, Tile *t)
+CLONED static int flags_of(const Format *format, const uint8_t *codes, int n)
 {
-    if (j->spec->geometry == LINEAR)
-        return float_of(largest_bits(j->gradient + t->at, t->n));
-    load_weights(j, l, t);
-    load_gradient(j, l, t);
-    return float_of(largest_bits(t->gradient, t->n));
-}
-
-/* The largest magnitude of a tile's average after the step, which does not depend on the weights. */
-static float largest_average(const Job *j, const Local *l, const Block *b, Tile *t)
-{
-    load_gradient(j, l, t);
-    load_averages(j, b, t);
-    sgd(j, t);
-    return float_of(largest_bits(t->first, t->n));
-}
-
-/* Fit a row's average: its scale is known before the step, and 1 over the next one once the largest magnitude is. */
-static Block fitted_block(const Job *j, int64_t row)
-{
-    return (Block){fitted_scale(j->first_bound[row]), 1, 1, 1};
-}
-
-static void refit_block(const Job *j, Block *b, float largest, int64_t row)
-{
-    b->first_inverse = reciprocal(fitted_scale(largest));
-    j->first_bound[row] = largest;
-}
-
-/* Advance the bounds of a row's averages. */
-static Block next_block(const Job *j, float largest, int64_t row)
-{
-    const Hyper *h = &j->hyper;
-    const int lion = j->spec->direction == LION;
-    Block b = {1, 1, 1, 1};
-    if (j->first_bound) {
-        const float decay = lion ? h->beta2 : h->beta1, gain = fabsf(lion ? h->gain2 : h->gain1);
-        const float before = j->first_bound[row], after = before * decay + gain * largest;
-        b.first = scale_of_bound(before, 0);
-        b.first_inverse = reciprocal(scale_of_bound(after, 0));
-        j->first_bound[row] = after;
+    const uint8_t magnitude_mask = (uint8_t)(format->sign_bit - 1);
+    const uint8_t last_code = (uint8_t)format->max_code;
+    uint8_t is_reached = 0;
+    uint8_t all_bits = 0;
+    for (int i = 0; i < n; i++) {
+        const uint8_t code = codes[i] & magnitude_mask;
+        is_reached |= (uint8_t)(code == last_code);
+        all_bits |= code;
     }
-    if (j->second_bound) {
-        const float before = j->second_bound[row], after = before * h->beta2 + fabsf(h->gain2) * (largest * largest);
-        b.second = scale_of_bound(before, 1);
-        b.second_inverse = reciprocal(scale_of_bound(after, 1));
-        j->second_bound[row] = after;
-    }
-    return b;
+    return (is_reached ? REACHES_THE_LAST_CODE : 0) | (all_bits ? 0 : IS_ALL_ZERO);
 }
 
-static int all_powers_of_two(const Job *j)
+/* --------------------------------------------------------------------- scales of 8-bit moments */
+/* The largest magnitude. */
+CLONED static float largest_magnitude(const float *x, int n)
 {
-    const int64_t count = !j->scale                       ? 0
-                          : j->scales == ONE_SCALE        ? 1
-                          : j->scales == SCALE_AN_ELEMENT ? j->rows * j->length
-                                                          : j->rows / j->repeats;
+    int32_t largest_bits = 0;
+    for (int i = 0; i < n; i++)
+        largest_bits = max_int(largest_bits, bits_of(x[i]) & 0x7FFFFFFF);
+    return float_of(largest_bits);
+}
+
+/* The largest gradient of a tile, in the coordinates that the direction is taken in. */
+static float largest_gradient(const Job *job, const PerScale *per_scale, Tile *tile)
+{
+    if (job->spec->geometry == LINEAR)
+        return largest_magnitude(job->gradient + tile->start, tile->n);
+    load_weights(job, per_scale, tile);
+    load_gradient(job, per_scale, tile);
+    return largest_magnitude(tile->gradient, tile->n);
+}
+
+/* The largest first moment of a tile after Muon's step, which does not depend on the weights. */
+static float largest_momentum(const Job *job, const PerScale *per_scale, const BlockScales *block,
+                              Tile *tile)
+{
+    load_gradient(job, per_scale, tile);
+    load_moments(job, block, tile);
+    sgd(job, tile);
+    return largest_magnitude(tile->first, tile->n);
+}
+
+/* Scales from the bounds of a row's moments, which are advanced by its largest gradient. */
+static BlockScales advance_bounds(const Job *job, float largest, int64_t row)
+{
+    const Hyper *hyper = &job->hyper;
+    const int is_lion = job->spec->direction == LION;
+    BlockScales block = {1, 1, 1, 1};
+    if (job->first_bound) {
+        const float decay = is_lion ? hyper->beta2 : hyper->beta1;
+        const float gain = fabsf(is_lion ? hyper->gain2 : hyper->gain1);
+        const float bound = job->first_bound[row];
+        const float new_bound = bound * decay + gain * largest;
+        block.first = scale_of_bound(bound, 0);
+        block.new_first_inverse = reciprocal(scale_of_bound(new_bound, 0));
+        job->first_bound[row] = new_bound;
+    }
+    if (job->second_bound) {
+        const float bound = job->second_bound[row];
+        const float new_bound = bound * hyper->beta2 + fabsf(hyper->gain2) * (largest * largest);
+        block.second = scale_of_bound(bound, 1);
+        block.new_second_inverse = reciprocal(scale_of_bound(new_bound, 1));
+        job->second_bound[row] = new_bound;
+    }
+    return block;
+}
+
+/* ---------------------------------------------------------------------------- scales of weights */
+static int64_t scale_count(const Job *job)
+{
+    if (!job->scale)
+        return 0;
+    if (job->scales == ONE_SCALE)
+        return 1;
+    if (job->scales == SCALE_AN_ELEMENT)
+        return job->rows * job->length;
+    return job->rows / job->repeats;
+}
+
+static int all_powers_of_two(const Job *job)
+{
+    const int64_t count = scale_count(job);
     for (int64_t i = 0; i < count; i++)
-        if (bits_of(j->scale[i]) & 0x7FFFFF)
+        if (bits_of(job->scale[i]) & 0x7FFFFF)
             return 0;
     return 1;
 }
 
-static Local local_at(const Job *j, int64_t row, int64_t at, int exact)
+static PerScale per_scale_at(const Job *job, int64_t row, int64_t position, int is_exact)
 {
-    if (!j->scale)
-        return local_to(j, 1.0f, exact);
-    return local_to(j, j->scale[j->scales == ONE_SCALE ? 0 : j->scales == SCALE_A_ROW ? row / j->repeats : at], exact);
+    float scale = 1.0f;
+    if (job->scale && job->scales == ONE_SCALE)
+        scale = job->scale[0];
+    else if (job->scale && job->scales == SCALE_A_ROW)
+        scale = job->scale[row / job->repeats];
+    else if (job->scale)
+        scale = job->scale[position];
+    return per_scale_of(job, scale, is_exact);
 }
 
-/* Elements start to stop of a row; all of it where its averages share a block. */
-static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int exact, Tile *t)
+/* ---------------------------------------------------------------------------------------- rows */
+/* A run of a row's elements, from position `start` in the parameter up to `stop`. */
+typedef struct {
+    const Job *job;
+    int64_t row, start, stop;
+    int is_exact;       /* whether division by the scales is exact */
+    PerScale per_scale; /* of the tile's elements */
+} Run;
+
+/* Put the tile at a position of a run; only one element where each has a scale. */
+static void place_tile(Run *run, int64_t position, Tile *tile)
 {
-    const int each = j->scales == SCALE_AN_ELEMENT, in_blocks = j->first_bound || j->second_bound;
-    const int64_t first = row * j->length;
-    const InOneLoop loop = in_one_loop(j);
-    const int fitted = is_fitted(j->spec) && in_blocks;
-    Block block = fitted ? fitted_block(j, row) : (Block){1, 1, 1, 1};
-    Local l = local_at(j, row, first, exact);
-    const uint8_t *codes = j->spec->storage == CODES ? j->weight : NULL;
-    float largest = 0;
-    int reached = 0;
-    for (int pass = in_blocks ? 0 : 1; pass < 2; pass++) {
-        for (int64_t at = first + start; at < first + stop; at += t->n) {
-            const int64_t left = first + stop - at;
-            t->n = each ? 1 : (int)(left < TILE ? left : TILE);
-            t->at = at;
-            if (each)
-                l = local_at(j, row, at, exact);
-            if (pass == 1) {
-                (loop ? loop : take_tile)(j, &l, &block, t);
-                reached |= codes ? ends_of(&j->spec->format, codes + at, t->n) : 0;
-                continue;
-            }
-            const float here = fitted ? largest_average(j, &l, &block, t) : largest_of(j, &l, t);
-            largest = here > largest ? here : largest;
-        }
-        if (pass == 0 && fitted)
-            refit_block(j, &block, largest, row);
-        else if (pass == 0)
-            block = next_block(j, largest, row);
+    const int64_t left = run->stop - position;
+    tile->n = (int)(left < TILE ? left : TILE);
+    tile->start = position;
+    if (run->job->scales == SCALE_AN_ELEMENT) {
+        tile->n = 1;
+        run->per_scale = per_scale_at(run->job, run->row, position, run->is_exact);
     }
-    if (reached & 1)
-        SET(j->reached);
-    if (reached & 2)
-        SET(j->reached + 1);
 }
 
-/* Parts that a job can be cut into: rows, or pieces of them. */
-static int64_t pieces_of(const Job *j, int64_t *length)
+/* Scales of a whole row's 8-bit moments.  A fitted one has its scale from the row's largest moment,
+ * before the step and after it; others from bounds. */
+static BlockScales scales_of_moments(Run *run, Tile *tile)
 {
-    const int64_t piece = 16 * TILE;
-    *length = j->first_bound || j->second_bound || j->length < piece ? j->length : piece;
-    return j->rows * ((j->length + *length - 1) / *length);
+    const Job *job = run->job;
+    float largest = 0;
+    if (!is_fitted(job->spec)) {
+        for (int64_t at = run->start; at < run->stop; at += tile->n) {
+            place_tile(run, at, tile);
+            const float in_tile = largest_gradient(job, &run->per_scale, tile);
+            largest = in_tile > largest ? in_tile : largest;
+        }
+        return advance_bounds(job, largest, run->row);
+    }
+    BlockScales block = {fitted_scale(job->first_bound[run->row]), 1, 1, 1};
+    for (int64_t at = run->start; at < run->stop; at += tile->n) {
+        place_tile(run, at, tile);
+        const float in_tile = largest_momentum(job, &run->per_scale, &block, tile);
+        largest = in_tile > largest ? in_tile : largest;
+    }
+    block.new_first_inverse = reciprocal(fitted_scale(largest));
+    job->first_bound[run->row] = largest;
+    return block;
+}
+
+static int has_blocks(const Job *job) { return job->first_bound || job->second_bound; }
+
+/* Step the elements of a run: a whole row if its moments share a block. */
+static void take_run(Run *run, Tile *tile)
+{
+    const Job *job = run->job;
+    const Format *format = &job->spec->format;
+    const TakeTile single_loop = in_one_loop(job);
+    const TakeTile take = single_loop ? single_loop : take_tile;
+    const uint8_t *codes = job->spec->storage == CODES ? job->weight : NULL;
+    int flags = 0;
+    BlockScales block = {1, 1, 1, 1};
+    if (has_blocks(job))
+        block = scales_of_moments(run, tile);
+    for (int64_t at = run->start; at < run->stop; at += tile->n) {
+        place_tile(run, at, tile);
+        take(job, &run->per_scale, &block, tile);
+        if (codes)
+            flags |= flags_of(format, codes + at, tile->n);
+    }
+    if (flags & REACHES_THE_LAST_CODE)
+        SET_FLAG(job->reached);
+    if (flags & IS_ALL_ZERO)
+        SET_FLAG(job->reached + 1);
+}
+
+/* ------------------------------------------------------------------------------------- threads */
+/* Elements that a thread takes at a time: a whole row where its moments share a block. */
+static int64_t piece_length(const Job *job)
+{
+    const int64_t longest = 16 * TILE;
+    return has_blocks(job) || job->length < longest ? job->length : longest;
 }
 
 typedef struct {
@@ -175,26 +236,39 @@ typedef struct {
     int64_t count;
 } Work;
 
-/* One thread's share: every thread takes its run of the pieces of each job. */
+/* Take one thread's pieces of each job: a run of them, or, of a job with fewer pieces than threads,
+ * single ones in turn, so that many small jobs do not all fall to the first thread. */
 static void take_share(const void *context, int part, int parts)
 {
     const Work *work = context;
     Tile tile;
-    int64_t before = 0; /* so that many small jobs do not all fall to the first */
+    int64_t pieces_before = 0;
     for (int64_t k = 0; k < work->count; k++) {
-        const Job *j = &work->jobs[k];
-        int64_t length;
-        const int64_t pieces = pieces_of(j, &length), in_row = pieces / j->rows;
-        const int exact = all_powers_of_two(j);
+        const Job *job = &work->jobs[k];
+        const int64_t length = piece_length(job);
+        const int64_t pieces_in_row = (job->length + length - 1) / length;
+        const int64_t pieces = job->rows * pieces_in_row;
+        const int is_exact = all_powers_of_two(job);
         for (int64_t piece = 0; piece < pieces; piece++) {
-            const int owner = pieces < parts ? (int)((before + piece) % parts) : (int)(piece * parts / pieces);
+            const int owner = pieces < parts ? (int)((pieces_before + piece) % parts)
+                                             : (int)(piece * parts / pieces);
             if (owner != part)
                 continue;
-            const int64_t start = piece % in_row * length;
-            const int64_t stop = start + length < j->length ? start + length : j->length;
-            take_row(j, piece / in_row, start, stop, exact, &tile);
+            const int64_t row = piece / pieces_in_row;
+            const int64_t row_start = row * job->length;
+            const int64_t start = piece % pieces_in_row * length;
+            const int64_t stop = start + length < job->length ? start + length : job->length;
+            Run run = {
+                .job = job,
+                .row = row,
+                .start = row_start + start,
+                .stop = row_start + stop,
+                .is_exact = is_exact,
+                .per_scale = per_scale_at(job, row, row_start, is_exact),
+            };
+            take_run(&run, &tile);
         }
-        before += pieces;
+        pieces_before += pieces;
     }
 }
 

@@ -1,14 +1,14 @@
-/* Threads for as long as a call lasts: none outlives it, so that nothing is lost in a fork. */
+/* Threads that live as long as a call: none outlives it, so that nothing is lost in a fork. */
 #include "threads.h"
 
-#define MOST 64
+#define MOST_THREADS 64
 
 #if defined(_WIN32)
 
-void run_in_threads(Share share, const void *context, int threads)
+void run_in_threads(TakeShare take_share, const void *context, int threads)
 {
     (void)threads;
-    share(context, 0, 1);
+    take_share(context, 0, 1);
 }
 
 #else
@@ -16,34 +16,41 @@ void run_in_threads(Share share, const void *context, int threads)
 #include <pthread.h>
 
 typedef struct {
-    Share share;
+    TakeShare take_share;
     const void *context;
     int part, parts;
-} Part;
+} Share;
 
-static void *begin(void *given)
+static void *take_in_thread(void *argument)
 {
-    const Part *part = given;
-    part->share(part->context, part->part, part->parts);
+    const Share *share = argument;
+    share->take_share(share->context, share->part, share->parts);
     return 0;
 }
 
-void run_in_threads(Share share, const void *context, int threads)
+static int share_count(int threads)
 {
-    const int parts = threads < 1 ? 1 : threads > MOST ? MOST : threads;
-    pthread_t handles[MOST];
-    Part given[MOST];
-    int started[MOST];
-    for (int k = 1; k < parts; k++) {
-        given[k] = (Part){share, context, k, parts};
-        started[k] = pthread_create(&handles[k], 0, begin, &given[k]) == 0;
+    if (threads < 1)
+        return 1;
+    return threads > MOST_THREADS ? MOST_THREADS : threads;
+}
+
+void run_in_threads(TakeShare take_share, const void *context, int threads)
+{
+    const int parts = share_count(threads);
+    pthread_t handles[MOST_THREADS];
+    Share shares[MOST_THREADS];
+    int is_started[MOST_THREADS];
+    for (int part = 1; part < parts; part++) {
+        shares[part] = (Share){take_share, context, part, parts};
+        is_started[part] = pthread_create(&handles[part], 0, take_in_thread, &shares[part]) == 0;
     }
-    share(context, 0, parts);
-    for (int k = 1; k < parts; k++) {
-        if (started[k])
-            pthread_join(handles[k], 0);
+    take_share(context, 0, parts);
+    for (int part = 1; part < parts; part++) {
+        if (is_started[part])
+            pthread_join(handles[part], 0);
         else
-            share(context, k, parts);
+            take_share(context, part, parts);
     }
 }
 

@@ -1,9 +1,12 @@
-/* A function run in some threads, each with its own number; a thread that can't be started is run by the caller. */
+/* A function run in several threads, each of which takes its share of the work. */
 #ifndef FP8MANIFOLD_THREADS_H
 #define FP8MANIFOLD_THREADS_H
 
-typedef void (*Share)(const void *context, int part, int parts);
+/* Takes share number `part` of `parts`. */
+typedef void (*TakeShare)(const void *context, int part, int parts);
 
-void run_in_threads(Share share, const void *context, int threads);
+/* Returns when all shares have been taken.  The caller takes the first, and every share for which
+ * no thread could be started. */
+void run_in_threads(TakeShare take_share, const void *context, int threads);
 
 #endif

@@ -1,52 +1,50 @@
-/* Some elements of a row as they pass from stage to stage, and the stages: load, direction, move, store. */
+/* A tile: some elements of a row, and what the stages of a step hand on from one to the next.
+ *
+ *     load_weights, load_gradient, load_moments
+ *         -> adam, sgd or lion             a direction, and new moments
+ *         -> move                          a target in units of the scale
+ *         -> store_weights                 the target rounded
+ *         -> inject                        the rounding error, into the first moment
+ *                                          (WRITE_MOMENTUM only)
+ *         -> store_moments
+ *
+ * A tile is short enough that all of its arrays stay in the first-level cache. */
 #ifndef FP8MANIFOLD_TILE_H
 #define FP8MANIFOLD_TILE_H
 
 #include "elements.h"
 
-#define LOOP(...) \
-    for (int i = 0; i < n; i++) { \
-        __VA_ARGS__ \
-    }
+#define TILE 512
 
-/* A loop for each value of a flag that is the same for all elements, so that no vector carries the choice. */
-#define LOOP_FOR(flag, ...) \
-    if (flag) { \
-        enum { FLAG = 1 }; \
-        LOOP(__VA_ARGS__) \
-    } else { \
-        enum { FLAG = 0 }; \
-        LOOP(__VA_ARGS__) \
-    }
-
-/* Some elements of a row, as they pass from stage to stage. */
 typedef struct {
-    int n;
-    int64_t at; /* position of the first in the parameter */
-    float x[TILE], ulp[TILE], gradient[TILE], direction[TILE], target[TILE], after[TILE];
-    float first[TILE], second[TILE], root[TILE], denominator[TILE];
-    uint32_t words[TILE];
-    int32_t codes[TILE], rest[TILE], first_codes[TILE], second_codes[TILE];
+    int n;         /* elements */
+    int64_t start; /* position of the first in the parameter */
+    /* in units of the scale: the weights, their spacing, where they go, and that after rounding */
+    float value[TILE], ulp[TILE], target[TILE], rounded[TILE];
+    float gradient[TILE], direction[TILE];
+    float first[TILE], second[TILE]; /* moments */
+    float root[TILE];                /* of the second moment */
+    float denominator[TILE];         /* by which the first moment is divided */
+    uint32_t words[TILE];            /* random */
+    /* integers widened from memory, of in_one_loop.c */
+    int32_t codes[TILE], residuals[TILE], first_codes[TILE], second_codes[TILE];
 } Tile;
 
-/* The scales of a block's averages, before and after the step. */
-typedef struct {
-    float first, first_inverse, second, second_inverse;
-} Block;
+void load_weights(const Job *job, const PerScale *per_scale, Tile *tile);
+void load_gradient(const Job *job, const PerScale *per_scale, Tile *tile);
+void load_moments(const Job *job, const BlockScales *block, Tile *tile);
+void adam(const Job *job, Tile *tile);
+void sgd(const Job *job, Tile *tile);
+void lion(const Job *job, Tile *tile);
+void move(const Job *job, const PerScale *per_scale, Tile *tile);
+void store_weights(const Job *job, const PerScale *per_scale, Tile *tile);
+void inject(const Job *job, const PerScale *per_scale, Tile *tile);
+void store_moments(const Job *job, const BlockScales *block, Tile *tile);
 
-void load_weights(const Job *j, const Local *l, Tile *t);
-void load_gradient(const Job *j, const Local *l, Tile *t);
-void load_averages(const Job *j, const Block *b, Tile *t);
-void adam(const Job *j, Tile *t);
-void sgd(const Job *j, Tile *t);
-void lion(const Job *j, Tile *t);
-void move(const Job *job, const Local *local, Tile *t);
-void store_weights(const Job *j, const Local *l, Tile *t);
-void inject(const Job *job, const Local *local, Tile *t);
-void store_averages(const Job *j, const Block *b, Tile *t);
+/* Takes a whole step of a tile, all stages. */
+typedef void (*TakeTile)(const Job *, const PerScale *, const BlockScales *, Tile *);
 
-/* A loop that takes all of a step, and the one for a job, or NULL. */
-typedef void (*InOneLoop)(const Job *, const Local *, const Block *, Tile *);
-InOneLoop in_one_loop(const Job *j);
+/* The single loop that takes a job's steps, or NULL if there is none for its kind. */
+TakeTile in_one_loop(const Job *job);
 
 #endif

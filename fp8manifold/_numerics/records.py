@@ -59,7 +59,7 @@ JOB: Final = np.dtype(
         ("length", np.int64),
         # scales, repeats, low_exponent, high_exponent
         ("facts", np.int32, 4),
-        # weight_keys, average_keys
+        # weight_keys, moment_keys
         ("keys", np.int32, 8),
         # the floats of Hyper
         ("hyper", np.float32, 16),
